@@ -148,8 +148,8 @@ def report(runs: dict[tuple[str, int], list[dict[str, Any]]], repeats: int) -> i
         f"{contender} {n}": {"first": first[contender, n], "later": later[contender, n]} for contender, n in runs
     }
     save("compile_time", {"repeats": repeats, "seconds": seconds, "most_traces": max(traces)}, text, machine())
-    grown = first["peftc", deep] / first["peftc", shallow]
-    return int(first["peftc", deep] > SECONDS or grown > GROWTH or max(traces) > 1)
+    depth_ratio = first["peftc", deep] / first["peftc", shallow]
+    return int(first["peftc", deep] > SECONDS or depth_ratio > GROWTH or max(traces) > 1)
 
 
 def growth(contender: str, seconds: dict[tuple[str, int], float]) -> list[str]:

@@ -26,7 +26,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 def main() -> int:
     options = _options()
     previous = read(options.results / "coverage.json")
-    selection = [p for p in pairs() if _wanted(p, options, previous)]
+    selection = [p for p in pairs() if _is_selected(p, options, previous)]
     start = time.perf_counter()
     rows = dict(_rows(selection, options))
     print(f"{len(rows)} in {time.perf_counter() - start:.0f} s")
@@ -57,7 +57,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _wanted(pair: Pair, options: argparse.Namespace, previous: dict[str, Any]) -> bool:
+def _is_selected(pair: Pair, options: argparse.Namespace, previous: dict[str, Any]) -> bool:
     row = previous.get(pair.key)
     if options.failed and row and row.get("ran") and not failed(row):
         return False

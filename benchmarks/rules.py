@@ -220,8 +220,8 @@ def write(rules: list[str], keys: list[Key], journal: Journal) -> None:
     order = sorted(rules, key=lambda rule: len(types(journal.changed(rule))))
     lines: list[list[str]] = []
     for rule in order:
-        found, fired, runs = types(journal.changed(rule)), journal.deciding(rule), journal.runs[rule]
-        lines.append([rule, str(len(fired)), str(len(runs)), str(len(found)), ", ".join(found[:8])])
+        changed_types, fired, runs = types(journal.changed(rule)), journal.deciding(rule), journal.runs[rule]
+        lines.append([rule, str(len(fired)), str(len(runs)), str(len(changed_types)), ", ".join(changed_types[:8])])
         print(*lines[-1], sep=" | ")
     for rule, errors in journal.errors.items():
         print(f"{rule}: fails on {len(errors)}: {next(iter(errors.values()))}")

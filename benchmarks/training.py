@@ -253,7 +253,7 @@ def measured(recipe: str, steps: int, learn: list[tuple[str, int]], test: list[t
     return Row(recipe, before, after, accuracy_before, accuracy, trained, stored, seconds)
 
 
-def shown(row: Row) -> list[str]:
+def table_row(row: Row) -> list[str]:
     accuracy = "" if row.accuracy is None else f"{row.accuracy_before:.1%} → {row.accuracy:.1%}"
     counts = [f"{row.trained:,}", f"{row.stored:,}"]
     return [row.recipe, f"{row.before:.3f} → {row.after:.3f}", accuracy, *counts, f"{row.seconds:.0f}"]
@@ -274,7 +274,7 @@ def main(options: list[str] | None = None) -> int:
     rows: list[Row] = []
     for recipe in arguments.only or [ALONE, *sorted(resources.recipes().keys() - {*GATED})]:
         rows.append(measured(recipe, arguments.steps, learn, test))
-        print(" | ".join(shown(rows[-1])), flush=True)
+        print(" | ".join(table_row(rows[-1])), flush=True)
     if arguments.keep:
         there = {row["recipe"]: Row(**row) for row in json.loads((RESULTS / "training.json").read_text())["rows"]}
         rows = sorted(
@@ -282,7 +282,7 @@ def main(options: list[str] | None = None) -> int:
         )
     fell = [row.recipe for row in rows if row.after < row.before]
     head = ["recipe", "loss", "accuracy", "trained", "stored", "seconds"]
-    text = table(head, [shown(row) for row in rows])
+    text = table(head, [table_row(row) for row in rows])
     intro = (
         f"Every recipe on MiniLM, {arguments.steps} steps of {BATCH} "
         f"docstrings; the classifier was trained before, and is frozen."

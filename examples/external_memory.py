@@ -1,8 +1,7 @@
-"""Pairs (f(c), y) of a frozen causal LM, in files that are mapped and not read; and kNN-LM, which
-reads them as it finds them.
+"""Pairs (f(c), y) of a frozen causal LM in memory-mapped files; and kNN-LM, which searches them.
 
-f(c) is what the head (`model.get_output_embeddings()`) reads for the context c: the last hidden
-state, after the final norm. y is the token that should have come next.
+f(c) is the input of the head (`model.get_output_embeddings()`) for the context c: the last hidden
+state, after the final norm. y is the true next token.
 """
 
 from __future__ import annotations
@@ -81,8 +80,8 @@ class Memory:
 
 
 class HeadInputs:
-    """While it is entered: what the head of a model was last given, one position a token that it
-    predicts.
+    """A context manager that records the last input of a model's head, one position for each token
+    it predicts.
     """
 
     def __init__(self, model: CausalLM) -> None:
@@ -159,7 +158,7 @@ def pairs(model: CausalLM, batch: Batch, own: bool) -> tuple[Tensor, Tensor]:
 
 
 def greedy(model: CausalLM, inputs: Tensor, mask: Tensor, steps: int, **how: Any) -> Tensor:
-    """(batch, steps): what the model says, ends of sentences where it says less."""
+    """(batch, steps): the model's greedy continuation, padded with end tokens."""
     ends = model.generation_config.eos_token_id
     ids = model.generate(
         input_ids=inputs, attention_mask=mask, max_new_tokens=steps, do_sample=False, pad_token_id=ends, **how

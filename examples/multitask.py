@@ -1,11 +1,11 @@
-"""Three tasks on one frozen MiniLM, as AdaptBert has them (Agrawal and Qiu, Stanford CS224N): what
-tasks share, and what each has alone.
+"""Three tasks on one frozen MiniLM, as in AdaptBert (Agrawal and Qiu, Stanford CS224N): shared and
+separate parameters.
 
-Tasks, made of the docstrings of the standard library: which module a docstring is from
-(classification); whether a docstring is that of a name (paired text); how much two texts have in
-common (similarity). Each has a head of its own. LoRA is common to the tasks, adapters are `per
-task`, a hypernetwork makes the adapters of all tasks from one embedding for each. Takes five to
-eight minutes on two cores.
+The tasks use docstrings of the standard library: the module of a docstring (classification);
+whether a docstring belongs to a name (paired text); the overlap of two texts (similarity). Each
+task has its own head. LoRA is shared by the tasks, adapters are `per task`, and a hypernetwork
+generates the adapters of all tasks from one embedding for each. Takes five to eight minutes on two
+cores.
 """
 
 from __future__ import annotations

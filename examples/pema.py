@@ -1,11 +1,10 @@
-"""PEMA end to end on one core, beside kNN-LM and LoRA: docstrings from the imperative ("Return a
-list.") to the third person ("Returns …").
+"""PEMA end to end on one core, compared with kNN-LM and LoRA: docstrings from the imperative
+("Return a list.") to the third person ("Returns …").
 
-The base, a small LLaMA, is trained first, to repair sentences from docstrings in which words were
-changed, lost or put in. It never sees the task. Its owner runs it once over the task's sentences
-and hands out what the head was given, with the tokens that were wanted, and a copy of the head.
-Then the base is gone; PEMA trains on the files, comes back to it and generates. Nothing is
-downloaded.
+The base, a small LLaMA, is first trained to repair sentences with replaced, missing or extra words.
+It never sees the task. Its owner runs it once on the task's sentences, and shares the head's
+inputs, the target tokens and a copy of the head. PEMA trains on these files without the base, and
+then generates with it. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ def activations(loss: Callable[[], Tensor], weights: list[Tensor]) -> int:
     return sum(size for pointer, size in storages.items() if pointer not in own)
 
 
-def held(trained: list[nn.Parameter], frozen: Sequence[Tensor], loss: Callable[[], Tensor]) -> Held:
+def memory_use(trained: list[nn.Parameter], frozen: Sequence[Tensor], loss: Callable[[], Tensor]) -> Held:
     return Held(size(trained), size(frozen), activations(loss, [*trained, *frozen]))
 
 
@@ -161,7 +160,7 @@ def train_pema(memory: Memory, head: Head, effort: Effort) -> tuple[Pema, Held]:
     last = retrain(pema, head, memory, effort.epochs, KAPPA, ROWS, rate=1e-2)
     print(f"PEMA: reconstruction {first:.3f}, then κ L_rct + (1 - κ) L_pd {last:.3f}, from {len(memory):,} pairs")
     f, y = next(memory.batches(ROWS, seed=0))
-    return pema, held([pema.A, pema.B_pd], [head.weight, pema.B_rct], lambda: joint_loss(pema, head, f, y, KAPPA))
+    return pema, memory_use([pema.A, pema.B_pd], [head.weight, pema.B_rct], lambda: joint_loss(pema, head, f, y, KAPPA))
 
 
 def train_lora(model: nn.Module, learn: list[text.Pair], effort: Effort) -> Held:
@@ -172,7 +171,7 @@ def train_lora(model: nn.Module, learn: list[text.Pair], effort: Effort) -> Held
     train(model, trained, lambda step: every[step % len(every)], effort.epochs * len(every), rate=1e-2)
     own = {id(parameter) for parameter in trained}
     frozen = [parameter for parameter in model.parameters() if id(parameter) not in own]
-    return held(trained, frozen, lambda: loss_of(model, every[0]))
+    return memory_use(trained, frozen, lambda: loss_of(model, every[0]))
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def train(
         schedule.step()
 
 
-def written(model: nn.Module, names: list[str], **how: object) -> list[str]:
+def convert(model: nn.Module, names: list[str], **how: object) -> list[str]:
     model.eval()
     inputs = encode(names)
     rows = model.generate(input_ids=inputs, attention_mask=inputs != PAD, max_new_tokens=24, do_sample=False, **how)
@@ -114,20 +114,20 @@ def main() -> None:
     test, learn = names[:HELD_OUT], names[HELD_OUT:]
     model = small_bart()
     train(model, model.parameters(), learn, str, steps=400, rate=2e-3)
-    print(f"base: copies {right(written(model, test), test, str)}, converts {right(written(model, test), test, snake)}")
+    print(f"base: copies {right(convert(model, test), test, str)}, converts {right(convert(model, test), test, snake)}")
 
     plan = peftc.plan(SPEC, model)
     peftc.compile(SPEC, model, seed=0)
     print(f"MAM: trains {plan.totals.trained:,} beside {plan.totals.base:,} frozen parameters")
     train(model, peftc.parameters(model).values(), learn, snake, steps=500, rate=5e-3)
 
-    greedy = written(model, test)
+    greedy = convert(model, test)
     print(f"greedy: converts {right(greedy, test, snake)}")
-    print(f"the same without the cache: {greedy == written(model, test, use_cache=False)}")
-    print(f"four beams: converts {right(written(model, test, num_beams=4), test, snake)}")
+    print(f"the same without the cache: {greedy == convert(model, test, use_cache=False)}")
+    print(f"four beams: converts {right(convert(model, test, num_beams=4), test, snake)}")
     print(", ".join(f"{name} → {answer}" for name, answer in list(zip(test, greedy, strict=True))[:4]))
     with peftc.disabled(model):
-        print(f"disabled: copies {right(written(model, test), test, str)}")
+        print(f"disabled: copies {right(convert(model, test), test, str)}")
 
 
 if __name__ == "__main__":

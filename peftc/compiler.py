@@ -20,8 +20,7 @@ from peftc.forms.module import checked_seed
 from peftc.installation.compiled_model import CompiledModel, analyse_base, plan_on
 from peftc.installation.completeness import active_installation
 from peftc.installation.record import InstalledSpec
-from peftc.installation.spec_conflicts import free_name, prefixed
-from peftc.installation.task_names import require_tasks, task_names
+from peftc.installation.spec_names import free_name, prefixed, require_tasks, task_names
 from peftc.models.load import load_model
 from peftc.models.resolve import resolve
 from peftc.planning.planner import Plan, PlanResult

@@ -13,7 +13,7 @@ from peftc.installation.cached_analysis import state_of
 from peftc.models.resolve import ModelSource
 from peftc.recognition import analysis
 
-_analyses: dict[Any, analysis.Analysis] = {}
+_analyses: dict[Any, list[tuple[Any, analysis.Analysis]]] = {}
 
 
 def analyse(model: Any, sample: Mapping[str, Any] | None = None) -> analysis.Analysis:
@@ -21,7 +21,10 @@ def analyse(model: Any, sample: Mapping[str, Any] | None = None) -> analysis.Ana
     state = state_of(model.module) if own and sample is None else None  # tests have classes of one name
     if state is None:
         return analysis.analyse(model, sample)
-    key = (model.id, model.kind, model.type, model.model_class, model.folder, model.untied_head, model.own_code, *state)
-    if key not in _analyses:
-        _analyses[key] = analysis.analyse(model, sample)
-    return replace(_analyses[key])
+    source = (model.id, model.kind, model.type, model.model_class, model.folder, model.untied_head, model.own_code)
+    analyses = _analyses.setdefault(source, [])  # a state can be compared, but has no hash
+    for other, result in analyses:
+        if other == state:
+            return replace(result)
+    analyses.append((state, analysis.analyse(model, sample)))
+    return replace(analyses[-1][1])

@@ -126,10 +126,10 @@ def test_a_model_written_by_hand_is_compiled(written_out: bool) -> None:
     with torch.no_grad():
         for parameter in peftc.parameters(model).values():
             parameter += 0.1
-    moved = model(**sample)
+    output = model(**sample)
     for off in ("q", "default"):
         with peftc.disabled(model, off):
-            assert not torch.equal(model(**sample), moved)
+            assert not torch.equal(model(**sample), output)
             assert not torch.equal(model(**sample), base)
     more = {"ids": torch.randint(50, (3, 9))}
     model(**more).mean().backward()

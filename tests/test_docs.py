@@ -23,6 +23,8 @@ from torch import nn
 
 import peftc
 from peftc.cli.main import main
+from peftc.filesystem import resources
+from peftc.models.catalogue import catalogue
 from tests import zoo
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -149,6 +151,18 @@ def test_the_mam_of_the_readme_is_that_of_the_file() -> None:
     first = next(block for block in blocks(ROOT / "README.md") if block.language == "peft")
     assert first.options == {"file": "specs/mam.peft"}
     assert first.text == (ROOT / "specs" / "mam.peft").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"], ids=lambda page: page.name)
+def test_the_files_that_a_page_names_are_there(page: Path) -> None:
+    folders = "peftc|tests|tools|benchmarks|examples|grammar"
+    names = re.findall(rf"`((?:{folders})/[\w/.-]+)`", page.read_text(encoding="utf-8"))
+    assert [name for name in names if not (ROOT / name).exists()] == []
+
+
+def test_numbers_of_recipes_and_of_the_catalogue() -> None:
+    assert f"the {len(resources.recipes())} methods of `specs/`" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"of {len(catalogue())} checkpoints" in (DOCS / "models.md").read_text(encoding="utf-8")
 
 
 # Links and navigation ------------------------------------------------------------------------

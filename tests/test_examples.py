@@ -134,12 +134,12 @@ def test_multitask(
     monkeypatch.setattr(multitask, "tasks", lambda: {name: task.cut(0, 14) for name, task in every.items()})
     for name, value in {"STEPS": 1, "BATCH": 2, "HELD_OUT": 6}.items():
         monkeypatch.setattr(multitask, name, value)
-    chosen = {name: multitask.METHODS[name] for name in ("heads alone", "LoRA + adapter", "hypernetwork a=32")}
-    monkeypatch.setattr(multitask, "METHODS", chosen)
+    methods = {name: multitask.METHODS[name] for name in ("heads alone", "LoRA + adapter", "hypernetwork a=32")}
+    monkeypatch.setattr(multitask, "METHODS", methods)
     multitask.main()
     printed = capsys.readouterr().out
     trained, stored = zip(*(map(float, pair) for pair in re.findall(r"([\d.]+)% +([\d.]+)%", printed)), strict=True)
     assert trained[0] == stored[0] == 0
     assert trained[1] < stored[1] < 3 * trained[1]  # LoRA once, adapters three times
     assert stored[2] == pytest.approx(trained[2], abs=0.01)  # three embeddings of 64
-    assert all(apart < 1e-5 for apart in numbers(r"one batch: (\S+) from", printed))
+    assert all(gap < 1e-5 for gap in numbers(r"one batch: (\S+) from", printed))

@@ -62,8 +62,8 @@ def code_of(text: str) -> str:
 def words(text: str) -> Iterator[tuple[int, str]]:
     """The line of each word, and the word: alone, and with the words that it is joined to."""
     for n, line in enumerate(text.splitlines(), 1):
-        for known in IDS:
-            line = line.replace(known, "")
+        for catalogue_id in IDS:
+            line = line.replace(catalogue_id, "")
         for word in re.findall(r"[A-Za-z0-9]+(?:[_-][A-Za-z0-9]+)*", line):
             parts = re.findall(r"[A-Z]+[0-9]*(?![a-z])|[A-Z]?[a-z]+[0-9]*|[0-9]+", word)
             for i in range(len(parts)):
@@ -72,8 +72,8 @@ def words(text: str) -> Iterator[tuple[int, str]]:
 
 
 def named(text: str, allowed: frozenset[str] | set[str] = frozenset()) -> list[tuple[int, str]]:
-    known = types() - allowed
-    return sorted({(n, word) for n, word in words(text) if word in known})
+    model_types = types() - allowed
+    return sorted({(n, word) for n, word in words(text) if word in model_types})
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -116,7 +116,7 @@ def test_exclusions_are_needed_and_are_model_types() -> None:
     """The lists hold nothing that the rule does not need."""
     assert {plain(name) for name in CONFIG_MAPPING_NAMES} >= ENGLISH
     texts = {path.relative_to(ROOT).as_posix(): code_of(path.read_text(encoding="utf-8")) for path in FILES}
-    used = {word for text in texts.values() for _, word in words(text)}
-    assert used >= ENGLISH, ENGLISH - used
+    needed = {word for text in texts.values() for _, word in words(text)}
+    assert needed >= ENGLISH, ENGLISH - needed
     for name, allowed in OTHERS.items():
         assert allowed <= {word for _, word in words(texts[name])}, name

@@ -67,9 +67,9 @@ def test_a_memory_has_the_written_rows_and_keeps_its_files(tmp_path: Path) -> No
     memory.f.zero_()
     again = em.Memory.open(tmp_path / "made")
     assert torch.equal(again.f, torch.cat([f for f, _ in pieces]))
-    drawn = torch.cat([f for f, _ in again.batches(4, seed=0)])
-    assert not torch.equal(drawn, again.f)
-    assert torch.equal(drawn.sort(0).values, again.f.sort(0).values)
+    rows = torch.cat([f for f, _ in again.batches(4, seed=0)])
+    assert not torch.equal(rows, again.f)
+    assert torch.equal(rows.sort(0).values, again.f.sort(0).values)
 
 
 def test_contexts_are_those_of_each_prefix_alone(model: Any) -> None:

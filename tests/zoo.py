@@ -165,13 +165,13 @@ def randomise(model: nn.Module, generator: torch.Generator) -> None:
     """Draws every parameter again (tied ones once): gain ~1 matrices, biases ~0.1·N, norm weights
     ~1 + 0.1·N.
     """
-    seen = set[nn.Parameter]()
+    done = set[nn.Parameter]()
     for owner, module in model.named_modules():
         norm = "norm" in type(module).__name__.lower() or "layer_norm" in owner
         for key, parameter in module.named_parameters(recurse=False):
-            if parameter in seen:
+            if parameter in done:
                 continue
-            seen.add(parameter)
+            done.add(parameter)
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             if parameter.ndim == 1:
                 value = 0.1 * noise + (1.0 if norm and key == "weight" else 0.0)
@@ -239,10 +239,10 @@ def _labels(
         raise ValueError(f"{name} has no loss")
     if kind == "class":
         return inputs["input_ids"].sum(-1) % model.config.num_labels
-    drawn = draw(length)
+    ids = draw(length)
     if "attention_mask" in inputs and length == inputs["attention_mask"].shape[1]:
-        drawn = drawn.masked_fill(inputs["attention_mask"] == 0, -100)
-    return drawn
+        ids = ids.masked_fill(inputs["attention_mask"] == 0, -100)
+    return ids
 
 
 def _exact_norms(model: nn.Module) -> None:

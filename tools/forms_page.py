@@ -69,6 +69,19 @@ EXAMPLES = {  # of what equations have besides forms
     ),
 }
 
+RECIPES = """## Recipes
+
+`use NAME from std`, then `apply NAME(…)`; or `peftc plan specs/NAME.peft --model …`. There are:
+
+- LoRA and its relatives: rsLoRA, DoRA, KronA, LoKr, LoHa, VeRA, GLoRA, AdaLoRA, OFT, SAID, QLoRA;
+- adapters: Houlsby, Pfeiffer, parallel, multi-head, Compacter, PHM, AdaMix, SparseAdapter, AdapterFusion, and those
+  that a hypernetwork makes; ladder side-tuning, Attention Fusion;
+- prefixes (adaptive ones, too) and prompts: prompt tuning, P-tuning, IPT, SPoT; ReFT;
+- (IA)³, BitFit, LN tuning, DiffFit, cross-attention tuning;
+- sparse fine-tuning: FishMask, LT-SFT, FAR, Diff Pruning;
+- combinations in the literature: MAM, UniPELT, S4.
+"""
+
 D, HEADS, SITES = 768, 12, 12
 GIVEN: dict[str, Value] = {"r": 8, "len": 20, "n": 4, "d": 1000, "density": 0.005, "block": 32}  # what examples take
 
@@ -83,7 +96,7 @@ def page() -> str:
     """The whole page, in Markdown."""
     parts = [HEAD.format(examples=examples(), d=D, sites=SITES)]
     parts += [form_section(FORMS[name]) for name in sorted(FORMS)]
-    parts += ["## Recipes\n", "`use NAME from std`, then `apply NAME(…)`; or `peftc plan specs/NAME.peft --model …`.\n"]
+    parts.append(RECIPES)
     parts += [recipe_section(name, path) for name, path in sorted(resources.recipes().items())]
     return "\n".join(parts)
 

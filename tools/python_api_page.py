@@ -81,8 +81,8 @@ class Docstring:
 
     def entries(self, section: str) -> dict[str, str]:
         """`name: text` of each entry of a section."""
-        found = re.split(r"^(?=[\w*][\w*, ]*: )", self.sections.get(section, ""), flags=re.M)
-        pairs = (entry.partition(": ") for entry in found if entry.strip())
+        texts = re.split(r"^(?=[\w*][\w*, ]*: )", self.sections.get(section, ""), flags=re.M)
+        pairs = (entry.partition(": ") for entry in texts if entry.strip())
         return {name: " ".join(text.split()) for name, _, text in pairs}
 
 

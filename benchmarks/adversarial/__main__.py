@@ -65,8 +65,8 @@ def report(results: dict[str, Any]) -> str:
 
 Made by `python -m benchmarks.adversarial` (`make adversarial`); the numbers in full are in
 `adversarial.json`. *Refused*: with a diagnostic. *Tracebacks*: any other exception, or a P9xx.
-*Hangs*: more than {SECONDS:.0f} s of the processor. *Losses*: a model that is not as it was after an
-error, a message that shows another file, or an adapter that is gone after a kill.
+*Hangs*: more than {SECONDS:.0f} s of CPU. *Losses*: a model that an error has changed, a
+message that shows another file, or an adapter that is lost after a kill.
 
 {table(["", "run", "accepted", "refused", *BROKEN], rows)}
 """

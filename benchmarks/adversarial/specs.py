@@ -162,7 +162,7 @@ def _end(draw: random.Random, text: str, others: list[str]) -> str:
     return text[: _place(draw, text)]
 
 
-def _put(draw: random.Random, text: str, others: list[str]) -> str:
+def _insert(draw: random.Random, text: str, others: list[str]) -> str:
     at = _place(draw, text)
     return text[:at] + draw.choice(THINGS) + text[at:]
 
@@ -211,8 +211,8 @@ def _number(draw: random.Random, text: str, others: list[str]) -> str:
 MUTATIONS: tuple[Mutation, ...] = (
     _cut,
     _end,
-    _put,
-    _put,
+    _insert,
+    _insert,
     _exchange,
     _exchange,
     _repeat,

@@ -84,12 +84,12 @@ def _patches(config: Any, generator: torch.Generator) -> torch.Tensor:
     return torch.cat([torch.arange(1.0, 7.0).repeat(BATCH, 1)[..., None].expand(-1, -1, 2), patches], dim=-1)
 
 
-def _seen(config: Any) -> torch.Tensor:
+def _patch_mask(config: Any) -> torch.Tensor:
     """Which patches there are; of a model that acts, which cameras."""
     return torch.ones(BATCH, 1).bool() if hasattr(config, "vlm_config") else torch.ones(BATCH, 16, dtype=torch.long)
 
 
-def _spoken(config: Any, generator: torch.Generator) -> torch.Tensor:
+def _speech(config: Any, generator: torch.Generator) -> torch.Tensor:
     # As long as the text: a convolution halves it, a projection joins a few frames to one.
     frames = 2 * TOKENS * config.downsample_factor
     return torch.randn(BATCH, config.audio_config.num_mel_bins, frames, generator=generator)
@@ -101,12 +101,12 @@ def _image_places(config: Any, generator: torch.Generator) -> torch.Tensor:
 
 _EXTRAS: Mapping[str, Callable[[Any, torch.Generator], torch.Tensor]] = {
     "image_attention_mask": lambda config, generator: torch.ones(BATCH, TOKENS, 1, dtype=torch.long),
-    "pixel_attention_mask": lambda config, generator: _seen(config),
+    "pixel_attention_mask": lambda config, generator: _patch_mask(config),
     "spatial_shapes": lambda config, generator: torch.full((BATCH, 2), 4),
     "pixel_values": _pixels,
     "qformer_input_ids": _ids,
     "bbox": _boxes,
-    "input_features": lambda config, generator: _spoken(config, generator),
+    "input_features": lambda config, generator: _speech(config, generator),
     "image_embeds_position_mask": _image_places,
     "state": lambda config, generator: torch.randn(BATCH, config.max_state_dim, generator=generator),
 }

@@ -8,7 +8,7 @@ an adapter or a sparse change in their place.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple, cast
 
@@ -20,7 +20,7 @@ from peftc.forms.module import FormModule
 from peftc.installation.builder import shared_name
 from peftc.installation.contents import parameters, states
 from peftc.installation.record import Installation
-from peftc.installation.spec_conflicts import with_note
+from peftc.installation.spec_names import with_note
 from peftc.planning.ir import SiteEdit
 from peftc.semantics.arguments import bind
 from peftc.semantics.walk import is_shared, walk
@@ -47,7 +47,13 @@ def stored_tensors(model: nn.Module, record: Installation, name: str | None = No
     prefixes = tuple(export.prefix for export in exports)
     values = {**parameters(model, name), **states(model, name)}
     names = {old: new for site_edit in site_edits for old, new in _saved_names(site_edit).items()}
-    tensors = {_renamed(n, names): p.detach() for n, p in values.items() if not n.startswith(prefixes)}
+    tensors: dict[str, Tensor] = {}
+    for saved, parameter in values.items():
+        if not saved.startswith(prefixes):
+            place, _, last = saved.rpartition("/")
+            key, _, tensor = last.partition(".")
+            form = names.get(f"{place}/{key}")
+            tensors[saved if form is None else f"{form}.{tensor}"] = parameter.detach()
     for export in {export.name: export for export in exports}.values():  # sites may be saved together
         module = cast(FormModule, model.get_submodule(export.module))
         with with_note(f"it is of the edit `{export.name.partition('/')[0]}`"):
@@ -61,11 +67,10 @@ def stored_spec(spec: ast.Spec) -> str:
     A `shared` binding is inlined unless its export form has shared parameters, too.
     Raises: P528 if shared rows are used twice in one edit.
     """
-    inlined = {
-        let.name: _bound_form(let)
-        for let in spec.statements
-        if isinstance(let, ast.Let) and (form := _export_form(_bound_form(let))) is not None and not _is_shared(form)
-    }
+    bindings = {let.name: let.value for let in spec.statements if isinstance(let, ast.Let)}
+    bound = {n: v.args[0] if is_shared(v) and isinstance(v, ast.Call) else v for n, v in bindings.items()}
+    exported = {name: _export_form(value) for name, value in bound.items()}
+    inlined = {name: bound[name] for name, form in exported.items() if form is not None and not _is_shared(form)}
     statements: list[ast.Statement] = []
     for statement in spec.statements:
         if isinstance(statement, ast.Expect) or getattr(statement, "name", "") in inlined:
@@ -121,18 +126,7 @@ def _saved_names(site_edit: SiteEdit) -> dict[str, str]:
     return names
 
 
-def _renamed(name: str, names: Mapping[str, str]) -> str:
-    place, _, last = name.rpartition("/")
-    key, _, tensor = last.partition(".")
-    form = names.get(f"{place}/{key}")
-    return name if form is None else f"{form}.{tensor}"
-
-
 # The spec -----------------------------------------------------------------------------------------
-
-
-def _bound_form(let: ast.Let) -> ast.Expr:
-    return let.value.args[0] if is_shared(let.value) and isinstance(let.value, ast.Call) else let.value
 
 
 def _export_form(value: ast.Expr) -> str | None:

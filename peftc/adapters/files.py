@@ -83,7 +83,11 @@ def _read_tensors(
     except SafetensorError as error:
         raise _damaged(f"{path.name} is not a safetensors file", f"{error}") from error
     if listing(tensors) != adapter.tensors:
-        raise _damaged(f"{path.name} has other tensors than {METADATA} lists", *_unequal(adapter.tensors, tensors))
+        both = (adapter.tensors, listing(tensors))
+        expected, actual = ({n: f"{t.dtype} {list(t.shape)}" for n, t in listed.items()} for listed in both)
+        names = [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)][:3]
+        notes = [f"`{n}`: {expected.get(n, 'nothing')} listed, {actual.get(n, 'nothing')} there" for n in names]
+        raise _damaged(f"{path.name} has other tensors than {METADATA} lists", *notes)
     return adapter, tensors
 
 
@@ -114,16 +118,6 @@ def sha256_of(path: Path) -> str:
 
 def _missing(directory: Path, error: OSError) -> PeftcError:
     return PeftcError(Diagnostic("P520", f"there is no saved adapter at {directory}", notes=(f"{error}",)))
-
-
-def _unequal(listed: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> list[str]:
-    actual = listing(tensors)
-    names = [name for name in {**listed, **actual} if listed.get(name) != actual.get(name)]
-    return [f"`{name}`: {_shape(listed.get(name))} listed, {_shape(actual.get(name))} there" for name in names[:3]]
-
-
-def _shape(tensor: StoredTensor | None) -> str:
-    return "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def _damaged(message: str, *notes: str) -> PeftcError:

@@ -62,13 +62,15 @@ def fuse(
     Source: AdapterFusion, Pfeiffer et al. 2021, arXiv:2005.00247.
     """
     record = active_installation(model)
-    fused_edits = dict.fromkeys(site_edit.edit for site_edit, _ in fusions(record))
+    pairs = ((site_edit, instance) for site_edit in record.site_edits for instance in site_edit.instances)
+    fusions = [(site_edit, instance) for site_edit, instance in pairs if instance.form.name == FUSION]
+    fused_edits = dict.fromkeys(site_edit.edit for site_edit, _ in fusions)
     if not fused_edits:
         raise PeftcError(Diagnostic("P532", "the model has no edit with a `fusion`"))
     is_sequence = isinstance(directories, Iterable) and not isinstance(directories, str)
     paths = [path_of(directory) for directory in cast(Any, directories if is_sequence else [directories])]
     names = {edit: edit for edit in fused_edits} if edits is None else check_edit_names(edits, fused_edits)
-    sites = [(site_edit, instance) for site_edit, instance in fusions(record) if site_edit.edit in names]
+    sites = [(site_edit, instance) for site_edit, instance in fusions if site_edit.edit in names]
     task = None if task is None else record.task.of(task)
     modules = dict.fromkeys(name for site in sites for name in fusion_modules(record, *site, task))
     targets = {name: Target(cast(Fusion, model.get_submodule(name))) for name in modules}
@@ -88,11 +90,6 @@ def fuse(
     values = (pair for target in targets.values() for pair in target.module.filling(target.adapters))
     copy_all(values, lambda: [target.module.loaded() for target in targets.values()])
     return tuple(names)
-
-
-def fusions(record: Installation) -> Iterator[tuple[ir.SiteEdit, ir.FormInstance]]:
-    for site_edit in record.site_edits:
-        yield from ((site_edit, instance) for instance in site_edit.instances if instance.form.name == FUSION)
 
 
 def fusion_modules(
@@ -163,11 +160,9 @@ class Source:
             for a, b in zip(site_edit.assigns, other.assigns, strict=True)
         )
         if not equal:
-            notes = [
-                f"{subject} {a.source.target} {a.source.op} {print_expression(a.source.value)}"
-                for subject, edited in (("the fusion has", site_edit), ("the adapter", other))
-                for a in edited.assigns
-            ]
+            sources = [("the fusion has", a.source) for a in site_edit.assigns]
+            sources += [("the adapter", a.source) for a in other.assigns]
+            notes = [f"{subject} {s.target} {s.op} {print_expression(s.value)}" for subject, s in sources]
             adapter = pairs.get(id(instance))
             if adapter is not None and adapter.form.name == ADAPTER:
                 notes = [*argument_differences(instance, adapter), *notes]

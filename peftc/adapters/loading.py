@@ -21,8 +21,7 @@ from peftc.forms.module import FormModule, build, build_of_all, build_owner
 from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.contents import parameters, states
 from peftc.installation.record import InstalledSpec
-from peftc.installation.spec_conflicts import free_name, prefixed
-from peftc.installation.task_names import task_names
+from peftc.installation.spec_names import free_name, prefixed, task_names
 from peftc.modules.offload import offloaded_parameters
 from peftc.planning.planner import PlanResult
 from peftc.recognition.analysis import Analysis
@@ -158,11 +157,8 @@ def check_tensors(
     notes = [f"{len(missing)} are missing, such as `{missing[0]}`"] if missing else []
     notes += [f"{len(unknown)} are unknown, such as `{unknown[0]}`"] if unknown else []
     shapes = [(n, list(tensor.shape), list(like.shape)) for n, tensor, like in pairs if tensor.shape != like.shape]
-    dtypes = [
-        (n, dtype_name(tensor), dtype_name(like))
-        for n, tensor, like in pairs
-        if tensor.dtype != like.dtype and not (tensor.is_floating_point() and like.is_floating_point())
-    ]
+    others = [(n, t, like) for n, t, like in pairs if not (t.is_floating_point() and like.is_floating_point())]
+    dtypes = [(n, dtype_name(t), dtype_name(like)) for n, t, like in others if t.dtype != like.dtype]
     notes += [f"`{n}` is {actual}, expected {like}" for n, actual, like in (*shapes[:3], *dtypes[:3])]
     if notes:
         raise PeftcError(Diagnostic("P525", message, notes=tuple(notes), help=help_))

@@ -53,36 +53,27 @@ class Base(Record):
 
 
 class WeightsDigest(Record):
-    """sha256 over the samples of the base's weights.
+    """sha256 over samples of the floating-point parameters that are not trained or quantised."""
 
-    A sample has `values` entries in float64, at equal distances, of each floating-point parameter
-    that is neither trained nor quantised.
-    """
-
-    values: int
+    values: int  # of each sample, in float64, at equal distances
     sha256: str
 
 
 class Adapter(Record):
-    """An adapter without its tensors.
-
-    `spec`: the expanded spec of the saved parameters, in export form and without expectations.
-    `source`: the expanded spec that was compiled, and `plan` its plan. `tasks`: those of edits
-    `per task`. `file`: the name of the file of tensors, and `sha256` its hash.
-    """
+    """An adapter without its tensors."""
 
     format_version: Literal["1.0", "1.1"] = FORMAT
     peftc: str
-    spec: str
-    source: str
-    plan: Plan
+    spec: str  # the expanded spec of the saved parameters, in export form and without expectations
+    source: str  # the expanded spec that was compiled
+    plan: Plan  # of `source`
     base: Base
     weights_digest: WeightsDigest | None = None  # format 1.0 has none
     seed: Annotated[int, Field(ge=SEEDS.start, lt=SEEDS.stop)]
-    tasks: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()  # of edits `per task`
     tensors: dict[str, StoredTensor]
-    file: str = Field(TENSORS, pattern=f"^{TENSORS_NAME}$")
-    sha256: str
+    file: str = Field(TENSORS, pattern=f"^{TENSORS_NAME}$")  # of the tensors
+    sha256: str  # of `file`
 
 
 def parse_adapter(text: str) -> Adapter:

@@ -22,7 +22,7 @@ from peftc.forms.sparse_module import SparseValues, refuse_unchosen
 from peftc.installation.completeness import active_installation
 from peftc.installation.contents import parameters
 from peftc.installation.record import Installation, joint_spec
-from peftc.installation.spec_conflicts import with_note
+from peftc.installation.spec_names import with_note
 from peftc.syntax.printer import print_spec
 
 

@@ -39,8 +39,10 @@ def samples(parameters: Mapping[str, Tensor], counts: Mapping[str, int]) -> dict
     result: dict[str, Sample | None] = dict.fromkeys(counts)
     pieces: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, count in counts.items():
-        values = whole(parameters[name].detach())
-        if _is_plain(parameters[name], values):
+        parameter = parameters[name]
+        values = whole(parameter.detach())
+        is_plain = type(values.data) is torch.Tensor and has_values(parameter) and parameter.is_floating_point()
+        if is_plain and parameter.element_size() >= 2 and parameter.numel() > 0:
             places = torch.linspace(0, values.numel() - 1, count, dtype=torch.float64).long()
             piece = torch.take(values, places.to(values.device))
             pieces.setdefault((values.device, values.dtype), {})[name] = piece
@@ -51,11 +53,6 @@ def samples(parameters: Mapping[str, Tensor], counts: Mapping[str, int]) -> dict
             result[name] = tuple(flat[start : start + piece.numel()])
             start += piece.numel()
     return result
-
-
-def _is_plain(parameter: Tensor, values: Tensor) -> bool:
-    plain = type(values.data) is torch.Tensor and has_values(parameter) and parameter.is_floating_point()
-    return plain and parameter.element_size() >= 2 and parameter.numel() > 0
 
 
 def finite(sample: Sample | None) -> Sample:

@@ -77,11 +77,9 @@ def _is_unfinished(target: Path) -> bool:
     """Whether a directory is empty, or has only files of a writer that was killed."""
     paths = list(target.iterdir())
     interrupted = any(map(is_workspace, paths))
-    return all(
-        is_workspace(path)
-        or (_OURS[0].fullmatch(path.name) and path.is_file() and (interrupted or path.name != TENSORS))
-        for path in paths
-    )
+    others = [path for path in paths if not is_workspace(path)]
+    is_ours = all(_OURS[0].fullmatch(path.name) and path.is_file() for path in others)
+    return is_ours and (interrupted or all(path.name != TENSORS for path in others))
 
 
 def _json(path: Path) -> dict[str, Any]:

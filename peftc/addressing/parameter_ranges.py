@@ -23,13 +23,10 @@ class RowRange:
 
 @dataclass(frozen=True)
 class EntryChoice:
-    """Entries that a method selects at run time within some rows.
-
-    All choices with one `key` together select `count` entries.
-    """
+    """Entries that a method selects at run time within some rows."""
 
     key: tuple[str, ...]
-    count: int
+    count: int  # of entries that all choices with this key select together
     rows: RowRange
 
 

@@ -10,15 +10,15 @@ import gc
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any, TextIO
+from typing import Any
 
 from peftc import __version__
 from peftc.cli.spec_files import Unusable, display_path, format_diff, parse_file, read, spec_files, write
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.codes import CODES
-from peftc.diagnostics.render import render_github, render_json, render_text, wants_color
+from peftc.diagnostics.render import render
 from peftc.diagnostics.suggestions import did_you_mean
 from peftc.semantics.checks.spec_file import check_file
 from peftc.semantics.expand import expand
@@ -86,14 +86,6 @@ def report_error(error: PeftcError, output_format: str) -> int:
     stream = sys.stderr if output_format == "text" else sys.stdout
     stream.write(render(error.diagnostics, output_format, stream))
     return 1
-
-
-def render(diagnostics: Iterable[Diagnostic], output_format: str, stream: TextIO) -> str:
-    if output_format == "json":
-        return render_json(diagnostics)
-    if output_format == "github":
-        return render_github(diagnostics)
-    return render_text(diagnostics, wants_color(stream))
 
 
 def argument(*names: str, **options: Any) -> Argument:

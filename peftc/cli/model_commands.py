@@ -17,14 +17,14 @@ from torch import nn
 from peftc.cli.spec_files import parse_file
 from peftc.compiler import compile, plan_edits, sites
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.diagnostics.render import render_json, render_text, wants_color
+from peftc.diagnostics.render import render, wants_color
 from peftc.fakes.tensors import fake_mode
 from peftc.filesystem.bounded_read import printable_path
 from peftc.filesystem.output_folder import write_folder
 from peftc.forms.module import checked_seed
 from peftc.installation.compiled_model import CompiledModel, analyse_base, plan_on
 from peftc.installation.record import InstalledSpec, installation_of
-from peftc.installation.task_names import require_tasks, task_names
+from peftc.installation.spec_names import require_tasks, task_names
 from peftc.models.load import load_or_initialize
 from peftc.models.resolve import resolve
 from peftc.planning.planner import PlanResult
@@ -108,10 +108,8 @@ def report(diagnostics: Sequence[Diagnostic], args: Namespace, *, to_stdout: boo
     if not diagnostics:
         return
     stream = sys.stdout if to_stdout else sys.stderr
-    if args.output_format == "json":
-        stream.write(render_json(diagnostics))
-    else:
-        stream.write(("" if to_stdout else "\n") + render_text(diagnostics, wants_color(stream)))
+    separator = "" if to_stdout or args.output_format == "json" else "\n"
+    stream.write(separator + render(diagnostics, args.output_format, stream))
 
 
 def show(make: Callable[[int], RenderableType]) -> None:
@@ -203,9 +201,10 @@ def readme(installed: InstalledSpec, tasks: Sequence[str]) -> str:
         f"| {e.name} | {len(e.sites)} | {e.trained:,} | {e.stored:,} | {'yes' if e.foldable else 'no'} | {e.reason} |"
         for e in plan.edits
     ]
+    edits = f"{len(plan.edits)} edit{'s' * (len(plan.edits) != 1)}"
     return f"""# {Path(plan.spec.path).stem} on {plan.model.id}
 
-{len(plan.edits)} edit{"s" * (len(plan.edits) != 1)} of {plan.model.id} ({plan.model.type}, {base:,} parameters), compiled by
+{edits} of {plan.model.id} ({plan.model.type}, {base:,} parameters), compiled by
 peftc. Trained: {total.trained:,} parameters ({percent(total.trained, base)} of the base). Stored:
 {total.stored:,}.
 

@@ -13,10 +13,12 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache, wraps
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.utils import checkpoint
 
 from peftc.concurrency.interrupts import Shielded
 from peftc.diagnostics import Diagnostic, PeftcError
@@ -178,3 +180,26 @@ def bind_context(function: Callable[..., T]) -> Callable[..., T]:
             _open_blocks.reset(token)
 
     return run
+
+
+@cache
+def preserve_choices() -> None:
+    """From now on, what `torch.utils.checkpoint` recomputes has the choices of its first run.
+
+    torch preserves random states and autocast for the recomputation, and has no hook for more: the
+    two constructors that store the function are wrapped.
+    """
+    reentrant: Any = checkpoint.CheckpointFunction
+    frame: Any = vars(checkpoint)["_CheckpointFrame"]
+    reentrant.forward = staticmethod(_bind_second(reentrant.forward))
+    frame.__init__ = _bind_second(frame.__init__)
+
+
+def _bind_second(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, with its second argument, the recomputed function, bound to the context."""
+
+    @wraps(function)
+    def wrapper(first: Any, recomputed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(first, bind_context(recomputed), *args, **kwargs)
+
+    return wrapper

@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from peftc.dataflow.nodes import example, first_input, is_tensor, nodes_in, output_of
 from peftc.dataflow.operations import LAYOUT, OF_FIRST, Op, is_in_place, op_of
 from peftc.fakes.tensors import fake_copy
-from peftc.tracing.approximate_trace import approximate_trace
 from peftc.tracing.operations import new_version
 from peftc.tracing.region_trace import ModuleCall, RegionTrace
+from peftc.tracing.tracer import approximate_trace
 
 # In a node's meta: what each part of a module's result is computed from; `WHOLE`: the only result.
 CARRIERS, WHOLE = "carriers", -1

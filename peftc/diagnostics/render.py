@@ -23,6 +23,13 @@ _WIDTH = 160  # most characters of a source line
 _BOLD, _RED, _YELLOW, _BLUE, _RESET = "\033[1m", "\033[1;31m", "\033[1;33m", "\033[1;34m", "\033[0m"
 
 
+def render(diagnostics: Iterable[Diagnostic], output_format: str, stream: TextIO) -> str:
+    """Diagnostics as `json`, as `github` workflow commands, or as text for `stream`."""
+    if output_format == "json":
+        return render_json(diagnostics)
+    return render_github(diagnostics) if output_format == "github" else render_text(diagnostics, wants_color(stream))
+
+
 def render_text(diagnostics: Iterable[Diagnostic], color: bool = False) -> str:
     """Diagnostics as text, separated by blank lines."""
     painter = _Painter(color)

@@ -41,14 +41,14 @@ class ConstantPropagation:
     """The constants of one forward."""
 
     def __init__(self) -> None:
-        # Constants that something unknown was written into. Kept, so that no other tensor gets
-        # their memory.
+        # Something unknown was written into them. Kept, so that no other tensor gets their memory.
         self.overwritten: list[torch.Tensor] = []
 
     def of(self, value: Any) -> Any:
         data = constant_of(value)
-        shares = data is not None and any(_share_memory(data, other) for other in self.overwritten)
-        return None if shares else data
+        if data is None or memory_id(data) in map(memory_id, self.overwritten):
+            return None
+        return data
 
     def all(self, args: Any) -> bool:
         return all(self.of(t) is not None for t in tensors_in(args))
@@ -79,5 +79,5 @@ class ConstantPropagation:
                 vars(fake)[_KEY] = value
 
 
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+def memory_id(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -95,8 +95,8 @@ def write_folder(target: Path, files: Mapping[str, str], force: bool = False) ->
 def _changes(
     target: Path, files: Mapping[str, str], force: bool
 ) -> tuple[dict[str, str], tuple[str, ...], tuple[str, ...]]:
-    """The digests of files that are as peftc wrote them, and of files that are not in `files`: which
-    are removed, and which stay as they were modified.
+    """The digests of files that are as peftc wrote them, and of files that are not in `files`,
+    those to remove and those that stay, since they were modified.
 
     Args: `files`: digests by name. Raises: P420, P550, P551.
     """

@@ -120,7 +120,6 @@ class Interpreter:
 
 
 def reads(term: Term) -> set[str]:
-    """The states that a term reads."""
     return {part.state for part in subterms(term) if isinstance(part, Read)}
 
 

@@ -25,7 +25,7 @@ from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.folding.weights import Folding, listed_names
 from peftc.forms.adapter_module import ACTIVATION
 from peftc.forms.shapes import Weight
-from peftc.installation.journal import transaction
+from peftc.installation.journal import Journal, transaction
 from peftc.installation.record import installation_of, is_installed
 from peftc.planning.foldability.target import is_linear
 from peftc.planning.ir import SiteEdit
@@ -39,18 +39,15 @@ CLOSE = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class HiddenUnits:
-    """New hidden units of one ffn.
-
-    Shapes: rows (n, d_in), their biases (n,), columns (d_out, n), the constant (d_out,).
-    """
+    """New hidden units of one ffn."""
 
     edit: str
     up: Site
     down: Site
-    rows: Tensor
-    biases: Tensor | None
-    columns: Tensor
-    constant: Tensor | None
+    rows: Tensor  # (n, d_in)
+    biases: Tensor | None  # (n,)
+    columns: Tensor  # (d_out, n)
+    constant: Tensor | None  # (d_out,)
 
 
 def fold_and_widen(
@@ -177,8 +174,7 @@ class Widening(Folding):
         """Puts the wider weights in place and takes the edits out, in one transaction."""
         with transaction(self.journal) as (journal, deferral):
             for ffn in ffns:
-                journal.steps.append(ffn.undo)
-                ffn.swap()
+                ffn.swap(journal)
             with deferral.interruptible():
                 values = wider_config(self.model, {ffn.width for ffn in ffns})
                 self.remove_edits(edits, [name for ffn in ffns for name in ffn.created], journal)
@@ -197,7 +193,6 @@ class WiderFfn:
         self.changes: list[Change] = []
         self.created: list[str] = []
         self.values: list[dict[str, Tensor]] = [{}, {}]
-        self.old: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []  # sizes and parameters
         self.edits = tuple(dict.fromkeys(one.edit for one in units))
         rows, columns = torch.cat([one.rows for one in units]), torch.cat([one.columns for one in units], 1)
         self.width = (width_of(up), width_of(up) + len(rows))
@@ -232,27 +227,19 @@ class WiderFfn:
         added = new.numel() - (0 if old is None else old.numel()) or int((more != 0).sum())
         self.changes.append(Change(name, new.numel(), added, 1.0, dtype_name(like), old is None, self.edits))
 
-    def swap(self) -> None:
+    def swap(self, journal: Journal) -> None:
         grown = self.width[1] - self.width[0]
         for at, module in enumerate(self.modules):
-            attributes = ("out_features", "nf") if at == 0 else ("in_features", "nx")
-            sizes = {name: getattr(module, name) for name in attributes if hasattr(module, name)}
+            for name in ("out_features", "nf") if at == 0 else ("in_features", "nx"):
+                if hasattr(module, name):
+                    size = getattr(module, name)
+                    journal.steps.append(partial(setattr, module, name, size))
+                    setattr(module, name, size + grown)
             own = dict(module.named_parameters(recurse=False))
-            parameters = {name: own.get(name) for name in self.values[at]}
-            self.old.append((module, sizes, parameters))
             for name, value in self.values[at].items():
-                old = parameters[name]
-                parameter = nn.Parameter(value, requires_grad=old is not None and old.requires_grad)
-                module.register_parameter(name, parameter)
-            for name, size in sizes.items():
-                setattr(module, name, size + grown)
-
-    def undo(self) -> None:
-        for module, sizes, parameters in self.old:
-            for name, value in parameters.items():
-                module.register_parameter(name, value)
-            for name, size in sizes.items():
-                setattr(module, name, size)
+                old = own.get(name)
+                journal.steps.append(partial(module.register_parameter, name, old))
+                module.register_parameter(name, nn.Parameter(value, old is not None and old.requires_grad))
 
 
 @dataclass(eq=False)

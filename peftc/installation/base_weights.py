@@ -16,9 +16,7 @@ from peftc.runtime.parameters import dense, is_quantised, rows_of, stacked_slice
 
 
 class BaseWeights(Mapping[str, torch.Tensor]):
-    """Weights that the initial values of a form may depend on. They are read when the form asks for
-    them.
-    """
+    """Weights that the initial values of a form may depend on, read when the form asks for them."""
 
     def __init__(self, model: nn.Module, weights: Mapping[str, WeightRef], form: str) -> None:
         self.model, self.weights, self.form = model, weights, form

@@ -1,6 +1,4 @@
-"""Makes what an installation puts into a model: generated classes, containers, and forms with their
-initial values.
-"""
+"""Makes what an installation puts into a model: generated classes, containers, forms."""
 
 from __future__ import annotations
 
@@ -8,20 +6,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from peftc.concurrency.context import CHOICE
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import FormModule, build, build_of_all, build_owner, member, seeded
 from peftc.forms.sequence_module import Sequence
 from peftc.forms.tasked_module import Tasked
 from peftc.installation.base_weights import BaseWeights
-from peftc.installation.edited_classes import clear, install_class, restore_class
-from peftc.installation.overlay import install_overlays, remove_overlays
-from peftc.installation.record import RECORD, Installation
+from peftc.installation.edited_classes import EditedModule, install_edits, remove_edits
+from peftc.installation.record import Installation
 from peftc.modules.instance_forward import code_class
 from peftc.modules.offload import execution_device
 from peftc.planning import ir
@@ -31,13 +27,6 @@ from peftc.rewriting.legality.preconditions import check_forwards, check_loaded
 from peftc.rewriting.positions import SEQUENCE, selects_positions
 from peftc.specialization.generated_class import GeneratedClass
 from peftc.tracing.bytecode import reachable_code
-
-
-class EditedModule(NamedTuple):
-    name: str
-    module: nn.Module
-    cls: GeneratedClass
-    container: nn.Module
 
 
 @dataclass(frozen=True)
@@ -95,7 +84,7 @@ class InstallationBuilder:
                 message = f"`{region.module}` already has something named `{CONTAINER}`"
                 raise PeftcError(Diagnostic("P411", message, help="rename it: edits are registered under this name"))
             cls, container = self.generated_class(region, module), self.container(region, module)
-            self.modules.append(EditedModule(region.module, module, cls, container))
+            self.modules.append(EditedModule(module, cls, container))
             self.installation.regions.append((region.module, cls))
 
     def generated_class(self, region: Region, module: nn.Module) -> GeneratedClass:
@@ -174,9 +163,7 @@ class InstallationBuilder:
         return self.shared[owner]
 
     def new_form(self, make: Callable[..., FormModule], name: str, at: FormSite, place: str) -> FormModule:
-        """A form whose initial values depend on the seed, the edit, the site and the parameter, and
-        on nothing else.
-        """
+        """A form. Its initial values depend on seed, edit, site and parameter alone."""
         dtype, device = self.options(at.module)
         form = make(at.instance, dtype=dtype, device=device)
         weights = {n: s.weight for n, s in at.site_edit.site.states.items() if s.weight is not None}
@@ -186,9 +173,7 @@ class InstallationBuilder:
         return form
 
     def options(self, module: nn.Module) -> tuple[torch.dtype, torch.device]:
-        """The dtype and device of a module's floating-point parameters, or of the model's where it
-        has none.
-        """
+        """The dtype and device of a module's floating-point parameters, else of the model's."""
         parameters = chain(module.parameters(), self.model.parameters())
         first = next(parameters, None)
         dtype = next((p.dtype for p in chain([first], parameters) if p is not None and p.is_floating_point()), None)
@@ -206,25 +191,15 @@ class InstallationBuilder:
 
     def apply(self) -> None:
         """Registers the parameters and exchanges the classes."""
-        if self.shared:
-            shared = nn.Module()
-            for owner, form in self.shared.items():
-                shared.add_module(shared_name(owner).rpartition(".")[2], form)
-            self.model.add_module(SHARED, shared)
+        shared = nn.Module()
+        for owner, form in self.shared.items():
+            shared.add_module(shared_name(owner).rpartition(".")[2], form)
         for edited in self.modules:
-            edited.module.add_module(CONTAINER, edited.container)
             edited.container.train(edited.module.training)
-            vars(edited.module)[CHOICE] = self.installation.choice
-            install_class(edited.module, edited.cls)
-        vars(self.model)[RECORD] = self.installation
-        install_overlays(self.model, self.installation)
+        install_edits(self.model, self.installation, self.modules, shared if self.shared else None)
 
     def undo(self) -> None:
-        """Takes out what `apply` has put in, however far it has come."""
-        remove_overlays(self.model)
-        for edited in self.modules:
-            restore_class(edited.module, edited.cls)
-        clear(self.model)
+        remove_edits(self.model, self.modules)
 
 
 def class_key(
@@ -239,9 +214,7 @@ def class_key(
 
 
 def absent_members(module: nn.Module) -> frozenset[str]:
-    """The children, parameters and attributes that are None here, and may be there in other modules
-    of the class.
-    """
+    """The members that are None here, and may be there in other modules of the class."""
     members = ((name, vars(m) | vars(m)["_modules"] | vars(m)["_parameters"]) for name, m in module.named_modules())
     return frozenset(f"{name}.{key}".lstrip(".") for name, values in members for key, v in values.items() if v is None)
 

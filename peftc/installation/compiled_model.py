@@ -1,6 +1,4 @@
-"""A model and its specs as one object: analysis, ASTs, plan and installation. Whatever changes the
-specs goes through it.
-"""
+"""A model and its specs as one object. Whatever changes the specs goes through it."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from peftc.installation.edited_classes import strip
 from peftc.installation.journal import Journal
 from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed, joint_spec
 from peftc.installation.reinstall import Step, reinstall, uninstall
-from peftc.installation.spec_conflicts import refuse_second, with_note
+from peftc.installation.spec_names import has_tasks, refuse_second, with_note
 from peftc.models.resolve import ModelSource, resolve
 from peftc.models.skeleton import check_runs, check_sample
 from peftc.planning.lowering_context import DEFAULT_TASK
@@ -34,9 +32,8 @@ from peftc.syntax import ast
 class CompiledModel:
     """A module and the specs on it: none, one or several. Every change is all or nothing.
 
-    The installation is kept in the module, the analysis in the installation. Copies and pickles
-    leave the analysis out. It is made anew where it is missing, and where the module has changed
-    since.
+    The installation is kept in the module, the analysis in the installation. It is made anew where
+    it is missing, as in copies, and where the module has changed since.
     """
 
     def __init__(
@@ -138,8 +135,7 @@ class CompiledModel:
         finish: Step | None = None,
         journal: Journal | None = None,
     ) -> nn.Module:
-        """Leaves the module with exactly these specs. What stays keeps its parameters, what is new
-        gets initial values.
+        """Leaves the module with exactly these specs. What stays keeps its parameters.
 
         Args: `joint`: the plan of all specs together, where it is known. `tasks`: for which `per
         task` has parameters; those of the model without it. `requires_grad`: what taking out
@@ -167,14 +163,8 @@ class CompiledModel:
         return self.module
 
 
-def has_tasks(planned: PlanResult) -> bool:
-    """Whether an edit is `per task`."""
-    return any(one.tasks for site_edit in planned.site_edits for one in site_edit.instances)
-
-
 def plan_on(analysis: Analysis, spec: ast.Spec, tasks: tuple[str, ...] = ()) -> PlanResult:
-    """The plan of an expanded spec. Where a selector matches nothing, it is also said what is odd
-    about the model.
+    """The plan of an expanded spec. P201 also has notes on what is odd about the model.
 
     Raises: as `make_plan`; P418, P422 for tokens that nothing takes or tells.
     """

@@ -1,13 +1,11 @@
-"""Whether the edited modules of a model are still in it: a quantiser or a user may have replaced
-them.
-"""
+"""Whether the edited modules of a model are still in it: quantisers and users replace modules."""
 
 from __future__ import annotations
 
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import is_
 from typing import Any, cast
 
@@ -81,8 +79,7 @@ class Completeness:
 
 
 def complete_installation(model: nn.Module) -> Installation:
-    """The record of a compiled model that has all of its edited modules, by the names that it had
-    them under.
+    """The record of a compiled model that has all of its edited modules, under their names.
 
     Raises: P410 for a model that is not compiled, P436 where an edited module was replaced.
     """
@@ -135,15 +132,12 @@ def check_complete(model: nn.Module) -> None:
         completeness.search(model, vars(model)["_peftc"])
 
 
-def _check_complete_number(number: int) -> None:
-    model = _model(_registry[number])
-    if model is not None:
+# The reason is shown where a whole graph is asked for.
+@cast(Any, torch.compiler.disable)(reason="an edited module of this model was replaced (P436)")
+def check_complete_number(number: int) -> None:
+    """`check_complete`, called by compiled code."""
+    if (model := _model(_registry[number])) is not None:
         check_complete(model)
-
-
-REASON = "an edited module of this model was replaced (P436)"  # shown where a whole graph is asked for
-# The same check, called by compiled code.
-check_complete_number: Callable[[int], None] = cast(Any, torch.compiler.disable)(_check_complete_number, reason=REASON)
 
 
 def _collect_links(module: nn.Module, record: Installation, seen: dict[int, bool], links: list[Link]) -> bool:
@@ -160,8 +154,8 @@ def _collect_links(module: nn.Module, record: Installation, seen: dict[int, bool
 
 def _names(record: Installation) -> list[str]:
     """The names that the edited modules were compiled under."""
-    regions = (name for name, _ in record.regions)
-    return list(dict.fromkeys((*regions, *(name.rpartition(".")[0] for name in record.trained.values()))))
+    owners = (name.rpartition(".")[0] for name in record.trained.values())
+    return list(dict.fromkeys((*(name for name, _ in record.regions), *owners)))
 
 
 def _is_edited_at(model: nn.Module, name: str, record: Installation) -> bool:
@@ -223,11 +217,9 @@ def _view(name: str) -> Any:
     completeness = _registry.get(int(number)) if number.isdigit() else None
     if completeness is None:
         raise AttributeError(name)
-    model = _model(completeness)
-    if completeness.unchanged() or model is None:
-        return True
     try:
-        check_complete(model)
+        if not completeness.unchanged() and (model := _model(completeness)) is not None:
+            check_complete(model)
     except PeftcError:
         return False
     return True

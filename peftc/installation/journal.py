@@ -36,9 +36,7 @@ class Journal:
         self.file.close()
 
     def write(self, model: nn.Module, name: str, value: Tensor) -> None:
-        """Gives a parameter a value of its dtype and shape. A quantised or missing one becomes a
-        plain one.
-        """
+        """Sets a value of the same dtype and shape. What is quantised or missing becomes plain."""
         module, _, attribute = name.rpartition(".")
         owner = model.get_submodule(module)
         old: nn.Parameter | None = vars(owner)["_parameters"].get(attribute)
@@ -63,7 +61,11 @@ class Journal:
             self.file.write(buffer(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)))
             self.file.flush()
         except OSError as error:
-            message = f"the weights as they are now cannot be kept in {temporary_folder()}: {error.strerror}"
+            try:
+                folder = gettempdir()
+            except OSError:
+                folder = "a temporary folder, since there is none"
+            message = f"the weights as they are now cannot be kept in {folder}: {error.strerror}"
             help_ = "name another folder in TMPDIR: they are kept there until all new ones are written"
             raise PeftcError(Diagnostic("P546", message, help=help_)) from error
         return start
@@ -105,13 +107,6 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]], finish: Callable[[], object
         for tensor, value in pairs:
             journal.copy(tensor, value)
         finish()
-
-
-def temporary_folder() -> str:
-    try:
-        return gettempdir()
-    except OSError:
-        return "a temporary folder, since there is none"
 
 
 def buffer(data: Tensor) -> memoryview:

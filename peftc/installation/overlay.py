@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
@@ -63,8 +63,11 @@ def install_overlays(model: nn.Module, record: Installation) -> None:
     }
     owners: dict[nn.Module, dict[str, OriginalValue]] = {}
     for saved, name in record.trained.items():
-        for owner, attribute in owners_of(model, true_parameter(model, name)):
-            owners.setdefault(owner, {})[attribute] = originals[saved]
+        parameter = true_parameter(model, name)
+        for owner in model.modules():
+            attributes = [n for n, p in vars(owner)["_parameters"].items() if p is parameter]
+            if attributes:
+                owners.setdefault(owner, {}).update(dict.fromkeys(attributes, originals[saved]))
     for module, values in owners.items():
         vars(module).update({CHOICE: record.choice, ORIGINALS: values})
     owners.setdefault(model, {})
@@ -89,12 +92,6 @@ def true_parameter(model: nn.Module, name: str) -> nn.Parameter:
     return vars(model.get_submodule(module))["_parameters"][attribute]
 
 
-def owners_of(model: nn.Module, parameter: Tensor) -> Iterator[tuple[nn.Module, str]]:
-    """Every module that has the parameter itself, and its name there."""
-    for module in model.modules():
-        yield from ((module, name) for name, p in vars(module)["_parameters"].items() if p is parameter)
-
-
 def check_readable(model: nn.Module, names: Iterable[str]) -> None:
     """Raises: P432 for a parameter that is read from a list, as recurrent modules do."""
     trained = {id(true_parameter(model, n)): n for n in names}
@@ -102,15 +99,12 @@ def check_readable(model: nn.Module, names: Iterable[str]) -> None:
         for attribute, value in vars(module).items():
             items = value if isinstance(value, list | tuple) else ()
             if parameter := next((trained[id(p)] for p in cast(Iterable[object], items) if id(p) in trained), None):
-                message = (
-                    f"`{parameter}` is trained, and {type(module).__name__} `{name}` reads it from its `{attribute}`"
-                )
+                reader = f"{type(module).__name__} `{name}`"
+                message = f"`{parameter}` is trained, and {reader} reads it from its `{attribute}`"
                 raise PeftcError(Diagnostic("P432", message, help="compare with a copy: peftc.remove(deepcopy(model))"))
 
 
-_classes: weakref.WeakValueDictionary[tuple[type, tuple[str, ...], bool, bool], type[nn.Module]] = (
-    weakref.WeakValueDictionary()
-)
+_classes = weakref.WeakValueDictionary[tuple[type, tuple[str, ...], bool, bool], type[nn.Module]]()
 
 
 def overlay_class(cls: type[nn.Module], names: tuple[str, ...], saves: bool, root: bool) -> type[nn.Module]:

@@ -1,6 +1,4 @@
-"""What was done to a model: the specs on it, and enough to undo each. Kept in the model; copied and
-pickled with it.
-"""
+"""What was done to a model: the specs on it, and enough to undo each. Kept in the model."""
 
 from __future__ import annotations
 

@@ -1,30 +1,103 @@
-"""Changes which specs a model has, all or nothing: what stays keeps its parameters, what comes gets
-new ones.
-"""
+"""Changes which specs a model has, all or nothing. What stays keeps its parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from peftc.concurrency.context import ChoiceVar
+from peftc.diagnostics import PeftcError
+from peftc.forms.module import FormModule
 from peftc.forms.tasked_module import Chosen
+from peftc.installation.base_weights import refuse_quantised
 from peftc.installation.builder import InstallationBuilder
-from peftc.installation.completeness import ORIGINALS, module_at
-from peftc.installation.edited_classes import strip
+from peftc.installation.completeness import ORIGINALS, active_installation, module_at
+from peftc.installation.edited_classes import edited_parts, install_edits, remove_edits, set_requires_grad, strip
 from peftc.installation.journal import Journal, transaction
 from peftc.installation.overlay import common_rows, true_parameter
-from peftc.installation.record import Installation, InstalledSpec, installation_of
-from peftc.installation.snapshot import Snapshot, TrainedParameters
+from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed
+from peftc.modules.offload import offloaded_error, offloaded_parameters
 from peftc.planning.planner import PlanResult
 from peftc.recognition.layers import ModelStructure
 from peftc.rewriting.assembly import regions_of
+from peftc.rewriting.container import SHARED
+from peftc.rewriting.legality.preconditions import missing_values
+from peftc.rewriting.positions import SEQUENCE
 from peftc.specialization.precompile import precompile
 
 Step = Callable[[nn.Module], object]
+
+
+class Snapshot:
+    """Edits, flags and gradients of a model. `detach` removes the edits, `attach` restores all."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.record = active_installation(model, complete=False) if is_installed(model) else None
+        self.choice = self.record.choice if self.record else ChoiceVar()
+        names = self.record.form_modules if self.record else {}
+        named = [*names.items(), *((name, name) for name in names.values() if name.startswith(f"{SHARED}."))]
+        modules = ((saved, module_at(model, name)) for saved, name in named)
+        self.forms = {saved: cast(FormModule, form) for saved, form in modules if form is not None}
+        inner = {id(m): m for form in self.forms.values() for m in form.modules()}.values()
+        self.sequences = [(m, vars(m)[SEQUENCE]) for m in inner if SEQUENCE in vars(m)]  # the new edits replace them
+        self.modules = edited_parts(model, self.record) if self.record else []
+        self.shared = vars(model)["_modules"].get(SHARED)
+        self.requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
+        self.gradients = {name: p.grad for name, p in model.named_parameters()}
+        self.base_requires_grad = self.record.requires_grad if self.record else self.requires_grad
+        added = {id(p) for form in self.forms.values() for p in form.parameters()}
+        self.base_parameters = {n: p for n, p in model.named_parameters() if id(p) not in added}
+
+    def detach(self) -> None:
+        if self.record is not None:
+            remove_edits(self.model, self.modules)
+
+    def attach(self) -> None:
+        for form, sequence in self.sequences:
+            vars(form)[SEQUENCE] = sequence
+        if self.record is not None:
+            install_edits(self.model, self.record, self.modules, self.shared)
+        for name, parameter in self.model.named_parameters():
+            set_requires_grad(parameter, self.requires_grad[name])
+            parameter.grad = self.gradients[name]
+
+
+class TrainedParameters:
+    """Parameters of the base that get a gradient, and those that lose it.
+
+    Raises: P527, P566 for a parameter without values, P542 for a quantised one.
+    """
+
+    def __init__(self, before: Snapshot, planned: PlanResult) -> None:
+        self.first, self.parameters = before.record is None, before.base_parameters
+        known = before.record.originals if before.record else {}
+        names = list(planned.trained_parameters.values())
+        self.new = [n for n in names if n not in known]
+        self.dropped = [n for n in known if n not in names]
+        if meta := [n for n in self.new if self.parameters[n].is_meta]:
+            why = "what `train` names is kept as it is before training"
+            is_offloaded = offloaded_parameters(before.model).issuperset(meta)
+            raise PeftcError(offloaded_error(meta, why) if is_offloaded else missing_values(meta, why))
+        refuse_quantised(self.parameters, self.new)
+        values = known | {n: self.parameters[n].detach().clone() for n in self.new}
+        self.originals = {n: values[n] for n in names}
+
+    def set_requires_grad(self) -> None:
+        for name, parameter in self.parameters.items():
+            if name in self.new:
+                set_requires_grad(parameter, True)
+            elif self.first or name in self.dropped:
+                set_requires_grad(parameter, False)
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        for name in self.new:
+            self.parameters[name].copy_(self.originals[name])
 
 
 def reinstall(
@@ -65,7 +138,9 @@ def reinstall(
             if finish is not None:
                 finish(model)
         write_base(model, values or {}, own)
-        forget_task(model)
+        default = chosen.variable.default
+        if default.task is not None and default.task not in chosen.names:  # takes back `set_task`
+            chosen.variable.default = replace(default, task=None)
 
 
 def uninstall(
@@ -85,9 +160,7 @@ def uninstall(
 
 
 def is_trained(model: nn.Module, name: str) -> bool:
-    """Whether the module at this place is the one whose parameter `train` named: it may have been
-    replaced.
-    """
+    """Whether `train` named a parameter of the module at this place: it may have been replaced."""
     module = module_at(model, name.rpartition(".")[0])
     return module is not None and ORIGINALS in vars(module)
 
@@ -105,11 +178,3 @@ def warm(model: nn.Module, sample: Mapping[str, Any] | None = None) -> None:
     """Makes the variants of ordinary calls ahead of time."""
     if any(generated.inline for _, generated in installation_of(model).regions):
         precompile(model, sample)
-
-
-def forget_task(model: nn.Module) -> None:
-    """Takes back `set_task` where the model no longer has the task."""
-    task = installation_of(model).task
-    default = task.variable.default
-    if default.task is not None and default.task not in task.names:
-        task.variable.default = replace(default, task=None)

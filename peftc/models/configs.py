@@ -92,10 +92,9 @@ def _auto_class(config: PretrainedConfig, head: Head | None) -> str | None:
             auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
         ),
     }
-    for mapping in (*mappings[head], auto.MODEL_MAPPING_NAMES):
-        if names := mapping.get(config.model_type):
-            return names if isinstance(names, str) else names[0]
-    return None
+    classes = (mapping.get(config.model_type) for mapping in (*mappings[head], auto.MODEL_MAPPING_NAMES))
+    names = next(filter(None, classes), None)
+    return names if names is None or isinstance(names, str) else names[0]
 
 
 # Code of a repository (`auto_map`), run only with consent

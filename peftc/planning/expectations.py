@@ -10,7 +10,7 @@ from typing import Literal
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning.arithmetic import ARITHMETIC
 from peftc.planning.report.plan import Plan, percent
-from peftc.semantics.checks.expects import check_expect
+from peftc.semantics.checks.spec import check_expect
 from peftc.semantics.constants import numeric_value
 from peftc.semantics.vocabulary import PLAN_COUNTS
 from peftc.syntax import ast
@@ -28,14 +28,8 @@ COMPARISONS: dict[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True)
 class Quantity:
-    """A value with its unit.
-
-    `count` is parameters or sites. `percent` is of the base if compared with parameters. `truth` is
-    0 or 1.
-    """
-
     value: float
-    unit: Literal["number", "count", "percent", "truth"]
+    unit: Literal["number", "count", "percent", "truth"]  # a count is of parameters or sites; a truth is 0 or 1
 
 
 def evaluate(statement: ast.Expect, plan: Plan) -> tuple[str, Diagnostic | None]:
@@ -57,8 +51,6 @@ def evaluate(statement: ast.Expect, plan: Plan) -> tuple[str, Diagnostic | None]
 
 
 class _Evaluator:
-    """Evaluates expressions that `check_expect` accepts."""
-
     def __init__(self, plan: Plan) -> None:
         self.totals = plan.totals
         self.edits = {edit.name: edit for edit in plan.edits}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from peftc.addressing.sites import Site
@@ -178,14 +179,9 @@ def subterms(term: Term) -> Iterator[Term]:
 
 def _with_site(site_edit: SiteEdit, site: Site) -> SiteEdit:
     """The edit with the same parameters and the frozen modules of another site."""
-    copies: dict[int, Term] = {}
 
+    @cache  # by identity: what a `let` binds stays one object
     def copy(term: Term) -> Term:
-        if id(term) not in copies:
-            copies[id(term)] = rebuild(term)
-        return copies[id(term)]
-
-    def rebuild(term: Term) -> Term:
         match term:
             case FormCall(input=value, second=second) if value is not None:
                 return replace(term, input=copy(value), second=None if second is None else copy(second))

@@ -43,11 +43,6 @@ class LoweringContext:
     groups: Mapping[str, Mapping[tuple[str, str, Shape], Sequence[str]]] = field(default_factory=dict)  # by edit
     owners: dict[str, tuple[Form, Shape, Shape | None]] = field(default_factory=dict)
 
-    def weight_size(self, module: str) -> tuple[int, ...]:
-        """The stored size of a module's weight; empty where it has none."""
-        info = next((info for info in self.table.modules if info.name == module), None)
-        return info.parameters.get("weight", ()) if info else ()
-
     def group_of(self, edit: str, site: Site, state: str) -> tuple[str, Sequence[str]]:
         """The attention group's name, and the edit's sites in it whose state has the same shape."""
         key = (site.group, state, site.states[state].shape)

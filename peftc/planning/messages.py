@@ -23,12 +23,8 @@ def first_names(names: Sequence[str]) -> str:
     return f"{', '.join(f'`{name}`' for name in names[:MAX_NAMES])} and {len(names) - MAX_NAMES} more"
 
 
-def with_notes(diagnostic: Diagnostic, *notes: str) -> Diagnostic:
-    return replace(diagnostic, notes=(*diagnostic.notes, *notes))
-
-
 def for_sites(diagnostics: Iterable[Diagnostic], of: str = "") -> Diagnostic:
     """One message for what is wrong at many sites: the first, with how many more there are."""
     first, *others = diagnostics
-    more = len(others)
-    return with_notes(first, f"the same at {plural(more, 'more site')}{of}") if more else first
+    note = f"the same at {plural(len(others), 'more site')}{of}"
+    return replace(first, notes=(*first.notes, note)) if others else first

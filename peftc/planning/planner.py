@@ -21,7 +21,7 @@ from peftc.planning.identity import is_identity
 from peftc.planning.ir import SiteEdit
 from peftc.planning.lowering import lower_edit, unused
 from peftc.planning.lowering_context import DEFAULT_TASK, LoweringContext, groups_of, sharers_of
-from peftc.planning.messages import for_sites, plural, with_notes
+from peftc.planning.messages import for_sites, plural
 from peftc.planning.report.plan import (
     Plan,
     PlanEdit,
@@ -234,13 +234,10 @@ class _Planner:
         """Raises all errors in the order of the text; equal ones in several lines as one."""
         if self.errors:
             groups: dict[Diagnostic, list[Diagnostic]] = defaultdict(list)
-            for error in sorted(self.errors, key=_position):
+            by_place = sorted(self.errors, key=lambda e: e.span.start if e.span else 0)
+            for error in sorted(by_place, key=lambda e: e.source.path if e.source else ""):
                 groups[replace(error, span=None)].append(error)
             raise PeftcError(map(_in_lines, groups.values()))
-
-
-def _position(error: Diagnostic) -> tuple[str, int]:
-    return (error.source.path if error.source else "", error.span.start if error.span else 0)
 
 
 def _in_lines(errors: Sequence[Diagnostic]) -> Diagnostic:
@@ -248,7 +245,8 @@ def _in_lines(errors: Sequence[Diagnostic]) -> Diagnostic:
     if len(errors) == 1:
         return first
     times = f"the same {plural(len(errors) - 1, 'more time')}"
-    return with_notes(first, f"{times}, in line{'s' * (len(lines) > 1)} {', '.join(lines)}")
+    note = f"{times}, in line{'s' * (len(lines) > 1)} {', '.join(lines)}"
+    return replace(first, notes=(*first.notes, note))
 
 
 def _edit_entry(edit: ast.Edit, site_edits: Sequence[SiteEdit], fold: Foldability) -> PlanEdit:

@@ -25,8 +25,6 @@ MAX_QUOTE = 50  # characters of an expression in a message
 
 @dataclass
 class TermLowering:
-    """Lowers the expressions of one edit at one site."""
-
     edit: str
     site: Site
     context: LoweringContext
@@ -131,8 +129,12 @@ class TermLowering:
     def frozen_call(self, call: ast.Call, module: str) -> FrozenCall:
         if len(call.args) != 1 or call.kwargs:
             raise error("P108", f"`{call.function}` is a module of the model and takes one value", call.span)
-        size = self.context.weight_size(module)
-        value = self._argument(call.args[0], Tokens(size[-1])) if size else self.term(call.args[0])
+        parameters = next((info.parameters for info in self.context.table.modules if info.name == module), {})
+        size = parameters.get("weight", ())
+        assert self.target is not None
+        # forms in the argument produce what the module reads
+        terms = replace(self, target=replace(self.target, shape=Tokens(size[-1]))) if size else self
+        value = terms.term(call.args[0])
         if not isinstance(value.shape, Tokens) or (size and size[-1] != value.shape.d):
             expected = f"[…, {size[-1]}]" if size else "hidden states"
             message = f"`{call.function}` of `{self.site.path}` reads {expected}, here it has {value.shape}"
@@ -141,17 +143,8 @@ class TermLowering:
         shape = Tokens(size[0], value.shape.of) if len(size) == 2 else value.shape
         return FrozenCall(call.function, module, value, shape=shape, source=call)
 
-    def _argument(self, source: ast.Expr, shape: Tokens) -> Term:
-        """The argument of a frozen module, whose forms produce what that module reads."""
-        assert self.target is not None
-        outer, self.target = self.target, replace(self.target, shape=shape)
-        try:
-            return self.term(source)
-        finally:
-            self.target = outer
-
     def form_call(self, call: ast.Call, form: Form, owner: str | None = None, use: ast.Call | None = None) -> FormCall:
-        """A call of a form. `owner`: the name of the `shared` through which it is called at `use`."""
+        """A call of a form. `owner`: the name of the `shared` through which `use` calls it."""
         use = use or call
         bound = bind(call, form)
         value = None if bound.input is None else self.term(bound.input)

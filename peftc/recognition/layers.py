@@ -24,9 +24,8 @@ from peftc.recognition.residual_stream import stream_input
 from peftc.recognition.roles import SubLayer, sub_layers
 from peftc.recognition.token_mixing import is_weighted
 from peftc.recognition.untraced import UntracedPart, opaque_modules, untraced_parts
-from peftc.tracing.errors import NoneAccess, TraceError, UnknownLength
 from peftc.tracing.module_calls import forward_signature
-from peftc.tracing.region_trace import RegionTrace
+from peftc.tracing.region_trace import NoneAccess, RegionTrace, TraceError, UnknownLength
 from peftc.tracing.tracer import RegionTracer
 
 

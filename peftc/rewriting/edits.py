@@ -23,25 +23,17 @@ STREAM = "<stream>"  # the layer's input, read for its batch and tokens only
 
 @dataclass(frozen=True)
 class RegionState:
-    """A state of an edit in its region: an anchor, or a parameter. Names are relative to the
-    region.
-
-    Args: `width`: the number of all rows, where the state is some `rows` of a value. `flat`: (batch
-    · tokens, d) in the model's code. `image`: the value is an image, with features as its second or
-    its last dimension. `definitions`: the anchors that define the state, whatever a call computes
-    there. `aliases`: all anchors of its value in the layer's trace. `overwritten`: code of the
-    region that is not entered writes to it in place.
-    """
+    """A state of an edit in its region: an anchor, or a parameter. Names are relative to it."""
 
     anchor: Anchor | None = None
     rows: Slice | None = None
-    width: int = 0
-    flat: bool = False
-    image: Literal["", "channels first", "channels last"] = ""
+    width: int = 0  # the number of all rows, where the state is some `rows` of a value
+    flat: bool = False  # (batch · tokens, d) in the model's code
+    image: Literal["", "channels first", "channels last"] = ""  # an image, by its dimension of features
     weight: WeightRef | None = None
-    definitions: tuple[Anchor, ...] = ()
-    aliases: tuple[Anchor, ...] = ()
-    overwritten: bool = False
+    definitions: tuple[Anchor, ...] = ()  # that define the state, whatever a call computes there
+    aliases: tuple[Anchor, ...] = ()  # all anchors of its value in the layer's trace
+    overwritten: bool = False  # in place, by code of the region that is not entered
 
 
 @dataclass(frozen=True)
@@ -75,17 +67,13 @@ class RegionEdit:
 
 @dataclass
 class Region:
-    """A module to rewrite, by its dotted name, with its edits in order.
-
-    Args: `inline`: relative names of the modules whose code is entered; "" is the region itself;
-    empty for a region that is edited at its boundary only. `position_sites`: (edit, site) of the
-    forms that read token positions from it.
-    """
+    """A module to rewrite, by its dotted name, with its edits in order."""
 
     module: str
-    inline: frozenset[str]
+    inline: frozenset[str]  # relative names of the modules whose code is entered, "" for its own
     edits: list[RegionEdit]
     site_edits: list[ir.SiteEdit] = field(default_factory=list[ir.SiteEdit])
+    # (edit, site) of the forms that read token positions from it
     position_sites: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
 
 
@@ -120,11 +108,8 @@ def group_by_state(site_edits: Iterable[ir.SiteEdit]) -> list[list[ir.SiteEdit]]
     """Groups edits of one state at one site: they share a region and apply in order."""
     groups: list[list[ir.SiteEdit]] = []
     for new in site_edits:
-        same = [
-            group
-            for group in groups
-            if group[0].site.path == new.site.path and any(written_states(p) & written_states(new) for p in group)
-        ]
+        at_site = (group for group in groups if group[0].site.path == new.site.path)
+        same = [group for group in at_site if any(written_states(p) & written_states(new) for p in group)]
         groups = [group for group in groups if group not in same]
         groups.append([*(p for group in same for p in group), new])
     return groups

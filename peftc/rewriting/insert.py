@@ -20,7 +20,7 @@ from peftc.planning import ir
 from peftc.planning.arithmetic import ARITHMETIC
 from peftc.rewriting.anchors import Anchor
 from peftc.rewriting.attention import AttentionCall, ManualAttention
-from peftc.rewriting.boundary import base_call
+from peftc.rewriting.boundary import base_call, wrap_base_call
 from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.edits import (
     EQUATIONS,
@@ -33,12 +33,13 @@ from peftc.rewriting.edits import (
 )
 from peftc.rewriting.in_place_writes import REPLACES, copy_operands_of_edits, copy_value
 from peftc.rewriting.node_builder import NodeBuilder
-from peftc.rewriting.positions import provide_positions, provides_positions
+from peftc.rewriting.positions import provides_positions
 from peftc.rewriting.prompts import prepend_tokens, prompted_call
 from peftc.rewriting.stacked_weights import StackedWeight
 from peftc.rewriting.states import StateLookup
 from peftc.runtime.layouts import image_to_tokens, tokens_to_image, unflatten_tokens
 from peftc.runtime.parameters import full_precision, stored_as
+from peftc.runtime.positions import forward_with_positions
 from peftc.runtime.prompts import batch_like
 from peftc.tracing.region_trace import RegionTrace
 
@@ -56,7 +57,8 @@ class Inserter:
         """Raises: P403 where this trace has no such state, P404, P405, P415."""
         memo: dict[int, Any] = {}
         if provides_positions(edit):
-            provide_positions(self.graph).meta[EQUATIONS] = ("tells the edits inside the positions of the tokens",)
+            call = wrap_base_call(self.graph, forward_with_positions)
+            call.meta[EQUATIONS] = ("tells the edits inside the positions of the tokens",)
         for i, assign in enumerate(edit.assigns):
             lets = [term for before, term in edit.lets if before == i]
             EquationInserter(self, edit, assign, memo, lets).insert()

@@ -7,16 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from torch import fx
-
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning import ir
 from peftc.recognition.layers import ModelStructure
 from peftc.rewriting.anchors import Anchor, contains
-from peftc.rewriting.boundary import wrap_base_call
 from peftc.rewriting.edits import Region, RegionEdit, RegionState
 from peftc.rewriting.prompts import EMBEDS, innermost_with, is_prompt, prompt_regions
-from peftc.runtime.positions import forward_with_positions
 
 KIND = "positions"  # of the anchor
 NAME = "<positions>"  # in place of an edit's name
@@ -105,7 +101,3 @@ def position_source(site_edit: ir.SiteEdit, structure: ModelStructure) -> str | 
 def provides_positions(edit: RegionEdit) -> bool:
     """Whether the edit stands for a stack that provides the positions of its tokens."""
     return any(state.anchor is not None and state.anchor.kind == KIND for state in edit.states.values())
-
-
-def provide_positions(graph: fx.Graph) -> fx.Node:
-    return wrap_base_call(graph, forward_with_positions)

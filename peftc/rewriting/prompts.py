@@ -63,12 +63,13 @@ def token_stack(site: Site, structure: ModelStructure, span: Span) -> tuple[Stac
     Raises: P418 where there is none, or where it needs something that a prompt has not: ids, or
     another argument with a value for each token.
     """
-    takers = [
-        (stack, module)
-        for stack in structure.stacks
-        if (module := innermost_with((EMBEDS,), site.module, stack, structure)) is not None
-    ]
-    flow = token_flow_of(site.module, takers, structure) if takers else TokenFlow()
+    modules = [(s, innermost_with((EMBEDS,), site.module, s, structure)) for s in structure.stacks]
+    takers = [(stack, module) for stack, module in modules if module is not None]
+    if takers and site.module not in structure.flows:
+        layers = [layer for stack in structure.stacks for layer in stack.layers]
+        sample = SampleRun(structure.model, structure.mode, structure.seen.sample, layers)
+        structure.flows[site.module] = token_flow(site.module, dict.fromkeys(module for _, module in takers), sample)
+    flow = structure.flows[site.module] if takers else TokenFlow()
     takers = [(stack, module) for stack, module in takers if module in flow.arguments]
     if not takers:
         message = f"no module takes the tokens of `{site.path}` as `{EMBEDS}`, so no prompt can be joined to them"
@@ -90,15 +91,6 @@ def token_stack(site: Site, structure: ModelStructure, span: Span) -> tuple[Stac
             message = f"{shown} returns more states of tokens than the last one: {join_names(others)}"
             raise PeftcError(Diagnostic("P418", message, span))
     return stack, module
-
-
-def token_flow_of(embedding: str, takers: Sequence[tuple[Stack, str]], structure: ModelStructure) -> TokenFlow:
-    """The flow of an embedding's tokens, computed once."""
-    if embedding not in structure.flows:
-        layers = [layer for stack in structure.stacks for layer in stack.layers]
-        sample = SampleRun(structure.model, structure.mode, structure.seen.sample, layers)
-        structure.flows[embedding] = token_flow(embedding, dict.fromkeys(module for _, module in takers), sample)
-    return structure.flows[embedding]
 
 
 def attends(stack: Stack) -> bool:

@@ -62,11 +62,7 @@ class LayerRegions:
     """
 
     def __init__(
-        self,
-        kind: LayerType,
-        layer: str,
-        memory: dict[tuple[object, ...], Any],
-        shared: Iterable[tuple[str, ...]] = (),
+        self, kind: LayerType, layer: str, memory: dict[Any, Any], shared: Iterable[tuple[str, ...]] = ()
     ) -> None:
         self.kind, self.trace, self.layer, self.memory = kind, kind.traced, layer, memory
         self.shared = {
@@ -83,7 +79,7 @@ class LayerRegions:
         regions: list[Region] = []
         for region, inline in groups.items():
             edits = [self.region_edit(p, c, region) for p, c in members[region]]
-            entered = frozenset(relative(m, region) if m != region else "" for m in inline)
+            entered = frozenset(relative(m, region) for m in inline)
             name = f"{self.layer}.{region}".rstrip(".")
             regions.append(Region(name, entered, edits, [p for p, _ in members[region]]))
         return regions
@@ -164,11 +160,8 @@ class LayerRegions:
         if key not in self.memory:
             defining, uses = definitions(state, self.layer, site, self.kind)
             # two arguments of the region that are one value here need not be one in other calls
-            aliases = [
-                alias
-                for alias in state_anchors(state, self.layer, site, self.trace)
-                if alias == anchor or alias.kind == "node" or alias.module != region
-            ]
+            aliases = state_anchors(state, self.layer, site, self.trace)
+            aliases = [a for a in aliases if a == anchor or a.kind == "node" or a.module != region]
             sure = [a for a in aliases if not any(aliases_may_diverge(a, use, self.trace) for use in uses)]
             inside = [
                 tuple(a.relative(region) for a in names if frames_between(region, a, self.trace) is not None)
@@ -189,20 +182,15 @@ class LayerRegions:
             return any(contains(name, module) or contains(module, name) for module in first.modules)
 
         # modules that are shared with places where these edits do not apply
-        excluded = frozenset(own for own, names in self.shared.items() if not all(map(is_edited, names)))
+        excluded = {own for own, names in self.shared.items() if not all(map(is_edited, names))}
         place = steps_below_layer(first.site) or first.site.path
-        key = (id(self.kind), excluded, place, *map(tuple, map(sorted, (states, writes, functions))))
+        key = (id(self.kind), place, *map(tuple, map(sorted, (excluded, states, writes, functions))))
         if key not in self.memory:
             self.memory[key] = self.find_region(first, states, writes, functions, excluded)
         return self.memory[key]
 
     def find_region(
-        self,
-        first: ir.SiteEdit,
-        states: dict[str, State],
-        writes: set[str],
-        functions: set[str],
-        excluded: frozenset[str],
+        self, first: ir.SiteEdit, states: dict[str, State], writes: set[str], functions: set[str], excluded: set[str]
     ) -> _Placement:
         site = first.site
         check_gradients({n: self.nodes_of(states[n], site) for n in sorted(writes)}, self.trace.graph)

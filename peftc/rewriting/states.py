@@ -1,4 +1,4 @@
-"""The states of a site in the graph of its layer (nodes, anchors, uses), and in the trace of a call."""
+"""The states of a site: nodes, anchors and uses in its layer's graph, nodes in a call's trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from peftc.addressing.sites import INPUT, OUTPUT, ActivationRef, Site, State
 from peftc.dataflow.nodes import first_input
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.recognition.layers import LayerType
-from peftc.recognition.roles import SubLayer
 from peftc.recognition.site_builder import sub_layer_steps
 from peftc.rewriting.anchors import (
     Anchor,
@@ -99,16 +98,11 @@ def definitions(state: State, layer: str, site: Site, kind: LayerType) -> tuple[
     if state.name in ("h", "res") and node in sub.add.args:
         summand = [operand(node, sub.add, trace)]
         return (summand, []) if state.name == "res" else ([], summand)
-    readers = {str(n.target) for n in readers_of(state.name, node, sub, kind)}
-    return [a for a in aliases if a.kind == "in" and a.module in readers], []
-
-
-def readers_of(name: str, node: fx.Node, sub: SubLayer, kind: LayerType) -> list[fx.Node]:
-    """The Linears that define a sub-layer's state, of those that read this node."""
-    roles = {"x": ("q",) if sub.kind == "attn" else (), "c": ("k", "v")}.get(name, ("down",))
+    roles = {"x": ("q",) if sub.kind == "attn" else (), "c": ("k", "v")}.get(state.name, ("down",))
     projections = [sub.projections[role].node for role in roles if role in sub.projections]
-    linears = projections or [n for n in sub.body if kind.layer.is_linear(n) and name == "x"]
-    return [n for n in linears if first_input(n) is node]
+    linears = projections or [n for n in sub.body if kind.layer.is_linear(n) and state.name == "x"]
+    readers = {str(n.target) for n in linears if first_input(n) is node}
+    return [a for a in aliases if a.kind == "in" and a.module in readers], []
 
 
 def aliases_may_diverge(anchor: Anchor, other: Anchor, trace: RegionTrace) -> bool:

@@ -77,14 +77,10 @@ def open_columns(
     """The mask of `length` keys with open columns; explicit if the implementation implies one."""
     implementation: str = module.config._attn_implementation
     if implementation not in ("eager", "sdpa", "flex_attention"):
-        raise PeftcError(
-            Diagnostic(
-                "P402",
-                f"a prefix cannot be joined to the keys under attn_implementation={implementation!r}",
-                notes=("the implementation takes no mask with columns that every query may see",),
-                help="load the model with attn_implementation='sdpa', 'eager' or 'flex_attention'",
-            )
-        )
+        message = f"a prefix cannot be joined to the keys under attn_implementation={implementation!r}"
+        notes = ("the implementation takes no mask with columns that every query may see",)
+        help_ = "load the model with attn_implementation='sdpa', 'eager' or 'flex_attention'"
+        raise PeftcError(Diagnostic("P402", message, notes=notes, help=help_))
     if isinstance(mask, BlockMask):
         return pad_block_mask(mask, length, before, after)
     if mask is None:
@@ -139,8 +135,6 @@ def scores_like(scores: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 def extend_mask(mask: torch.Tensor, scores: torch.Tensor, visible: float, after: bool) -> torch.Tensor:
-    """A mask with a column of the value `visible` for each joined row, before or `after` the
-    others.
-    """
+    """A mask with a column of `visible` for each joined row, before or `after` the others."""
     columns = mask.new_full((*mask.shape[:-1], scores.shape[-1]), visible)
     return torch.cat([mask, columns] if after else [columns, mask], -1)

@@ -46,8 +46,7 @@ def is_tensors(cache: Any) -> bool:
 
 
 def past_of(arguments: dict[str, Any]) -> Any:
-    """The number of tokens in the cache of a call: a tensor for caches of a fixed size, 0 without a
-    cache.
+    """The number of tokens in the cache of a call, or 0; a tensor for caches of a fixed size.
 
     Returns: None for a recurrent state, which has tokens and does not count them.
     Raises: UnknownCache.

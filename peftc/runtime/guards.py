@@ -9,6 +9,7 @@ from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
 
+SMALLER = "edit a smaller part of the layer, so that this code is not entered"
 # Keywords that the stacks of transformers pass to every layer, and that most layers only forward.
 PASSTHROUGH = frozenset(
     {
@@ -28,25 +29,14 @@ def recheck_guard(value: Any, kind: str, expected: Any) -> None:
     answers["given"] = lambda v: "None" if v is None else getattr(v, "ndim", None)
     answer = answers.get(kind, lambda v: v)(value)
     if not isinstance(value, expected) if kind == "type" else answer != expected:
-        raise PeftcError(
-            Diagnostic(
-                "P408",
-                f"the model's code changed the outcome of a branch while the layer ran: "
-                f"expected {expected!r}, found {answer!r}",
-                help="edit a smaller part of the layer, so that this code is not entered",
-            )
-        )
+        change = f"expected {expected!r}, found {answer!r}"
+        message = f"the model's code changed the outcome of a branch while the layer ran: {change}"
+        raise PeftcError(Diagnostic("P408", message, help=SMALLER))
 
 
 def untraced(reason: str) -> PeftcError:
-    return PeftcError(
-        Diagnostic(
-            "P417",
-            "this call takes a branch of the model's code that could not be traced with the values of an earlier call",
-            notes=(reason,),
-            help="edit a smaller part of the layer, so that this code is not entered",
-        )
-    )
+    message = "this call takes a branch of the model's code that could not be traced with the values of an earlier call"
+    return PeftcError(Diagnostic("P417", message, notes=(reason,), help=SMALLER))
 
 
 def respecialize(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -48,8 +48,11 @@ def forward_with_prompt(
     if not count or tokens is None:  # without tokens the base raises its own error
         return base.forward(module, **arguments)
     past = known_past(arguments)
-    if past is None:
-        return base.forward(module, **shift_recurrent_call(arguments, tokens, count))
+    if past is None:  # a recurrent state, whose mask is of this call alone
+        mask = arguments.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > tokens.shape[1]:
+            check_starts(starts_of(mask), mask.shape[1] - tokens.shape[1])
+        return base.forward(module, **shift_positions(arguments, count))
     if past != 0:
         return base.forward(module, **shift_cached_call(arguments, tokens, count, past - count))
     if (reason := cannot_prepend(arguments)) is not None:
@@ -94,8 +97,7 @@ def batch_like(named: dict[str, Any], rest: dict[str, Any], weight: Tensor) -> T
 
 
 def insert_rows(rows: Tensor, values: Tensor, starts: Tensor | None) -> Tensor:
-    """Values of tokens with `rows` directly before the first token of each example; in front where
-    `starts` is None.
+    """Values of tokens with `rows` directly before each example's first token, or in front.
 
     Shapes: values (batch, tokens, …); rows (batch, len, …), or (len, …) where all examples have the
     same; starts (batch, 1).
@@ -108,14 +110,6 @@ def insert_rows(rows: Tensor, values: Tensor, starts: Tensor | None) -> Tensor:
     columns = torch.arange(count + values.shape[1], device=values.device)[None]
     before = torch.where(columns < starts, columns + count, columns - starts)
     return gather_columns(torch.cat([rows, values], 1), torch.where(columns < starts + count, before, columns))
-
-
-def remove_rows(values: Tensor, count: int, starts: Tensor | None) -> Tensor:
-    """The inverse of `insert_rows`. Shapes: values (batch, len + tokens, …)."""
-    if starts is None:
-        return values[:, count:]
-    columns = torch.arange(values.shape[1] - count, device=values.device)[None]
-    return gather_columns(values, torch.where(columns < starts, columns, columns + count))
 
 
 def gather_columns(values: Tensor, columns: Tensor) -> Tensor:
@@ -133,10 +127,13 @@ def without_rows(result: Any, count: int, starts: Tensor | None, tokens: int) ->
     """
     states = result if isinstance(result, Tensor) else result[0]
     if states.shape[1] != tokens + count:
-        raise refusal(
-            f"the call has {tokens} tokens and {count} of the prompt, and the stack returns {states.shape[1]}"
-        )
-    states = remove_rows(states, count, starts)
+        rows = f"{tokens} tokens and {count} of the prompt"
+        raise refusal(f"the call has {rows}, and the stack returns {states.shape[1]}")
+    if starts is None:
+        states = states[:, count:]
+    else:
+        columns = torch.arange(tokens, device=states.device)[None]
+        states = gather_columns(states, torch.where(columns < starts, columns, columns + count))
     if isinstance(result, tuple):
         return (states, *result[1:])
     if isinstance(result, Tensor):
@@ -170,14 +167,6 @@ def shift_cached_call(arguments: dict[str, Any], tokens: Tensor, count: int, pas
     return shift_positions(arguments, count) | {"attention_mask": insert_rows(mask.new_ones(count), mask, starts)}
 
 
-def shift_recurrent_call(arguments: dict[str, Any], tokens: Tensor, count: int) -> dict[str, Any]:
-    """The arguments of a call that continues a recurrent state. Raises: P428."""
-    mask = arguments.get("attention_mask")  # of this call alone
-    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > tokens.shape[1]:
-        check_starts(starts_of(mask), mask.shape[1] - tokens.shape[1])
-    return shift_positions(arguments, count)
-
-
 def shift_positions(arguments: dict[str, Any], count: int) -> dict[str, Any]:
     return arguments | {name: arguments[name] + count for name in POSITIONS if arguments.get(name) is not None}
 
@@ -195,8 +184,7 @@ def extend_positions(positions: Tensor, count: int, starts: Tensor | None) -> Te
 
 
 def offset_position_ids(module: nn.Module, embedding: str, starts: Tensor, count: int) -> Tensor | None:
-    """Position ids for a model that computes them from ids, with `padding_idx` as the offset;
-    embeddings have no ids.
+    """Position ids for a model that computes them from ids, with `padding_idx` as the offset.
 
     Returns: None for a model whose table of positions has no row for padding.
     """
@@ -258,9 +246,8 @@ def check_first_position(position_ids: Any, expected: int) -> None:
     if not isinstance(position_ids, Tensor) or not has_values(position_ids) or torch.compiler.is_compiling():
         return
     if (first := int(position_ids.reshape(-1)[0])) != expected:
-        raise refusal(
-            f"the first token of the call has position {first}, and the cache has {expected} tokens of the input"
-        )
+        tokens = f"the cache has {expected} tokens of the input"
+        raise refusal(f"the first token of the call has position {first}, and {tokens}")
 
 
 def refusal(message: str) -> PeftcError:

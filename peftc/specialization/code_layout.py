@@ -49,20 +49,15 @@ def wrapped(line: str) -> list[str]:
     """A line; a long call with one argument a line."""
     if len(line) <= WIDTH or not line.endswith(")"):
         return [line]
-    opening, depth = -1, 0
-    for i in range(len(line) - 1, -1, -1):
-        depth += {")": 1, "]": 1, "}": 1, "(": -1, "[": -1, "{": -1}.get(line[i], 0)
+    depth, cuts = 0, [len(line) - 1]  # the brackets of the call and the commas between, the last one first
+    for i, character in reversed([*enumerate(line)]):
+        depth += {")": 1, "]": 1, "}": 1, "(": -1, "[": -1, "{": -1}.get(character, 0)
+        if depth == 0 or (depth == 1 and character == ","):
+            cuts.append(i)
         if depth == 0:
-            opening = i
             break
-    parts, depth, start = list[str](), 0, opening + 1
-    for i in range(opening + 1, len(line) - 1):
-        depth += {")": -1, "]": -1, "}": -1, "(": 1, "[": 1, "{": 1}.get(line[i], 0)
-        if line[i] == "," and depth == 0:
-            parts.append(line[start:i].strip())
-            start = i + 1
-    parts.append(line[start:-1].strip())
-    return [line[: opening + 1], *(f"    {p}," for p in parts), ")"]
+    parts = [line[start + 1 : stop].strip() for start, stop in itertools.pairwise(reversed(cuts))]
+    return [line[: cuts[-1] + 1], *(f"    {p}," for p in parts), ")"]
 
 
 def dispatched(choices: list[tuple[tuple[str, ...], str]]) -> list[str]:

@@ -23,28 +23,16 @@ from peftc.rewriting.in_place_writes import REPLACES
 from peftc.runtime import untraced
 from peftc.specialization.code_layout import indented, wrapped
 from peftc.specialization.expressions import INFIX, PREFIX, Expressions
-from peftc.specialization.names import GlobalNames, LocalNames, unpacked_count
-from peftc.specialization.variable_names import variable_of
+from peftc.specialization.names import GlobalNames, LocalNames, unpacked_count, variable_of
 from peftc.tracing.in_place import AUGMENTED
 from peftc.tracing.operations import branch, collect, end_loop, enter_context, exit_context, new_version, segment
 
 TORCH = Path(torch.__file__).parent
 NESTED = 88  # characters of an expression that others are nested into
 COPY = "a copy for an edit: later code changes the value in place"
+MARKERS = (new_version, branch, enter_context, exit_context, end_loop, collect, segment)
 # Their operands get lines of their own: they are no expressions, or run in another order.
-SEPARATE = (
-    *AUGMENTED,
-    operator.setitem,
-    operator.contains,
-    base_call,
-    new_version,
-    branch,
-    enter_context,
-    exit_context,
-    end_loop,
-    collect,
-    segment,
-)
+SEPARATE = (*AUGMENTED, operator.setitem, operator.contains, base_call, *MARKERS)
 
 OtherPath: TypeAlias = "tuple[fx.Graph, Mapping[int, OtherPath | Exception]]"
 """The graph of a branch's other outcome, with the other paths at its branches."""
@@ -105,11 +93,11 @@ class GraphPrinter:
                 end = self.loops[node].end
             elif node.target is end_loop:
                 self.flush()
-                self.output += self.loop_end(self.loops[node])
+                self.end_loop(self.loops[node])
                 self.close(*open_blocks.pop())
             elif node in self.loops:
                 self.flush()
-                open_blocks.append(self.loop_head(self.loops[node]))
+                open_blocks.append((self.loop_head(self.loops[node]), self.output))
                 self.output = []
             elif node in self.texts:  # printed with its loop, or with the tuple that it is unpacked from
                 continue
@@ -134,20 +122,20 @@ class GraphPrinter:
     def close(self, head: str, before: list[str]) -> None:
         self.output = [*before, head, *indented(self.output)] if self.output else before
 
-    def loop_head(self, loop: Loop) -> tuple[str, list[str]]:
+    def loop_head(self, loop: Loop) -> str:
         for node in (*loop.pieces, *loop.results):
             self.texts[node] = self.locals.bind(node, node)[0]
+        self.output += [f"{self.texts[n]} = []" for n in loop.results]
         variables = ", ".join(self.texts[p] for p in loop.pieces)
         sources = [self.expressions.value(p.args[0]) for p in loop.pieces]
         iterated = sources[0] if len(sources) == 1 else f"zip({', '.join(sources)})"
-        return f"for {variables} in {iterated}:", [*self.output, *(f"{self.texts[n]} = []" for n in loop.results)]
+        return f"for {variables} in {iterated}:"
 
-    def loop_end(self, loop: Loop) -> list[str]:
+    def end_loop(self, loop: Loop) -> None:
         """Appends to the lists, which are all that is known behind the loop."""
-        lines = [f"{self.texts[n]}.append({self.expressions.value(n.args[0])})" for n in loop.results]
+        self.output += [f"{self.texts[n]}.append({self.expressions.value(n.args[0])})" for n in loop.results]
         for node in loop.nodes:
             self.texts.pop(node, None)
-        return lines
 
     # Statements -----------------------------------------------------------------------------------
 
@@ -238,8 +226,10 @@ class GraphPrinter:
         (user,) = node.users
         if user.target in SEPARATE or is_size(user) or user.meta.get(EQUATIONS) != node.meta.get(EQUATIONS):
             return False
+        operands: list[fx.Node] = []
+        map_arg((user.args, user.kwargs), operands.append)
         one_statement = REPLACES not in node.meta and is_edit(user) == is_edit(node) and not variable_of(node)
-        return one_statement and reads(user, node) == 1 and not self.unpacked(node)
+        return one_statement and operands.count(node) == 1 and not self.unpacked(node)
 
     def nested(self, node: fx.Node, text: Callable[[], str] | None = None) -> str:
         """The text of a node, with its pending operands if they fit and stay in order."""
@@ -271,13 +261,6 @@ class GraphPrinter:
                 return []
             parts[index] = user
         return parts
-
-
-def reads(user: fx.Node, node: fx.Node) -> int:
-    """How often an expression reads a value."""
-    operands: list[fx.Node] = []
-    map_arg((user.args, user.kwargs), operands.append)
-    return operands.count(node)
 
 
 def raised(error: Exception, names: GlobalNames) -> str:

@@ -49,17 +49,14 @@ class Expressions:
         self.texts: dict[fx.Node, str] = {}
 
     def of(self, node: fx.Node) -> str:
-        if node.op == "get_attr":
-            return attribute_path(str(node.target))
-        if node.op == "call_module":
-            return f"{attribute_path(str(node.target))}({self.arguments(node, node.args)})"
-        if node.op == "call_method":
-            return f"{self.operand(node.args[0])}.{node.target}({self.arguments(node, node.args[1:])})"
-        return self._function(node)
-
-    def _function(self, node: fx.Node) -> str:
         target: Any = node.target
         args = node.args
+        if node.op == "get_attr":
+            return attribute_path(target)
+        if node.op == "call_module":
+            return f"{attribute_path(target)}({self.arguments(node, args)})"
+        if node.op == "call_method":
+            return f"{self.operand(args[0])}.{target}({self.arguments(node, args[1:])})"
         if target is getattr:
             return f"{self.operand(args[0])}.{args[1]}"
         if target is operator.getitem:
@@ -93,7 +90,8 @@ class Expressions:
     def operand(self, value: Any) -> str:
         text = self.value(value)
         if isinstance(value, fx.Node):
-            return f"({text})" if is_compound(value) and not text.isidentifier() else text
+            compound = value.target in INFIX or value.target in PREFIX or value.target is operator.contains
+            return f"({text})" if compound and not text.isidentifier() else text
         simple = isinstance(value, (str, bool)) or (isinstance(value, (int, float)) and value >= 0)
         return text if simple else f"({text})"
 
@@ -107,8 +105,11 @@ class Expressions:
 
     def value(self, value: Any) -> str:
         if isinstance(value, fx.Node):
-            if value not in self.texts:
-                raise read_after_loop(value)
+            if value not in self.texts:  # an equation outside of a loop reads a value of one iteration
+                origin = value.meta.get("origin", ("?",))[0] or "the region"
+                note = f"the state is the result of `{value.target}` in {origin}"
+                message = "a state is read behind the loop that computes it piece by piece"
+                raise PeftcError(Diagnostic("P405", message, notes=(note,)))
             return self.texts[value]
         if isinstance(value, tuple):
             return f"({', '.join(map(self.value, value))}{',' if len(value) == 1 else ''})"
@@ -138,11 +139,6 @@ def _defaults(target: Any) -> dict[str, Any]:
     }
 
 
-def is_compound(node: fx.Node) -> bool:
-    """Whether the expression of a node needs parentheses as an operand."""
-    return node.target in INFIX or node.target in PREFIX or node.target is operator.contains
-
-
 def attribute_path(target: str) -> str:
     """`layer.0.dropout` as code: `getattr(self.layer, "0").dropout`."""
     text = "self"
@@ -150,12 +146,3 @@ def attribute_path(target: str) -> str:
         plain = part.isidentifier() and not keyword.iskeyword(part)
         text = f"{text}.{part}" if plain else f"getattr({text}, {part!r})"
     return text
-
-
-def read_after_loop(node: fx.Node) -> PeftcError:
-    """The error of an equation outside a loop that reads a value of one iteration."""
-    origin = node.meta.get("origin", ("?",))[0] or "the region"
-    note = f"the state is the result of `{node.target}` in {origin}"
-    return PeftcError(
-        Diagnostic("P405", "a state is read behind the loop that computes it piece by piece", notes=(note,))
-    )

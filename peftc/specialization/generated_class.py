@@ -13,8 +13,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from peftc.concurrency.checkpointing import preserve_choices
-from peftc.concurrency.context import ALL, CHOICE, ChoiceVar
+from peftc.concurrency.context import ALL, CHOICE, ChoiceVar, preserve_choices
 from peftc.concurrency.interrupts import Deferral, shielded
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.diagnostic import printable
@@ -23,8 +22,7 @@ from peftc.rewriting.boundary import boundary_graph
 from peftc.rewriting.container import own_children, own_length
 from peftc.rewriting.edits import RegionEdit
 from peftc.rewriting.insert import Inserter
-from peftc.specialization.call_paths import CallPaths
-from peftc.specialization.call_traces import CallTraces
+from peftc.specialization.call_paths import CallPaths, CallTraces
 from peftc.specialization.code_layout import call_arguments, conjunction, dispatched, function
 from peftc.specialization.code_printer import OtherPath, function_body
 from peftc.specialization.derived_classes import replace_base, with_generated_forward
@@ -60,10 +58,6 @@ def specializing_both_modes() -> Generator[None]:
         _both_modes.reset(token)
 
 
-def base_forward(cls: type[nn.Module]) -> Callable[..., Any]:
-    return inspect.unwrap(cls.forward)
-
-
 @dataclass(frozen=True)
 class Variant:
     """One specialisation of a forward. `traits`: what its conditions mean."""
@@ -78,16 +72,17 @@ class Variant:
 
 
 def captions(variants: Sequence[Variant]) -> list[str]:
-    """What each variant is for: `evaluation, with a cache`. Named is what tells the variants apart.
+    """What each variant is for: `evaluation, with a cache`, and traits that tell variants apart.
 
-    Variants with the same traits are told apart by their first condition that others do not have.
+    Those with the same traits have their first condition that others do not have.
     """
-    names = dict.fromkeys(name for v in variants for name in v.traits if name not in ("mode", "cache"))
-    differing = [name for name in names if len({v.traits.get(name) for v in variants}) > 1]
-    labels: list[str] = []
-    for variant in variants:
-        words = [variant.traits.get("mode", "training and evaluation"), variant.traits.get("cache")]
-        labels.append(", ".join(filter(None, [*words, *(variant.traits.get(name) for name in differing)])))
+    names = dict.fromkeys(name for v in variants for name in v.traits)
+    shown = [
+        "cache",
+        *(n for n in names if n not in ("mode", "cache") and len({v.traits.get(n) for v in variants}) > 1),
+    ]
+    words = [[v.traits.get("mode", "training and evaluation"), *map(v.traits.get, shown)] for v in variants]
+    labels = [", ".join(filter(None, each)) for each in words]
     texts: list[str] = []
     for variant, label in zip(variants, labels, strict=True):
         twins = [v for v, other in zip(variants, labels, strict=True) if other == label and v is not variant]
@@ -119,7 +114,7 @@ class GeneratedClass:
         self.base, self.inline, self.edits, self.name, self.absent = base, inline, edits, name, absent
         self.entered = entered
         self.code = tuple(map(reachable_code, (base, *entered)))  # that its variants are traced from
-        self.signature = with_self(inspect.signature(base_forward(base)))
+        self.signature = with_self(inspect.signature(inspect.unwrap(base.forward)))
         hiding = [n for n in [*self.signature.parameters][1:] if n in FIXED_NAMES or n.startswith(NUMBERED)]
         if inline and hiding:
             message = f"the forward of {name} has a parameter `{hiding[0]}`, which hides what generated code needs"
@@ -159,7 +154,7 @@ class GeneratedClass:
             names = off.split(" ")
             edits = () if off == ALL else tuple(edit for edit in self.edits if edit.edit not in names)
             arguments = (self.base, self.inline, edits, self.name, self.absent, self.entered)
-            other = GeneratedClass(*arguments) if edits else Unedited(self.base)
+            other = GeneratedClass(*arguments) if edits else Unedited(self.base.forward)
             other = self if len(edits) == len(self.edits) and off != ALL else other
             return vars(self).setdefault(f"without {off}", other)
 
@@ -197,14 +192,9 @@ class GeneratedClass:
         paths.follow()
         variant = self.variant(paths.graph, paths.others, tuple(paths.conditions), traces.passthrough, paths.traits)
         if not variant.holds(module, *args, **kwargs):
-            raise PeftcError(
-                Diagnostic(
-                    "P901",
-                    f"the forward made for a call of {self.name} does not recognise that call",
-                    notes=tuple(variant.conditions),
-                    help="this is a bug in peftc: report the model, the spec and the call",
-                )
-            )
+            message = f"the forward made for a call of {self.name} does not recognise that call"
+            help_ = "this is a bug in peftc: report the model, the spec and the call"
+            raise PeftcError(Diagnostic("P901", message, notes=variant.conditions, help=help_))
         return self.add(variant)
 
     def variant(
@@ -256,11 +246,11 @@ class GeneratedClass:
         self.dispatch = namespace["dispatch"] if self.inline else namespace["variant_1"]
 
 
+@dataclass(frozen=True)
 class Unedited:
-    """Stands for a class whose edits are all disabled: the region's own forward."""
+    """Stands for a class whose edits are all disabled: `dispatch` is the region's own forward."""
 
-    def __init__(self, cls: type[nn.Module]) -> None:
-        self.dispatch: Callable[..., Any] = cls.forward
+    dispatch: Callable[..., Any]
 
 
 def with_self(signature: inspect.Signature) -> inspect.Signature:

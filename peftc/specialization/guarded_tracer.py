@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 from torch import fx, nn
 from transformers import PretrainedConfig
 
-from peftc.concurrency.interrupts import shielded
 from peftc.dataflow.nodes import ancestors
 from peftc.dataflow.operations import has_side_effects
 from peftc.specialization.size_expressions import InputSizes
@@ -79,11 +78,8 @@ class GuardedTracer(RegionTracer):
 
         A number that follows from the shapes of weights needs no guard.
         """
-        if (
-            kind not in ("int", "float", "bool")
-            or not self.recording
-            or not any(map(has_side_effects, ancestors(node)))
-        ):
+        numeric = kind in ("int", "float", "bool")
+        if not numeric or not self.recording or not any(map(has_side_effects, ancestors(node))):
             return super().guard(node, kind, value)
         if kind != "bool":
             number = self.sizes.rebuild(node)
@@ -96,7 +92,12 @@ class GuardedTracer(RegionTracer):
     @property
     def sizes(self) -> InputSizes:
         assert self.root is not None
-        return InputSizes(self.root, lambda target, args: self.create_node(operation(target, args), target, args, {}))
+
+        def create(target: Any, args: tuple[Any, ...]) -> fx.Node:
+            kind = "call_function" if not isinstance(target, str) else "call_method" if args else "get_attr"
+            return self.create_node(kind, target, args, {})
+
+        return InputSizes(self.root, create)
 
     def guard_type(self, node: fx.Node, cls: type) -> None:
         self.typed.add(node)
@@ -117,40 +118,29 @@ class GuardedTracer(RegionTracer):
 
     def read_config(self, config: Any, name: str, value: Any) -> Any:
         owner = self.config_paths[id(config)]
-        if type(value) is bool or value is None or isinstance(value, str):
+        if type(value) not in (int, float):
             return self.read_option(owner, name, value)
         self.numbers[f"{owner}.{name}"] = None
         return attribute_proxy(value, f"{owner}.{name}", self)
 
     def read_option(self, owner: str, name: str, value: Any) -> Any:
         if isinstance(value, str):
-            return GuardedString.of(value, owner, name, self)
+            string = GuardedString(value)
+            string.owner, string.name, string.tracer = owner, name, self
+            return string
         self.attribute_guards[owner, name] = value
         return value
 
-    def read_parameter(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
+    def read_tensor(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
         self.dtypes[f"{self.module_names.get(id(module), '')}.{name}".lstrip(".")] = value.dtype
 
     def trace_region(self, root: nn.Module, arguments: Mapping[str, Any]) -> RegionTrace:
-        with self.reporting_reads(root):
-            return super().trace_region(root, arguments)
-
-    @shielded
-    def reporting_reads(self, root: nn.Module) -> Generator[None]:
-        """Makes configs and modules of `root`, a copy for this trace, report reads."""
         for name, module in root.named_modules():
             for key, value in vars(module).items():
                 if isinstance(value, PretrainedConfig) and id(value) not in self.config_paths:
                     self.config_paths[id(value)] = f"{name}.{key}".lstrip(".")
-                    object.__setattr__(value, "__class__", reporting_config(type(value)))
-        classes = [(m, type(m)) for m in root.modules()]
-        try:
-            for module, cls in classes:
-                module.__class__ = reporting_module(cls)
-            yield
-        finally:
-            for module, cls in classes:
-                module.__class__ = cls
+                    object.__setattr__(value, "__class__", reporting_config(type(value)))  # a copy for this trace
+        return super().trace_region(root, arguments)
 
 
 class GuardedString(str):
@@ -159,12 +149,6 @@ class GuardedString(str):
     owner: str
     name: str
     tracer: GuardedTracer
-
-    @classmethod
-    def of(cls, value: str, owner: str, name: str, tracer: GuardedTracer) -> GuardedString:
-        string = cls(value)
-        string.owner, string.name, string.tracer = owner, name, tracer
-        return string
 
     def guarded(self) -> str:
         if self.tracer.recording:
@@ -203,36 +187,9 @@ def reporting_config(cls: type) -> type:
     return type(cls.__name__, (cls,), {"__getattribute__": __getattribute__, "__module__": cls.__module__})
 
 
-@cache
-def reporting_module(cls: type) -> type:
-    """A subclass of a module class that reports reads of tensors, None and options."""
-    parent: Any = cls
-
-    def __getattr__(self: Any, name: str) -> Any:
-        value = parent.__getattr__(self, name)
-        tracer = current_tracer()
-        if isinstance(tracer, GuardedTracer) and isinstance(value, torch.Tensor):
-            tracer.read_parameter(self, name, value)
-        return value
-
-    def __getattribute__(self: Any, name: str) -> Any:
-        value = parent.__getattribute__(self, name)
-        if value is not None and type(value) is not str and not is_numbers(value):
-            return value
-        tracer = current_tracer()
-        return tracer.read_attribute(self, name, value) if isinstance(tracer, GuardedTracer) else value
-
-    members = {"__getattr__": __getattr__, "__getattribute__": __getattribute__, "__module__": cls.__module__}
-    return type(cls.__name__, (cls,), members)
-
-
 def is_numbers(value: Any) -> bool:
     """Whether a value is a tuple or list of numbers, such as the height and width of a window."""
     return type(value) in (tuple, list) and len(value) > 0 and all(type(v) in (bool, int, float) for v in value)
-
-
-def operation(target: Any, args: tuple[Any, ...]) -> str:
-    return "call_function" if not isinstance(target, str) else "call_method" if args else "get_attr"
 
 
 def name_of(node: fx.Node) -> str:

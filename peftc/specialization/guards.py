@@ -34,41 +34,24 @@ def conditions(
     Args: `passthrough`: arguments of which nothing need hold; `keywords`: those that `**` may have,
     if it is forwarded as a whole.
     """
-    texts = [*_training(traced), *_arguments(traced, tracer, passthrough, keywords, expressions)]
-    texts += [*_facts(traced, tracer), *_surroundings(tracer)]
+    paths = {f"{owner}.{name}".lstrip("."): value for (owner, name), value in traced.attribute_guards.items()}
+    facts = {name: _is(attribute_path(name), value) for name, value in paths.items()}
+    texts = [facts[f"{o}.{n}".lstrip(".")] for o, n in traced.attribute_guards if n == "training"]
+    texts += _arguments(traced, tracer, passthrough, keywords, expressions)
+    texts += [*facts.values(), *(f"{attribute_path(n)} is not None" for n in tracer.numbers if n not in paths)]
+    for (name, args), value in tracer.global_state.items():  # what the code asked torch
+        query = f"torch.{name}({', '.join(map(repr, args))})"
+        texts.append(_is(query, value) if isinstance(value, bool) else f"{query} == {value}")
     if traced.depends_on_dtype:
         texts += _dtypes(traced, tracer, passthrough)
     texts += [_computed(guard, expressions) for guard in traced.guards if not _only_inside(guard)]
     return list(dict.fromkeys(texts))
 
 
-def _training(traced: RegionTrace) -> Iterator[str]:
-    """Whether modules are trained: what tells most variants apart."""
-    for (owner, name), value in traced.attribute_guards.items():
-        if name == "training":
-            path = attribute_path(f"{owner}.{name}".lstrip("."))
-            yield path if value else f"not {path}"
-
-
-def _facts(traced: RegionTrace, tracer: GuardedTracer) -> Iterator[str]:
-    """What Python read from modules and configs and decided on."""
-    paths = {f"{owner}.{name}".lstrip("."): value for (owner, name), value in traced.attribute_guards.items()}
-    for name, value in paths.items():
-        path = attribute_path(name)
-        if value is True or value is False:
-            yield path if value else f"not {path}"
-        else:
-            yield f"{path} is None" if value is None else f"{path} == {value!r}"
-    for name in tracer.numbers:
-        if name not in paths:
-            yield f"{attribute_path(name)} is not None"
-
-
-def _surroundings(tracer: GuardedTracer) -> Iterator[str]:
-    """What the code asked torch about autocast and gradients."""
-    for (name, args), value in tracer.global_state.items():
-        text = f"torch.{name}({', '.join(map(repr, args))})"
-        yield f"{text} == {value}" if not isinstance(value, bool) else text if value else f"not {text}"
+def _is(text: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return text if value else f"not {text}"
+    return f"{text} is None" if value is None else f"{text} == {value!r}"
 
 
 def _arguments(
@@ -143,15 +126,13 @@ def _dtypes(traced: RegionTrace, tracer: GuardedTracer, passthrough: frozenset[s
         yield f"{attribute_path(name)}.dtype == {dtype}"
 
 
-def _autocast(tensor: str, device: str) -> Iterator[str]:
+def _autocast(tensor: str, device: str) -> list[str]:
     """Whether autocast is on for the device of a tensor. The device "meta" has none."""
     enabled = f"torch.is_autocast_enabled({tensor}.device.type)"
     if device == "meta" or not torch.is_autocast_enabled(device):
-        yield f"({tensor}.is_meta or not {enabled})"
-    else:
-        yield f"not {tensor}.is_meta"
-        yield enabled
-        yield f"torch.get_autocast_dtype({tensor}.device.type) == {torch.get_autocast_dtype(device)}"
+        return [f"({tensor}.is_meta or not {enabled})"]
+    dtype = f"torch.get_autocast_dtype({tensor}.device.type) == {torch.get_autocast_dtype(device)}"
+    return [f"not {tensor}.is_meta", enabled, dtype]
 
 
 def _computed(guard: Guard, expressions: Expressions) -> str:
@@ -162,20 +143,16 @@ def _computed(guard: Guard, expressions: Expressions) -> str:
     acting = next((n for n in ancestors(guard.node) if has_side_effects(n)), None)
     if acting is not None:
         origin = acting.meta.get("origin", ("?",))[0] or "the region"
-        raise PeftcError(
-            Diagnostic(
-                "P406",
-                "the forward takes a Python decision on a value that is only known while it runs",
-                notes=(f"the value depends on `{acting.target}` of `{origin}`",),
-                help="edit a smaller part of the layer, so that this code is not entered",
-            )
-        )
+        message = "the forward takes a Python decision on a value that is only known while it runs"
+        notes = (f"the value depends on `{acting.target}` of `{origin}`",)
+        help_ = "edit a smaller part of the layer, so that this code is not entered"
+        raise PeftcError(Diagnostic("P406", message, notes=notes, help=help_))
     text, value = expressions.of_arguments(guard.node), guard.value
     match guard.kind:
         case "type":
             return f"isinstance({text}, {expressions.names.of(value)})"
         case "bool":
-            return text if value else f"not {text}"
+            return _is(text, value)
         case "len":
             return f"len({text}) == {value}"
         case "keys":
@@ -188,9 +165,7 @@ def _computed(guard: Guard, expressions: Expressions) -> str:
 
 
 def _only_inside(guard: Guard) -> bool:
-    return (guard.kind == "type" and has_side_effects(guard.node)) or (
-        guard.kind == "is" and _is_child_result(guard.node)
-    )
+    return has_side_effects(guard.node) if guard.kind == "type" else guard.kind == "is" and _is_child_result(guard.node)
 
 
 def _is_child_result(node: fx.Node) -> bool:
@@ -221,9 +196,8 @@ def _objects(node: fx.Node) -> set[fx.Node]:
 def traits(traced: RegionTrace, passthrough: frozenset[str]) -> dict[str, str]:
     """What the conditions mean, by subject: mode, cache, optional arguments, dtypes."""
     modes = {value for (_, name), value in traced.attribute_guards.items() if name == "training"}
-    phrases = (
-        {"mode": "training" if all(modes) else "evaluation" if not any(modes) else "partly training"} if modes else {}
-    )
+    mode = "training" if all(modes) else "partly training" if any(modes) else "evaluation"
+    phrases = {"mode": mode} if modes else {}
     for node in traced.graph.nodes:
         name, value = str(node.target), node.meta.get("example")
         if node.op != "placeholder" or name in passthrough or name.startswith("*"):

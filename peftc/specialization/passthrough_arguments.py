@@ -23,14 +23,74 @@ import torch
 from torch import fx
 
 from peftc.concurrency.interrupts import shielded
+from peftc.dataflow.nodes import ancestors
 from peftc.runtime import PASSTHROUGH
 from peftc.specialization.expressions import FORWARDED
-from peftc.specialization.guarded_tracer import is_argument, name_of
-from peftc.specialization.trace_comparison import Call, TraceComparison, agree, inspected
+from peftc.specialization.guarded_tracer import GuardedTracer, is_argument, name_of
 from peftc.tracing.operations import attention
+from peftc.tracing.region_trace import RegionTrace
 
+Call: TypeAlias = "tuple[RegionTrace, GuardedTracer]"
 Trace: TypeAlias = Callable[[frozenset[str], Mapping[str, Any]], Call]
-"""Traces one call: with these arguments symbolic, and these replaced."""
+"""Traces one call: with these arguments symbolic, and these replaced (or with these keywords)."""
+
+
+class TraceComparison:
+    """Compares two graphs. `constants`: values in the first for nodes of the second."""
+
+    def __init__(self, constants: Mapping[fx.Node, Any]) -> None:
+        self.constants = constants
+        self.counterparts: dict[fx.Node, fx.Node] = {}
+
+    def traces(self, a: RegionTrace, b: RegionTrace) -> bool:
+        """Whether two traces agree in nodes, guards, facts and branches."""
+        if a.attribute_guards != b.attribute_guards or a.outcomes != b.outcomes or len(a.guards) != len(b.guards):
+            return False
+        nodes = list(a.graph.nodes)
+        others = [n for n in b.graph.nodes if n.op == "placeholder" or n not in self.constants]
+        if len(nodes) != len(others) or not all(map(self.nodes, nodes, others)):
+            return False
+        guards = zip(a.guards, b.guards, strict=True)
+        return all(self.values(x.node, y.node) and (x.kind, x.value) == (y.kind, y.value) for x, y in guards)
+
+    def nodes(self, a: fx.Node, b: fx.Node) -> bool:
+        self.counterparts[b] = a
+        same = a.op == b.op and (a.target is b.target or a.target == b.target)
+        return same and self.values(a.args, b.args) and self.keywords(a, b)
+
+    def keywords(self, a: fx.Node, b: fx.Node) -> bool:
+        return self.values(a.kwargs, b.kwargs)
+
+    def values(self, a: Any, b: Any) -> bool:
+        if isinstance(b, fx.Node):
+            if not isinstance(a, fx.Node):
+                return b in self.constants and _equal(a, self.constants[b])
+            return self.counterparts.get(b) is a
+        if isinstance(b, tuple | list) and isinstance(a, tuple | list):
+            return len(a) == len(b) and all(map(self.values, a, b))
+        if isinstance(b, dict) and isinstance(a, dict):
+            return list(a) == list(b) and all(self.values(a[k], b[k]) for k in a)
+        if isinstance(b, slice) and isinstance(a, slice):
+            return self.values((a.start, a.stop, a.step), (b.start, b.stop, b.step))
+        return _equal(a, b)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and bool(a == b))
+
+
+def agree(constant: Call, symbolic: Call, values: Mapping[str, Any]) -> bool:
+    """Whether two traces agree. `values`: constants of the first that are proxies in the second."""
+    nodes = [n for n in symbolic[0].graph.nodes if is_argument(n) and name_of(n) in values]
+    return TraceComparison({n: values[name_of(n)] for n in nodes}).traces(constant[0], symbolic[0])
+
+
+def inspected(call: Call) -> frozenset[str]:
+    """The symbolic arguments that a guard or a type test depends on."""
+    traced, tracer = call
+    decided = {root for guard in traced.guards for root in ancestors(guard.node)}
+    nodes = [n for n in traced.graph.nodes if is_argument(n) and name_of(n) in tracer.symbolic]
+    return frozenset(name_of(n) for n in nodes if n in decided or n in tracer.typed)
 
 
 def passthrough_arguments(
@@ -46,7 +106,11 @@ def passthrough_arguments(
         call = attempt(trace, names)
         return call is not None and not inspected(call) and agree(plain, call, {n: values[n] for n in names})
 
-    tensors = _only_passed(plain)
+    # Tensors that are arguments of modules and attentions and of nothing else.
+    nodes = [n for n in plain[0].graph.nodes if is_argument(n) and isinstance(n.meta["example"], torch.Tensor)]
+    untyped = [n for n in nodes if n not in plain[1].typed]
+    passed = [n for n in untyped if all(u.op == "call_module" or u.target is attention for u in n.users)]
+    tensors = frozenset(map(name_of, passed))
     if likely is not None and likely <= {*values, *tensors} and uninspected(likely - tensors):
         return without_identity_tests(trace, plain, likely - tensors, values, likely & tensors)
     names = candidates = frozenset(values) - tested
@@ -84,16 +148,6 @@ def without_identity_tests(
     return (names | tensors) - tested
 
 
-def _only_passed(plain: Call) -> frozenset[str]:
-    """The tensors that are arguments of modules and attentions and of nothing else."""
-    traced, tracer = plain
-    nodes = [n for n in traced.graph.nodes if is_argument(n) and isinstance(n.meta["example"], torch.Tensor)]
-    untyped = [n for n in nodes if n not in tracer.typed]
-    return frozenset(
-        name_of(n) for n in untyped if all(u.op == "call_module" or u.target is attention for u in n.users)
-    )
-
-
 def attempt(trace: Trace, names: frozenset[str], changed: Mapping[str, Any] | None = None) -> Call | None:
     try:
         with fake_tensor_errors_unlogged():
@@ -126,12 +180,8 @@ def compared_with_none(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(names)
 
 
-WithKeywords: TypeAlias = Callable[[frozenset[str], Mapping[str, Any]], Call]
-"""Traces one call: with these arguments symbolic, and these keywords."""
-
-
 def forwarded_kwargs(
-    trace: WithKeywords, signature: inspect.Signature, passthrough: frozenset[str], actual: Iterable[str]
+    trace: Trace, signature: inspect.Signature, passthrough: frozenset[str], actual: Iterable[str]
 ) -> tuple[Call, frozenset[str]] | None:
     """The trace without keywords, its calls marked, and the keywords they may forward.
 

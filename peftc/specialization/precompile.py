@@ -99,9 +99,9 @@ def ordinary_calls(fake: nn.Module, inputs: dict[str, Any], out: Any) -> Iterato
     """Calls that make other variants than the plain one."""
     accepted = inspect.signature(type(fake).forward).parameters
     main = inputs.get("input_ids")
-    masked = isinstance(main, torch.Tensor) and "attention_mask" in accepted and "attention_mask" not in inputs
-    mask = {"attention_mask": torch.ones_like(main)} if masked and main is not None else {}
-    if mask:
+    mask: dict[str, Any] = {}
+    if isinstance(main, torch.Tensor) and "attention_mask" in accepted and "attention_mask" not in inputs:
+        mask = {"attention_mask": torch.ones_like(main)}
         yield {**inputs, **mask}
     cache = getattr(out, "past_key_values", None)
     if cache is not None:

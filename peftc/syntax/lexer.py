@@ -55,11 +55,9 @@ def keywords() -> dict[str, str]:
 
 def spelling(terminal: str) -> str:
     """A terminal in a message: `+=`, a name, the end of the text."""
-    for definition in lark_parser().terminals:
-        if definition.name == terminal and definition.pattern.type == "str":
-            return f"`{definition.pattern.value}`"
+    texts = {t.name: f"`{t.pattern.value}`" for t in lark_parser().terminals if t.pattern.type == "str"}
     classes = {"NUMBER": "a number", "NAME": "a name", "STRING": "a string", "COMPARISON": "a comparison"}
-    return classes.get(terminal, "the end of the text")
+    return (texts | classes).get(terminal, "the end of the text")
 
 
 _HEADER = re.compile(r"\ufeff?(?:[ \t\f\r\n]|#[^\r\n]*+)*+peft[ \t\f\r\n]+[0-9]")

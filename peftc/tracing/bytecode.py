@@ -47,8 +47,7 @@ class FunctionCode:
         """The global or method of `self` that is called; None for torch's, and where unknown."""
         if not call.opname.startswith("CALL") or call.positions is None:
             return None
-        loads = [i for i in _loads(instructions) if i.offset < call.offset and _start(i) == _start(call)]
-        loads = [i for i in loads if _within(i, call)]
+        loads = [i for i in _loads_of(call, instructions) if i.offset < call.offset]
         names = [str(i.argval) for i in loads]
         if len(loads) == 1 and loads[0].opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             value = self.names.get(names[0], getattr(builtins, names[0], None))
@@ -72,20 +71,20 @@ def is_path_dependent(function: FunctionCode, start: int, stop: int | None) -> b
     jumps = [i for i in path if _is_conditional_jump(i)]
     if jumps and (len(stops) > 1 or any(_within(jump, stops[0]) for jump in jumps)):
         return True
-    reads = {name for i in path if _reads_for(i, stops[0]) for name in _names(i)}
+    # An instruction that also stores (`STORE_FAST_LOAD_FAST`) may read for any stop.
+    loads = [i for i in path if "LOAD" in i.opname and (i.opname.startswith("STORE") or _within(i, stops[0]))]
+    reads = {name for i in loads for name in _names(i)}
     behind = [i for i in path if jumps and i.offset > jumps[0].offset]
     stores = {name for i in behind if i.opname.startswith("STORE") for name in _names(i)}
     mutations = {name for i in behind for name in _mutated_names(function.code, i, path)}
     return bool((stores | mutations) & reads) or any(_calls_path_dependent(function, i, path, reads) for i in path)
 
 
-def mutates_conditionally(function: FunctionType, owner: type | None = None, argument: str = "") -> bool:
-    """Whether some paths of a function, but not all, may change `argument` (or any) in place."""
-    return _mutates_conditionally(function, owner, argument, DEPTH)
-
-
 @cache
-def _mutates_conditionally(function: FunctionType, owner: type | None, argument: str, depth: int) -> bool:
+def mutates_conditionally(
+    function: FunctionType, owner: type | None = None, argument: str = "", depth: int = DEPTH
+) -> bool:
+    """Whether some paths of a function, but not all, may change `argument` (or any) in place."""
     code = FunctionCode.of(function, owner)
     instructions = list(dis.get_instructions(code.code))
     first_jump = next((i.offset for i in instructions if _is_conditional_jump(i)), None)
@@ -94,7 +93,7 @@ def _mutates_conditionally(function: FunctionType, owner: type | None, argument:
     behind = [i for i in instructions if first_jump is not None and i.offset > first_jump]
     if any(_mutated_names(code.code, i, instructions) & names for i in behind):
         return True
-    return depth > 0 and any(_mutates_conditionally(f, owner, "", depth - 1) for f in code.callees(instructions))
+    return depth > 0 and any(mutates_conditionally(f, owner, "", depth - 1) for f in code.callees(instructions))
 
 
 @cache
@@ -104,8 +103,10 @@ def compares_identity(function: Callable[..., Any], owner: type, depth: int = DE
     A proxy cannot observe that. `is None` does not count, since None is never a proxy.
     """
     instructions = list(dis.get_instructions(function))
-    if any(is_.opname == "IS_OP" and _loads_constant(last) for last, is_ in pairwise(instructions)):
-        return True
+    for last, test in pairwise(instructions):
+        loads_constant = last.opname in ("LOAD_CONST", "LOAD_ATTR", "LOAD_GLOBAL")  # kept in modules and classes
+        if test.opname == "IS_OP" and loads_constant and last.argval is not None:
+            return True
     if depth == 0 or not isinstance(function, FunctionType):
         return False
     callees = FunctionCode.of(function, owner).callees(instructions)
@@ -127,7 +128,7 @@ def reachable_code(cls: type) -> tuple[Any, ...]:
             return
         names = _code_names(value.__code__)
         members = {n: value.__globals__[n] for n in names if n in value.__globals__}
-        plain = {n: v for n, v in members.items() if v is None or isinstance(v, (bool, int, float, str))}
+        plain = tuple((n, v) for n, v in members.items() if v is None or isinstance(v, (bool, int, float, str)))
         functions[id(value)] = (value, value.__code__, plain)
         if value.__module__.partition(".")[0] in LIBRARIES:
             return
@@ -146,17 +147,12 @@ def _code_names(code: CodeType) -> list[str]:
     return list(dict.fromkeys((*code.co_names, *inner)))
 
 
-def _loads_constant(instruction: dis.Instruction) -> bool:
-    """Names of modules and classes count: constants are kept there."""
-    return instruction.opname in ("LOAD_CONST", "LOAD_ATTR", "LOAD_GLOBAL") and instruction.argval is not None
-
-
 def _aliases(names: set[str], instructions: Sequence[dis.Instruction]) -> set[str]:
     """`names`, and those that may be views of them: `u = t.view(-1)`, `u = t[0]`, `u = t`."""
     aliases = set(names)
     for last, store in pairwise(instructions):
         if store.opname.startswith("STORE_FAST") and last.opname.startswith(("CALL", "BINARY_SUBSCR", "LOAD_FAST")):
-            heads = [i for i in _loads(instructions) if _start(i) == _start(last) and _within(i, last)]
+            heads = _loads_of(last, instructions)
             if heads and _names(heads[0]) & aliases:
                 aliases |= _names(store)
     return aliases
@@ -181,8 +177,10 @@ def _calls_path_dependent(
     function: FunctionCode, call: dis.Instruction, path: list[dis.Instruction], reads: set[str]
 ) -> bool:
     """Whether a path in the callee decides on one of `reads`, or on a change of it in place."""
-    callee = function.callee(call, path)
-    if callee is None or not _has_path_dependent_effect(callee, function.owner):
+    callee, owner = function.callee(call, path), function.owner
+    if callee is None:
+        return False
+    if not mutates_conditionally(callee, owner) and not is_path_dependent(FunctionCode.of(callee, owner), 0, None):
         return False
     at = path.index(call)
     stores = {n for i in path[at + 1 : at + 2] if i.opname.startswith("STORE") for n in _names(i)}
@@ -190,27 +188,19 @@ def _calls_path_dependent(
     return bool((stores | arguments) & (reads - {"self"}))
 
 
-@cache
-def _has_path_dependent_effect(function: FunctionType, owner: type | None) -> bool:
-    return mutates_conditionally(function, owner) or is_path_dependent(FunctionCode.of(function, owner), 0, None)
-
-
 def _is_conditional_jump(instruction: dis.Instruction) -> bool:
     return "_IF_" in instruction.opname
 
 
-def _loads(instructions: Sequence[dis.Instruction]) -> Iterator[dis.Instruction]:
-    return (i for i in instructions if i.opname.startswith("LOAD"))
+def _loads_of(head: dis.Instruction, instructions: Sequence[dis.Instruction]) -> list[dis.Instruction]:
+    """The loads with which the expression of an instruction begins."""
+    loads = [i for i in instructions if i.opname.startswith("LOAD")]
+    return [i for i in loads if _start(i) == _start(head) and _within(i, head)]
 
 
 def _start(instruction: dis.Instruction) -> tuple[int | None, int | None]:
     at = instruction.positions
     return (None, None) if at is None else (at.lineno, at.col_offset)
-
-
-def _reads_for(instruction: dis.Instruction, stop: dis.Instruction) -> bool:
-    """An instruction that also stores (`STORE_FAST_LOAD_FAST`) may read for any `stop`."""
-    return "LOAD" in instruction.opname and (instruction.opname.startswith("STORE") or _within(instruction, stop))
 
 
 def _within(inner: dis.Instruction, outer: dis.Instruction) -> bool:

@@ -12,7 +12,7 @@ from peftc.tracing.bytecode import FunctionCode, is_path_dependent
 
 _OWN = str(Path(__file__).parent.parent)
 _TORCH_TRACING = ("/torch/fx/", "/torch/overrides.py")  # frames between an operation and a tracer
-_ENTRY = str(Path(__file__).with_name("tracer.py")), ("enter", "trace_region")  # what calls a module's forward
+_ENTRY = str(Path(__file__).with_name("tracer.py"))
 
 FrameKind: TypeAlias = Literal["model", "internal", "entry"]
 Stack: TypeAlias = tuple[tuple[int, int], ...]  # (id of a code object, offset of the running instruction), inner first
@@ -36,16 +36,8 @@ class Origin(NamedTuple):
     occurrence: Occurrence
 
 
-def code_position() -> str:
-    """Function, line and column of each frame, from the operation out to its module's forward.
-
-    Lines count from the head of their function. Frames of peftc and of torch's own tracing are left
-    out.
-    """
-    return position_of(running_stack())
-
-
 def position_of(stack: Stack) -> str:
+    """Function, line and column of each frame; lines count from the head of their function."""
     if stack not in _position_of:
         position = _position_of[stack] = "/".join(_line_and_column(*at) for at in stack)
         _stack_at[position] = stack
@@ -94,9 +86,8 @@ def may_diverge(start: str, stop: str) -> bool:
 
 
 def _frame_kind(frame: FrameType) -> FrameKind:
-    file, names = _ENTRY
     code = frame.f_code
-    if code.co_name in names and code.co_filename == file:
+    if code.co_filename == _ENTRY and code.co_name in ("enter", "trace_region"):  # they call a module's forward
         return "entry"
     internal = code.co_filename.startswith(_OWN) or any(part in code.co_filename for part in _TORCH_TRACING)
     return "internal" if internal else "model"

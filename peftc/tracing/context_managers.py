@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from peftc.tracing.errors import TraceError
 from peftc.tracing.operations import enter_context, exit_context
+from peftc.tracing.region_trace import TraceError
 from peftc.tracing.tracer_base import OpenContext, TracerBase, intercept, patch_attribute
 
 MANAGERS: tuple[Any, ...] = (torch.autocast, torch.no_grad, torch.enable_grad, torch.set_grad_enabled)

@@ -6,6 +6,7 @@ import contextlib
 import operator
 import threading
 from collections.abc import Callable, Generator
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,15 +25,14 @@ from peftc.tracing.tracer_base import TracerBase, current_tracer, intercept, pat
 FACTORIES = ("arange", "zeros", "ones", "full", "empty", "eye", "tensor", "linspace", "rand", "randn")
 TAKE_SIZES = ("reshape", "broadcast_to", "tile", "narrow", "split")  # torch converts sizes in the arguments to numbers
 CRASH = ("where",)  # ends the process when its second argument only looks like a tensor and the third is a number
+PLAIN = frozenset({bool, int, float, str, tuple, list, type(None)})  # attributes that decisions may rest on
 
-_instrumented: dict[type, type] = {}
 _patching = threading.RLock()  # reentrant: a leaf that runs while examples are computed may be traced itself
 
 
+@cache
 def instrument(cls: type) -> type:
-    """A subclass that reports calls and reads of numbers to the current tracer."""
-    if cls in _instrumented:
-        return _instrumented[cls]
+    """A subclass that reports calls, and reads of attributes, to the current tracer."""
     parent: Any = cls
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -43,14 +43,19 @@ def instrument(cls: type) -> type:
 
     def __getattribute__(self: Any, name: str) -> Any:
         value = parent.__getattribute__(self, name)
-        if type(value) not in (bool, int, float):
+        if type(value) not in PLAIN:
             return value
         tracer = current_tracer()
         return value if tracer is None else tracer.read_attribute(self, name, value)
 
-    members = {"__call__": __call__, "__getattribute__": __getattribute__, "__module__": cls.__module__}
-    subclass = _instrumented[cls] = type(cls.__name__, (cls,), members)
-    return subclass
+    def __getattr__(self: Any, name: str) -> Any:
+        value = parent.__getattr__(self, name)
+        if isinstance(value, torch.Tensor) and (tracer := current_tracer()) is not None:
+            tracer.read_tensor(self, name, value)
+        return value
+
+    members = {f.__name__: f for f in (__call__, __getattribute__, __getattr__)}
+    return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
 
 
 @shielded
@@ -111,9 +116,7 @@ def _record_function(tracer: TracerBase, function: Any, /, *args: Any, **kwargs:
     return tracer.record("call_function", function, args, kwargs)
 
 
-def _record_interface(
-    tracer: TracerBase, get_interface: Any, registry: Any, attn_implementation: str, default: Any
-) -> Any:
+def _record_interface(tracer: TracerBase, _: Any, registry: Any, attn_implementation: str, default: Any) -> Any:
     def call(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         return tracer.record("call_function", attention, (module, default, query, key, value, *args), kwargs)
 

@@ -10,10 +10,9 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from peftc.tracing.errors import UnknownLength
 from peftc.tracing.in_place import AUGMENTED, Binding, leaves
 from peftc.tracing.ragged_loops import RaggedSizes, Segments
-from peftc.tracing.region_trace import is_input
+from peftc.tracing.region_trace import UnknownLength, is_input
 from peftc.tracing.tracer_base import TracerBase
 
 # Independent of a tensor's values. Those of an argument may differ in another call.
@@ -101,7 +100,9 @@ class ConcreteProxy(fx.Proxy):
         value = object.__getattribute__(self, "_value")
         if isinstance(value, torch.Tensor):
             if name in TENSOR_PROPERTIES:
-                return self._tensor_property(name, getattr(value, name))
+                if self.node.op != "placeholder" or name == "ndim":  # the `ndim` of an argument is always guarded
+                    return getattr(value, name)
+                return self.tracer.guard(self.tracer.record_node(getattr, (self, name)), "is", getattr(value, name))
             if name == "dtype":
                 self.tracer.depends_on_dtype = True
                 return value.dtype
@@ -119,11 +120,6 @@ class ConcreteProxy(fx.Proxy):
         if callable(attribute) and not isinstance(attribute, nn.Module):
             return lambda *args, **kwargs: self.tracer.record("call_method", name, (self, *args), kwargs)
         return self.tracer.record("call_function", getattr, (self, name))
-
-    def _tensor_property(self, name: str, value: Any) -> Any:
-        if self.node.op != "placeholder" or name == "ndim":  # the `ndim` of an argument is always guarded
-            return value
-        return self.tracer.guard(self.tracer.record_node(getattr, (self, name)), "is", value)
 
     def _guarded_keys(self) -> list[Any]:
         keys = list(self._value)
@@ -179,8 +175,7 @@ def _are_tuples(*values: Any) -> bool:
 
 
 class Attribute:
-    """A number read from a module's attribute. The graph reads the attribute, so that layers can
-    share it.
+    """A number read from a module's attribute. The graph reads the attribute: layers can share it.
 
     Whenever Python computes or compares with the number, the tracer guards its value.
     """
@@ -195,17 +190,15 @@ _OPERATORS = (
 )
 
 
-def _guarded_operator(operation: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: Any, *args: Any) -> Any:
-        self.tracer.guard_attribute(self.path, self.value)
-        return operation(self, *args)
-
-    return method
-
-
 def _attribute_class(kind: type) -> type:
-    names = [f"__{name}__" for name in _OPERATORS.split()]
-    methods: dict[str, Any] = {name: _guarded_operator(getattr(kind, name)) for name in names if hasattr(kind, name)}
+    def guarded(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Any, *args: Any) -> Any:
+            self.tracer.guard_attribute(self.path, self.value)
+            return operation(self, *args)
+
+        return method
+
+    methods: dict[str, Any] = {f"__{n}__": guarded(getattr(kind, f"__{n}__")) for n in _OPERATORS.split()}
     return type(f"Attribute{kind.__name__.title()}", (Attribute, kind), methods | {"__hash__": kind.__hash__})
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from peftc.tracing.errors import TraceError, UnknownLength
 from peftc.tracing.in_place import MutationTracker
 from peftc.tracing.operations import collect, end_loop, segment
+from peftc.tracing.region_trace import TraceError, UnknownLength
 from peftc.tracing.tensor_provenance import TensorProvenance
 
 

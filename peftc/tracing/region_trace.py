@@ -1,4 +1,4 @@
-"""The result of a trace: the graph of a region, and everything that its code decided on."""
+"""The result of a trace: the graph of a region with all that its code decided on, or an error."""
 
 from __future__ import annotations
 
@@ -8,6 +8,28 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+
+from peftc.tracing.code_positions import Origin
+
+
+class TraceError(Exception):
+    """The code cannot become a graph."""
+
+
+class NoneAccess(TraceError):
+    """Code used part of a result as a tensor, and it is None; `origin` identifies the part."""
+
+    def __init__(self, origin: Origin) -> None:
+        super().__init__(f"part of a result is None, and the code uses it: {origin.operation}")
+        self.origin = origin
+
+
+class UnknownLength(TraceError):
+    """Code needs a number that only data tells; `caller` is the module that read the sizes."""
+
+    def __init__(self, caller: str) -> None:
+        super().__init__("the number of segments is known only at run time")
+        self.caller = caller
 
 
 @dataclass(frozen=True)

@@ -15,20 +15,21 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from transformers.integrations.moe import ExpertsInterface
 
 from peftc.fakes.data_answers import fake_data_answers, fake_tensor_patches, no_data_answers
-from peftc.tracing.code_positions import Origin, code_position
+from peftc.tracing.code_positions import Origin, position_of, running_stack
 from peftc.tracing.context_managers import has_context_decorator
-from peftc.tracing.errors import TraceError
 from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, leaves, version
 from peftc.tracing.module_calls import bind_arguments, functional_linear, is_constant, with_positional_tensors
 from peftc.tracing.operations import attention
 from peftc.tracing.patches import ProvenanceMode, instrument_modules, patch_libraries
 from peftc.tracing.proxy import Attribute, ConcreteProxy, attribute_proxy, concrete_values, is_proxy, nested_nodes
 from peftc.tracing.ragged_loops import ragged_result
-from peftc.tracing.region_trace import ModuleCall, RegionTrace, getitem_root
-from peftc.tracing.tracer_base import TracerBase
+from peftc.tracing.region_trace import ModuleCall, RegionTrace, TraceError, getitem_root
+from peftc.tracing.tracer_base import TracerBase, patch_attribute
 
+NUMBERS = (bool, int, float)
 CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, str, int, float, bool)
 
 
@@ -53,9 +54,7 @@ class RegionTracer(TracerBase):
         if type(value) is bool and name != "training":
             self.attribute_guards[owner, name] = value
             return value
-        if type(value) in (bool, int, float):
-            return attribute_proxy(value, f"{owner}.{name}".lstrip("."), self)
-        return value
+        return attribute_proxy(value, f"{owner}.{name}".lstrip("."), self) if type(value) in NUMBERS else value
 
     def guard_implementation(self, call: fx.Node) -> None:
         """Guards which attention implementation runs, as only some return attention weights."""
@@ -66,18 +65,10 @@ class RegionTracer(TracerBase):
                 implementation = str(config._attn_implementation)
             self.attribute_guards[f"{name}.config".lstrip("."), "_attn_implementation"] = implementation
 
-    def guard_item(self, node: fx.Node, value: Any) -> None:
-        """Guards that `value`, of which Python takes an item, is not None."""
-        if node.target is operator.getitem and node.args[1] != 0:
-            self.guard_implementation(getitem_root(node))
-        self.reject_none(node, value)
-
     def specializes(self, node: fx.Node, value: Any) -> bool:
-        """Whether Python gets the value itself, guarded, instead of a proxy: None, dtypes and
-        strings.
+        """Whether Python gets None, a dtype or a string itself, guarded, instead of a proxy.
 
-        Parts of results of children and attention stay proxies: they may be None in some calls, and
-        are only passed on.
+        Parts of results of children and attention may be None. They stay proxies, to be passed on.
         """
         source = getitem_root(node)
         if node.meta["origin"] in self.optional_results:
@@ -97,8 +88,11 @@ class RegionTracer(TracerBase):
         type_expr: Any = None,
         proxy_factory_fn: Any = None,
     ) -> Any:
-        if target is operator.getitem and is_proxy(args[0]):
-            self.guard_item(args[0].node, concrete_values(args[0]))
+        if target is operator.getitem and is_proxy(args[0]):  # what Python takes an item of is not None
+            source = args[0].node
+            if source.target is operator.getitem and source.args[1] != 0:
+                self.guard_implementation(getitem_root(source))
+            self.reject_none(source, concrete_values(args[0]))
         args, kwargs = with_positional_tensors(kind, target, args, kwargs)
         linear = functional_linear(self, args, kwargs) if target is nn.functional.linear else None
         if linear is not None and not self.inline(linear):
@@ -171,7 +165,7 @@ class RegionTracer(TracerBase):
         arguments = bind_arguments(type(m).forward, m, args, kwargs)
         inlined = self.inline(name)
         result = self.enter(m, args, kwargs) if inlined else self.record("call_module", name, args, kwargs)
-        position = code_position()
+        position = position_of(running_stack())
         call = ModuleCall(name, self.caller, nested_nodes(arguments), nested_nodes(result), inlined, position)
         self.calls.append(call)
         return result
@@ -222,9 +216,7 @@ class RegionTracer(TracerBase):
     def placeholders(
         self, signature: inspect.Signature, arguments: Mapping[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """A placeholder for each parameter, and the arguments with which to call: proxies and
-        constants.
-        """
+        """Creates the placeholders. Returns the arguments to call with: proxies and constants."""
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for p in list(signature.parameters.values())[1:]:
@@ -250,3 +242,31 @@ class RegionTracer(TracerBase):
         node = self.create_node("placeholder", name, default, {})
         node.meta["example"] = value
         return ConcreteProxy(node, self, value)
+
+
+class ApproximateTracer(RegionTracer):
+    """Traces that are read and never run: branches on data are not taken, loops over data run once.
+
+    An experts' forward loops over the experts that were hit: no expert is skipped, and what one
+    iteration does with the weights is what all do. Every child that has children is entered.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(lambda name: next(self.root.get_submodule(name).children(), None) is not None)
+
+    def fork(self, condition: fx.Node, likely: bool = True) -> bool:
+        return False
+
+    def format_value(self, value: Any, spec: str) -> str:
+        with fake_data_answers():
+            return format(value, spec)
+
+    def compute(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
+        with fake_data_answers():
+            return super().compute(kind, target, args, kwargs)
+
+
+def approximate_trace(module: nn.Module, arguments: Mapping[str, Any]) -> RegionTrace:
+    """The trace of a module's code; experts run in their own, plain implementation."""
+    with patch_attribute(ExpertsInterface, "get_interface", lambda _: lambda self, name, default: default):
+        return ApproximateTracer().trace_region(module, arguments)

@@ -15,11 +15,10 @@ from torch import fx, nn
 
 from peftc.concurrency.interrupts import shielded
 from peftc.tracing.code_positions import Occurrence, Origin, position_of, running_stack
-from peftc.tracing.errors import NoneAccess, TraceError
 from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, MutationTracker
 from peftc.tracing.operations import branch
 from peftc.tracing.ragged_loops import Loops
-from peftc.tracing.region_trace import Guard, ModuleCall
+from peftc.tracing.region_trace import Guard, ModuleCall, NoneAccess, TraceError
 from peftc.tracing.tensor_provenance import TensorProvenance
 
 _active = threading.local()
@@ -58,7 +57,7 @@ class TracerBase(fx.Tracer):
         self.mutations = MutationTracker(self)
         self.provenance = TensorProvenance(self, self.tensor_names)
         self.loops = Loops(self, self.provenance, self.mutations, (self.calls, self.guards))
-        self._counts: Counter[tuple[str, ...]] = Counter()
+        self._counts: Counter[tuple[str, str, str]] = Counter()
 
     @property
     def caller(self) -> str:
@@ -108,6 +107,9 @@ class TracerBase(fx.Tracer):
         """What Python gets when it reads `value` from an attribute of `module`."""
         return value
 
+    def read_tensor(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
+        """Python reads a parameter or buffer of `module`."""
+
     def record(self, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         return self.create_proxy(op, target, args, dict(kwargs or {}))
 
@@ -121,10 +123,10 @@ class TracerBase(fx.Tracer):
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:  # pyright: ignore[reportIncompatibleMethodOverride]
         node = super().create_node(kind, target, *args, **kwargs)
         stack = running_stack()
-        operation, position = (self.caller, f"{kind} {self._operation_name(kind, target, args[0])}"), position_of(stack)
-        occurrence = Occurrence(position, self._counts[*operation, position])
-        node.meta |= {"stack": stack, "origin": Origin(*operation, occurrence), "number": self._counts[operation]}
-        self._counts.update((operation, (*operation, position)))
+        key = (self.caller, f"{kind} {self._operation_name(kind, target, args[0])}", position_of(stack))
+        caller, operation, position = key
+        node.meta |= {"stack": stack, "origin": Origin(caller, operation, Occurrence(position, self._counts[key]))}
+        self._counts[key] += 1
         self.loops.add(node)
         return node
 
@@ -134,8 +136,7 @@ class TracerBase(fx.Tracer):
             return f"getitem {index} of {source.meta['origin'].operation if isinstance(source, fx.Node) else source}"
         if kind == "call_module" and self.caller:
             return str(target).removeprefix(f"{self.caller}.")
-        name = OUT_OF_PLACE_NAMES.get(target) or getattr(target, "__name__", target)
-        return str(name)
+        return str(OUT_OF_PLACE_NAMES.get(target) or getattr(target, "__name__", target))
 
     @contextlib.contextmanager
     def activate(self) -> Generator[None]:

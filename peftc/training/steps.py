@@ -44,7 +44,11 @@ def step(model: nn.Module, step: int) -> None:
     Source: AdaLoRA, Zhang et al. 2023, arXiv:2303.10512; AdaMix, Wang et al. 2022,
     arXiv:2205.12410.
     """
-    record, step = active_installation(model), _step_number(step)
+    record = active_installation(model)
+    if isinstance(step, bool) or not hasattr(step, "__index__") or index(step) < 0:
+        message = f"a training step is a whole number from 0 on, not {step!r}"
+        raise PeftcError(Diagnostic("P545", message, help="peftc.step(model, 1), one more each time"))
+    step = index(step)
     groups: dict[tuple[str, str | None], list[tuple[str, SVD]]] = {}
     mixtures: list[tuple[str, Mixture]] = []
     for name, form in forms_of(model, record):
@@ -69,14 +73,6 @@ def step(model: nn.Module, step: int) -> None:
             mixture.stepped(seeded(f"{record.owner(name.partition('/')[0]).seed}/{name}/{step}"))
         for forms in rounds:
             allocate(forms, step)
-
-
-def _step_number(step: int) -> int:
-    number = -1 if isinstance(step, bool) or not hasattr(step, "__index__") else index(step)
-    if number < 0:
-        message = f"a training step is a whole number from 0 on, not {step!r}"
-        raise PeftcError(Diagnostic("P545", message, help="peftc.step(model, 1), one more each time"))
-    return number
 
 
 def losses(

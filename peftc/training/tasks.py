@@ -18,7 +18,7 @@ from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.completeness import active_installation, complete_installation
 from peftc.installation.contents import parameters, reload_forms, states
 from peftc.installation.record import installation_of
-from peftc.installation.task_names import task_names
+from peftc.installation.spec_names import task_names
 
 
 def tasks(model: nn.Module) -> tuple[str, ...]:

@@ -238,7 +238,7 @@ class Prompts:
         value = next(iter(site_edit.assigns)).value
         assert isinstance(value, ir.Concat)
         h = self.arguments[embeds]
-        self.interpreter.forget([site_edit.site.path], [id(site_edit)])
+        self.interpreter.forget(site_edit.site.root)
         parts = [part for part in value.parts if not isinstance(part, ir.Read)]
         rows = [self.interpreter.evaluate(site_edit, part, h).expand(len(h), -1, -1).to(h.dtype) for part in parts]
         self.prompt_lengths[stack] += (count := sum(part.shape[1] for part in rows))

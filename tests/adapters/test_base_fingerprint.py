@@ -281,7 +281,7 @@ def test_non_finite_values_change_the_fingerprint(folder: Path) -> None:
         peftc.load(folder, scaled(float("nan")))
 
 
-def test_strict_refuses_what_it_cannot_compare(folder: Path) -> None:
+def test_strict_refuses_weights_without_values(folder: Path) -> None:
     """A quantised weight has no values to compare."""
     model = zoo.build("llama")
     owner = model.get_submodule(PROJECTION.removesuffix(".weight"))

@@ -33,7 +33,7 @@ from tests.matrix import checkerboard
 
 
 @pytest.mark.parametrize(("name", "dtype"), checkerboard(("bart", "gpt2", "llama"), DTYPES))
-def test_what_is_saved_is_loaded(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_save_and_load_round_trip(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     spec = SPEC if name != "llama" else SPEC.replace("[w, b]", "[w]")
     model = compiled(name, spec, dtype)
     assert peftc.save(model, tmp_path / "a") == tmp_path / "a"

@@ -108,7 +108,7 @@ def test_a_missing_file_is_refused(which: str, folder: Path) -> None:
     assert name in refused(folder, zoo.build("bert"), "P520").notes[0]
 
 
-def lost(tensors: dict[str, torch.Tensor]) -> None:
+def drop_one(tensors: dict[str, torch.Tensor]) -> None:
     tensors.pop("k/s/lora.A")
 
 
@@ -128,7 +128,7 @@ def reshaped_norm(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "excerpt"),
     [
-        (lost, "1 are missing, such as `k/s/lora.A`"),
+        (drop_one, "1 are missing, such as `k/s/lora.A`"),
         (added, "1 are unknown, such as `k/t/lora.A`"),
         (turned, "`k/s/lora.A` is [32, 2], expected [2, 32]"),
         (reshaped_norm, "is [5], expected [32]"),

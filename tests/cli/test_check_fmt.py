@@ -142,7 +142,7 @@ def test_fmt_rewrites(folder: Path, capsys: Out) -> None:
     assert sorted(p.name for p in folder.iterdir()) == ["good.peft", "other.txt", "sub"]
 
 
-def test_fmt_shows_what_would_change(folder: Path, capsys: Out) -> None:
+def test_fmt_diff_shows_the_change(folder: Path, capsys: Out) -> None:
     path = folder / "good.peft"
     path.write_text(LOOSE)
     assert main(["fmt", "--diff", str(path)]) == 1
@@ -152,7 +152,7 @@ def test_fmt_shows_what_would_change(folder: Path, capsys: Out) -> None:
     assert path.read_text() == LOOSE
 
 
-def test_fmt_leaves_what_it_cannot_read(folder: Path, capsys: Out) -> None:
+def test_fmt_leaves_unreadable_files(folder: Path, capsys: Out) -> None:
     path = folder / "good.peft"
     path.write_text("peft 1\nedit { }")
     assert main(["fmt", str(path)]) == 1

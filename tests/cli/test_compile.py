@@ -42,7 +42,7 @@ def written(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
-def test_what_is_written(written: Path) -> None:
+def test_the_written_files(written: Path) -> None:
     files = sorted(path.name for path in written.iterdir())
     diffs = [name for name in files if name.endswith(".diff")]
     generated = [name for name in files if name.startswith("forward_") and name not in diffs]
@@ -69,7 +69,7 @@ def test_generated_files_import_public_names_and_run(written: Path) -> None:
         runpy.run_path(str(path))
 
 
-def test_equations_and_captions_stand_above_the_code_and_diffs_beside_it(written: Path) -> None:
+def test_generated_files_have_equations_captions_and_diffs(written: Path) -> None:
     (path,) = (
         written.glob("forward_*mlp.py")
         if (written / "forward_llama_mlp.py").exists()

@@ -49,7 +49,7 @@ def _types() -> list[Pair]:
 
 
 @pytest.mark.parametrize("pair", _types(), ids=lambda pair: pair.type)
-def test_q_and_v_are_what_peft_adapts(pair: Pair) -> None:
+def test_q_and_v_are_the_default_targets_of_peft(pair: Pair) -> None:
     model, table = _sites(pair)
     explained = EXPLAINED.get(pair.type, {})
     disagreements = table_disagreements(model, table, PEFT[pair.type])

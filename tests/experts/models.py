@@ -42,7 +42,7 @@ def logits(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
     return model(**inputs).logits
 
 
-def moved(parameters: dict[str, nn.Parameter], seed: int = 0) -> None:
+def perturb(parameters: dict[str, nn.Parameter], seed: int = 0) -> None:
     """Perturbs every parameter."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

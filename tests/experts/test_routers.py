@@ -17,7 +17,7 @@ from peftc.planning.report.site_tree import render_sites
 from peftc.recognition.moe.experts import find_experts
 from peftc.recognition.roles import sub_layers
 from peftc.tracing.tracer import RegionTracer
-from tests.experts.models import MODELS, fresh, logits, moved, original
+from tests.experts.models import MODELS, fresh, logits, original, perturb
 
 functional: Any = nn.functional
 ROUTED = [*MODELS, "switch_transformers"]
@@ -50,7 +50,7 @@ edit w at layer[*].ffn.router { w += lowrank(r=1) }"""
         base = logits(model, inputs)
         peftc.compile(text, model, sample=inputs)
         assert torch.equal(logits(model, inputs), base)
-    moved(peftc.parameters(model))
+    perturb(peftc.parameters(model))
     edited = logits(model, inputs)
     assert not torch.equal(edited, base)
     edited.square().sum().backward()
@@ -73,7 +73,7 @@ def test_a_network_next_to_the_experts_is_the_shared_expert(name: str, module: s
         base = logits(model, inputs)
         peftc.compile("peft 1\nedit s at layer[*].ffn.shared.down { h += lora(x, r=2) }", model, sample=inputs)
         assert torch.equal(logits(model, inputs), base)
-        moved(peftc.parameters(model))
+        perturb(peftc.parameters(model))
         edited = logits(model, inputs)
         assert not torch.equal(edited, base)
         peftc.fold(model, sample=inputs)
@@ -90,7 +90,7 @@ edit w at layer[*].ffn.experts[0].up { w += lowrank(r=1) }"""
         base = logits(model, inputs)
         peftc.compile(text, model, sample=inputs)
         assert torch.equal(logits(model, inputs), base)
-    moved(peftc.parameters(model))
+    perturb(peftc.parameters(model))
     edited = logits(model, inputs)
     edited.square().sum().backward()
     hit = [p for p in peftc.parameters(model).values() if p.grad is not None and bool(p.grad.any())]
@@ -122,7 +122,7 @@ def test_every_experts_implementation_uses_the_edited_matrices(implementation: s
     with torch.no_grad():
         text = "peft 1\nedit e at layer[*].ffn.experts[*].up | layer[*].ffn.experts[*].down { w += lowrank(r=2) }"
         peftc.compile(text, model, sample=inputs)
-        moved(peftc.parameters(model))
+        perturb(peftc.parameters(model))
         expected = logits(model, inputs)
         model.set_experts_implementation(implementation)
         actual = logits(model, inputs)

@@ -11,7 +11,7 @@ import torch
 
 import peftc
 from peftc.diagnostics import PeftcError
-from tests.experts.models import MODELS, fresh, logits, moved, original
+from tests.experts.models import MODELS, fresh, logits, original, perturb
 
 ROLES = "layer[*].ffn.experts[*].up | layer[*].ffn.experts[*].gate | layer[*].ffn.experts[*].down"
 GATELESS = "layer[*].ffn.experts[*].up | layer[*].ffn.experts[*].down"
@@ -32,7 +32,7 @@ def test_identity_gradients_fold_save_and_remove(name: str, tmp_path: Path) -> N
     with torch.no_grad():
         assert torch.equal(logits(model, inputs), base)
 
-    moved(peftc.parameters(model))
+    perturb(peftc.parameters(model))
     edited = logits(model, inputs)
     assert not torch.allclose(edited, base)
     edited.square().sum().backward()
@@ -108,7 +108,7 @@ def test_a_whole_parameter_is_trained_and_put_back() -> None:
     (parameter,) = peftc.parameters(model).values()
     assert parameter.requires_grad
     assert parameter.shape == (4, 96, 32)
-    moved(peftc.parameters(model))
+    perturb(peftc.parameters(model))
     peftc.remove(model)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
@@ -138,7 +138,7 @@ edit a at layer[*].ffn.experts[*].gate { w += lowrank(r=1) }
 edit b at layer[*].ffn.experts[0..1].gate | layer[*].ffn.experts[*].up { w = w * scalar(init=1) }
 edit c at layer[*].ffn.experts[1].gate { w += lowrank(r=2) }"""
     peftc.compile(text, model, sample=inputs)
-    moved(peftc.parameters(model))
+    perturb(peftc.parameters(model))
     with torch.no_grad():
         edited = logits(model, inputs)
         peftc.fold(model, sample=inputs)
@@ -161,7 +161,7 @@ def test_a_bias_computed_from_a_weight_respects_the_order(equations: str) -> Non
     model, inputs = fresh("gpt_oss")
     base = logits(model, inputs)
     peftc.compile(f"peft 1\nedit e at layer[*].ffn.experts[*].down {{ {equations} }}", model, seed=0)
-    moved(peftc.parameters(model))
+    perturb(peftc.parameters(model))
     with torch.no_grad():
         want = logits(model, inputs)
         peftc.fold(model)

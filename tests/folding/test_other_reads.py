@@ -59,7 +59,7 @@ class Around(nn.Module):
         return F.linear(self.inner.model(input_ids).last_hidden_state, self.inner.model.embed_tokens.weight)
 
 
-def held() -> Any:
+def llama_with_held_head() -> Any:
     model = llama()
     model.lm_head = HeldHead(model.model.embed_tokens)
     return model
@@ -87,7 +87,7 @@ def closure() -> Any:
 
 CASES = [
     (closure, "embed", "`lm_head` computes with `model.embed_tokens.weight`"),
-    (held, "embed", "`lm_head` computes with `model.embed_tokens.weight`"),
+    (llama_with_held_head, "embed", "`lm_head` computes with `model.embed_tokens.weight`"),
     (view, "embed", "`lm_head` holds a view of `model.embed_tokens.weight`"),
     (Around, '"inner.model.embed_tokens"', "the model's own code computes with `inner.model.embed_tokens.weight`"),
     (other_layer, "layer[0].attn.q", "`model.layers.1.self_attn.o_proj` computes with"),

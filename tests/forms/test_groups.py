@@ -74,7 +74,7 @@ def test_each_site_of_a_group_has_its_own_rows() -> None:
     assert (touched > 0).tolist() == [False, True, False]
 
 
-def test_collapsed_rows_do_what_the_group_did() -> None:
+def test_collapsed_rows_equal_the_group() -> None:
     model, like = Model(GROUP), GROUP.like()
     for layer in model.layers:
         direct = build(Case("prefix", KeyValue(2, 4), None, {"len": 6}), dtype=torch.float64)

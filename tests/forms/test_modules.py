@@ -259,7 +259,7 @@ def test_autocast(case: Case, dtype: torch.dtype) -> None:
         )
 
 
-def test_repr_says_what_it_is() -> None:
+def test_repr_names_form_and_arguments() -> None:
     module: FormModule = initialised(CASES[0])
     assert "r=4" in repr(module)
     assert "down: (4, 12)" in repr(module)
@@ -269,7 +269,7 @@ LINEAR = [case for case in CASES if isinstance(case.input, Tokens) and case.form
 
 
 @pytest.mark.parametrize("case", LINEAR, ids=str)
-def test_a_form_that_is_affine_folds_into_what_it_computes(case: Case) -> None:
+def test_fold_of_an_affine_form_equals_its_forward(case: Case) -> None:
     module, x = shaken(case).eval(), case.like()
     assert isinstance(case.input, Tokens)
     folded = module.fold(Affine.identity(case.input.d, torch.float64, torch.device("cpu")))

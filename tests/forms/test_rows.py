@@ -45,7 +45,7 @@ def test_trained_count_is_the_number_of_entries(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_stored_count_is_what_is_left_after_collapsing(case: Case) -> None:
+def test_stored_count_is_the_count_after_collapsing(case: Case) -> None:
     count = case.form.count(case.args, case.dims)
     if case.form.collapses(case.args) is not None and case.in_part:
         sites = initialised(case).owner_module
@@ -118,8 +118,8 @@ def test_scale_of_low_rank_forms() -> None:
 @pytest.mark.parametrize("case", every(lambda c: c.form.takes_input and alone(c)), ids=str)
 def test_affine_where_the_row_says_so_and_nowhere_else(case: Case) -> None:
     module, x, y = shaken(case), case.like(), case.like().flip(-1)
-    mixed, apart = module(0.3 * x + 0.7 * y), 0.3 * module(x) + 0.7 * module(y)
-    error = ((mixed - apart).abs().max() / apart.abs().max()).item()
+    mixed, separate = module(0.3 * x + 0.7 * y), 0.3 * module(x) + 0.7 * module(y)
+    error = ((mixed - separate).abs().max() / separate.abs().max()).item()
     reason = case.form.affine(case.args)
     assert (error < NUMERICAL) == (reason is None), (error, reason)
 

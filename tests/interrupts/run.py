@@ -108,12 +108,12 @@ def offsets() -> Iterator[tuple[int, int]]:
 
 
 class Interrupter:
-    """Runs an operation under a tracer that forks. `written`: only after the first change of the
-    model. `paths`: only in files whose paths in the package start so.
+    """Runs an operation under a tracer that forks. `after_write`: only after the first change of
+    the model. `paths`: only in files whose paths in the package start so.
     """
 
-    def __init__(self, case: Case, written: bool, paths: tuple[str, ...] = ("",)) -> None:
-        self.case, self.written, self.outcome = case, written, Outcome()
+    def __init__(self, case: Case, after_write: bool, paths: tuple[str, ...] = ("",)) -> None:
+        self.case, self.after_write, self.outcome = case, after_write, Outcome()
         self.paths = tuple(PACKAGE + path for path in paths)
         self.seen = set[tuple[str, int]]()
         self.before = snapshot(case.model, case.folder)
@@ -141,8 +141,8 @@ class Interrupter:
             return None
         if event == "line" and (path, frame.f_lineno) not in self.seen:
             self.seen.add((path, frame.f_lineno))
-            if path.startswith(self.paths) and (not self.written or self.marks() != self.start):
-                self.written = False
+            if path.startswith(self.paths) and (not self.after_write or self.marks() != self.start):
+                self.after_write = False
                 self.interrupt(f"{path.removeprefix(PACKAGE)}:{frame.f_lineno}")
         return self.trace
 
@@ -203,9 +203,9 @@ class Interrupter:
         return self.outcome
 
 
-def interrupted(name: str, written: bool = False, paths: tuple[str, ...] = ("",)) -> Outcome:
+def interrupted(name: str, after_write: bool = False, paths: tuple[str, ...] = ("",)) -> Outcome:
     import_all()
-    return Interrupter(OPERATIONS[name](), written, paths).run()
+    return Interrupter(OPERATIONS[name](), after_write, paths).run()
 
 
 def report(outcomes: dict[str, Outcome], seconds: float) -> None:
@@ -235,24 +235,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the outcomes, and keep no results")
     parser.add_argument("operations", nargs="*", help="(all)")
-    chosen = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it runs in the background without
     torch.set_num_threads(1)  # a fork has none of the threads of its parent
-    paths = tuple(chosen.paths.split(","))
+    paths = tuple(options.paths.split(","))
     start, outcomes = time.monotonic(), dict[str, Outcome]()
-    for name in chosen.operations or OPERATIONS:
+    for name in options.operations or OPERATIONS:
         result = in_fork(
-            lambda name=name: interrupted(name, chosen.written, paths)
+            lambda name=name: interrupted(name, options.written, paths)
         )  # a fresh process: nothing is cached
         if not isinstance(result, Outcome):
             raise SystemExit(f"{name}: {result}")
         outcomes[name] = result
-        if not chosen.json:
+        if not options.json:
             wrong = [*result.between, *(f"{line}: no interrupt came" for line in result.swallowed)]
             print(f"{name}: {result.lines} lines, {len(wrong)} wrong", *wrong, sep="\n  ", flush=True)
-    if chosen.json:
+    if options.json:
         print(json.dumps({name: vars(one) for name, one in outcomes.items()}))
-    elif not (chosen.operations or chosen.written or chosen.paths):
+    elif not (options.operations or options.written or options.paths):
         report(outcomes, time.monotonic() - start)
     return int(any(one.between or one.swallowed for one in outcomes.values()))
 

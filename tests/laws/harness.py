@@ -76,7 +76,7 @@ class Before:
         assert now.classes == self.classes
         assert now.requires_grad == self.requires_grad
         difference = {k: now.modules[k] - v for k, v in self.modules.items() if now.modules[k] - v}
-        assert not difference, f"attributes left behind: {difference}"
+        assert not difference, f"remaining attributes: {difference}"
 
 
 class Case:
@@ -95,7 +95,7 @@ class Case:
 
     @cached_property
     def plan(self) -> Any:
-        """The plan of the recipe, made from the config alone."""
+        """The plan of the recipe, from the config only."""
         return plan_on(analysis(self.name), flat_spec(self.recipe.text)).plan
 
     @cached_property

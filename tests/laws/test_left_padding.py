@@ -80,7 +80,7 @@ def exact_position_modes(name: str) -> list[tuple[bool, float]]:
     differences = [
         (numbered, difference(base(name), name, numbered)) for numbered in ((False, True) if takes else (False,))
     ]
-    return [(numbered, 1e-10 if apart < 1e-10 else 1e-4) for numbered, apart in differences if apart < 1e-5]
+    return [(numbered, 1e-10 if gap < 1e-10 else 1e-4) for numbered, gap in differences if gap < 1e-5]
 
 
 @pytest.mark.parametrize("spec", [PROMPT, PREFIX], ids=["prompt", "prefix"])
@@ -137,7 +137,7 @@ def test_a_row_with_only_padding_in_the_cache_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["llama", SLIDING])
 def test_a_prompt_folded_into_a_state_precedes_the_first_token(name: str) -> None:
-    """A prompt folded into a cache stands where the embedded tokens stood."""
+    """A prompt folded into a cache has the positions of the embedded rows."""
     model, (together, _) = edited(name, PROMPT), rows(name)
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
     want = model.generate(**together, **options)[:, TOKENS:]

@@ -63,9 +63,9 @@ def test_a_mistake_has_a_code_and_a_span_and_changes_nothing(name: str, mistake:
     assert errors
     first = errors[0]
     assert first.code.startswith(family), first
-    shown = text[first.span.start : first.span.end]
-    assert underlined in shown, f"{shown!r} is underlined: {first.message}"
-    assert len(shown) <= len(underlined) + 45, f"{shown!r} is more than it takes: {first.message}"
+    excerpt = text[first.span.start : first.span.end]
+    assert underlined in excerpt, f"{excerpt!r} is underlined: {first.message}"
+    assert len(excerpt) <= len(underlined) + 45, f"{excerpt!r} is more than it takes: {first.message}"
     before.assert_same(model)
 
 

@@ -84,11 +84,11 @@ def test_disabled_is_the_base_while_trained_parameters_wait(name: str) -> None:
         peftc.compile("peft 1\n" + SPECS["layernorm"], model, seed=0)
         for parameter in peftc.parameters(model).values():
             parameter.add_(0.5)
-        changed = model(**inputs)[0]
-        assert not torch.equal(changed, want)
+        output = model(**inputs)[0]
+        assert not torch.equal(output, want)
         with peftc.disabled(model):
             assert torch.equal(model(**inputs)[0], want)
-        assert torch.equal(model(**inputs)[0], changed)
+        assert torch.equal(model(**inputs)[0], output)
 
 
 @pytest.mark.parametrize("act", [peftc.remove, peftc.parameters, peftc.graphs], ids=lambda f: f.__name__)

@@ -181,7 +181,7 @@ def faults_of(root: Path) -> Iterator[Fault]:
         yield from finder.faults
 
 
-def chosen(root: Path, count: int, seed: int, before: Collection[str] = ()) -> list[Fault]:
+def sampled_faults(root: Path, count: int, seed: int, before: Collection[str] = ()) -> list[Fault]:
     """A sample: each package in proportion to its faults, none without some, at most one fault a
     function.
 

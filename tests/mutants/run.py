@@ -21,7 +21,7 @@ from queue import Queue
 from typing import Any
 
 from benchmarks.common import RESULTS, machine, save
-from tests.mutants.faults import Fault, chosen, room
+from tests.mutants.faults import Fault, room, sampled_faults
 from tests.mutants.probes import write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +35,12 @@ COPIED = (
     "examples",
     "benchmarks",
     "docs",
+    "tools",
+    "Makefile",
+    "mkdocs.yml",
     "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
     "pyproject.toml",
     "CHANGELOG.md",
 )
@@ -239,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("tests", nargs="*", help="tests to choose from (all)")
     options = parser.parse_args(arguments)
     before = json.loads(SAMPLE.read_text()) if SAMPLE.exists() and options.seed == SEED else []
-    faults = chosen(ROOT, options.faults, options.seed, before)
+    faults = sampled_faults(ROOT, options.faults, options.seed, before)
     if options.seed == SEED:
         SAMPLE.write_text(json.dumps([fault.key for fault in faults], indent=0) + "\n")
     if not (options.record / "faults.json").exists():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants import probes
-from tests.mutants.faults import Fault, Finder, chosen, faults_of
+from tests.mutants.faults import Fault, Finder, faults_of, sampled_faults
 from tests.mutants.run import REASONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,7 +83,7 @@ def test_a_probe_records_what_is_reached(calls: str, befores: set[str], monkeypa
 
 
 def test_a_sample_has_every_package_and_compiles() -> None:
-    sample = chosen(ROOT, 160, 1)
+    sample = sampled_faults(ROOT, 160, 1)
     packages = {path.parent.name for path in (ROOT / "peftc").glob("*/*.py")}
     assert len(sample) >= 150
     assert {fault.path.split("/")[1] for fault in sample if fault.path.count("/") > 1} == packages
@@ -93,10 +93,10 @@ def test_a_sample_has_every_package_and_compiles() -> None:
 
 
 def test_a_sample_keeps_faults_that_still_exist() -> None:
-    first = chosen(ROOT, 160, 1)
+    first = sampled_faults(ROOT, 160, 1)
     keys = [fault.key for fault in first]
-    assert [fault.key for fault in chosen(ROOT, 160, 2, keys)] == keys
-    other = {fault.key for fault in chosen(ROOT, 160, 2, keys[::2])}
+    assert [fault.key for fault in sampled_faults(ROOT, 160, 2, keys)] == keys
+    other = {fault.key for fault in sampled_faults(ROOT, 160, 2, keys[::2])}
     assert other > set(keys[::2])
     assert other != set(keys)
 

@@ -206,12 +206,12 @@ def test_a_share_of_the_base_is_cut(value, base, text):
     assert percent(value, base) == text
 
 
-def test_hyperformer_costs_what_its_paper_prints_for_a_task():
+def test_the_cost_of_a_task_of_hyperformer_is_the_papers():
     row = next(row for row in DATA["rows"] if row["method"].startswith("HyperFormer++"))
     assert f"{row['trained'] / 8 / DATA['base'][row['model']]:.3%}" == row["printed"]
 
 
-def test_adapters_of_adaptbert_cost_what_its_table_prints():
+def test_the_cost_of_adaptberts_adapters_is_the_papers():
     """Its base includes the tasks' heads, 0.2 % more than BERT's parameters."""
     rows = [row for row in DATA["rows"] if row["method"].startswith(("AdaptBert adapter", "AdaptBert LoRA"))]
     assert len(rows) == 8

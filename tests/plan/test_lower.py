@@ -71,7 +71,7 @@ def test_every_site_has_parameters_of_its_own():
     assert len({id(one) for p in site_edits for one in p.instances}) == 8
 
 
-def test_let_is_computed_once_where_it_stands():
+def test_let_is_computed_once_at_its_position():
     text = "edit e at layer[*].ffn { let g = gate(h)  h *= 2  let f = adapter(x, r=4)  h = (1 - g) * h + g * f }"
     (first, *_) = planned(text, BART).site_edits
     assert [at for at, _ in first.lets] == [0, 1]

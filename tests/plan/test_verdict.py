@@ -138,7 +138,7 @@ def test_tied_parameters_are_trained_once():
     assert result.trained_parameters == {"e/model.shared.weight": "model.shared.weight"}
 
 
-def test_names_of_what_is_trained():
+def test_names_of_trained_parameters():
     result = planned("train n = [w] at layer[*].norm\ntrain all = [w, b] at layer[*].norm", LLAMA)
     assert result.trained_parameters == {
         "n/model.layers.0.input_layernorm.weight": "model.layers.0.input_layernorm.weight",

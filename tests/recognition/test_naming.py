@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import peftc
 from peftc.recognition.layers import Stack
 from peftc.recognition.non_layer_sites import stack_of
-from peftc.semantics.checks.selectors import is_tower
+from peftc.semantics.checks.edits import is_tower
 from peftc.syntax import ast
 from tests.layers import Layers
 

@@ -75,7 +75,7 @@ class Bilinear(Layer):
         return x + self.down((1 + self.gate(y)) * self.up(y))
 
 
-def taken(root: nn.Module) -> list[SubLayer]:
+def sub_layers_of(root: nn.Module) -> list[SubLayer]:
     graph = RegionTracer(lambda _: False).trace_region(root, {"x": torch.randn(2, T, D)}).graph
     return sub_layers(LayerGraph(graph, root))
 
@@ -97,7 +97,7 @@ def roles(sub: SubLayer) -> dict[str, str]:
     ],
 )
 def test_roles_before_the_hidden_activation(layer: type[Layer], expected: dict[str, str]) -> None:
-    (ffn,) = taken(layer())
+    (ffn,) = sub_layers_of(layer())
     assert roles(ffn) == {"down": "down", **expected}
 
 
@@ -110,7 +110,7 @@ class Alone(Layer):
 
 
 def test_the_linears_of_one_sub_layer_are_not_those_of_the_next() -> None:
-    attn, ffn = taken(Alone())
+    attn, ffn = sub_layers_of(Alone())
     assert roles(attn) == {role: role for role in "qkvo"}
     assert roles(ffn) == {"down": "last"}
     assert ffn.x is not None
@@ -135,7 +135,7 @@ class Gated(Layer):
 
 @pytest.mark.parametrize("layer", [Placed, Gated])
 def test_gates_and_position_projections_are_no_roles_of_attention(layer: type[Layer]) -> None:
-    (attn,) = taken(layer())
+    (attn,) = sub_layers_of(layer())
     assert roles(attn) == {role: role for role in "qkvo"}
 
 
@@ -149,7 +149,7 @@ class Mixer(Layer):
 
 
 def test_linears_along_tokens_mix_them() -> None:
-    mixer, ffn = taken(Mixer())
+    mixer, ffn = sub_layers_of(Mixer())
     assert (mixer.kind, ffn.kind) == ("mixer", "ffn")
     assert [str(n.target) for n in mixer.linears] == ["first", "second"]
     assert mixer.x is not None
@@ -175,5 +175,5 @@ class Counted(Layer):
 
 @pytest.mark.parametrize(("layer", "kind"), [(Summed, "mixer"), (Counted, "ffn")])
 def test_cumulative_sums_mix_tokens_and_cumulative_counts_do_not(layer: type[Layer], kind: str) -> None:
-    (only,) = taken(layer())
+    (only,) = sub_layers_of(layer())
     assert only.kind == kind

@@ -40,7 +40,7 @@ def test_every_layer_has_its_sites(name: str, tables: dict[str, SiteTable]) -> N
 
 
 @pytest.mark.parametrize("name", zoo.ALL)
-def test_q_and_v_are_what_peft_says(name: str, tables: dict[str, SiteTable]) -> None:
+def test_q_and_v_are_the_targets_of_peft(name: str, tables: dict[str, SiteTable]) -> None:
     table = tables[name]
     expected = PEFT_TARGETS.get(table.model_type)
     if expected is None:

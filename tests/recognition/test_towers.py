@@ -19,7 +19,7 @@ from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import new_mode
 from tests.laws.harness import Before
 
-# type -> its stacks, and the attention that is found in each
+# type -> its stacks, and the attentions of each
 TOWERS = {
     "llava": {"vision": "self", "text": "self"},
     "paligemma": {"vision": "self", "text": "self"},

@@ -135,13 +135,13 @@ def test_linears_used_by_their_parameters_only(text: str) -> None:
 
 
 class MaskedSoftmax(torch.autograd.Function):
-    """A model's own autograd function. `shown`: the mask value of visible keys."""
+    """A model's own autograd function. `visible_value`: the mask value of visible keys."""
 
-    shown = 1.0
+    visible_value = 1.0
 
     @classmethod
     def forward(cls, ctx: Any, scores: Tensor, mask: Tensor) -> Tensor:
-        weights = scores.masked_fill(mask != cls.shown, -1e9).softmax(-1)
+        weights = scores.masked_fill(mask != cls.visible_value, -1e9).softmax(-1)
         ctx.save_for_backward(weights)
         return weights
 
@@ -152,7 +152,7 @@ class MaskedSoftmax(torch.autograd.Function):
 
 
 class HidingSoftmax(MaskedSoftmax):
-    shown = 0.0
+    visible_value = 0.0
 
 
 class Masked(Layer):
@@ -162,7 +162,7 @@ class Masked(Layer):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (y[:, 0].transpose(1, 2) for y in (q, k, v))
-        mask = torch.zeros_like(q[..., 0]).unsqueeze(-2) + self.function.shown
+        mask = torch.zeros_like(q[..., 0]).unsqueeze(-2) + self.function.visible_value
         return (self.function.apply(q @ k.transpose(-1, -2), mask) @ v).transpose(1, 2)  # pyright: ignore
 
 

@@ -1,22 +1,22 @@
-"""What AdapterHub `adapters` 1.3.0 computes on the zoo: the numbers are kept in `adapterhub.json`.
+"""AdapterHub `adapters` 1.3.0 on the zoo; its outputs are in `adapterhub.json`.
 
-The library needs transformers 4.57, so it cannot run beside the rest. To make the numbers again, in
-an environment of its own with `adapters==1.3.0` (which brings `transformers==4.57.6`):
+The library needs transformers 4.57, so it has to run in an environment of its own, with
+`adapters==1.3.0` (which installs `transformers==4.57.6`):
 
     python -m tests.reference.adapterhub > tests/reference/adapterhub.json
 
-Attention is eager: under sdpa, with a causal mask, its prefixes are wrong. Of T5 there is no
-prefix: it gives the prefix's columns a position bias, where ours is zero. T5's softmax, which is in
-float32 whatever the model, is in float64 here.
+Where AdapterHub differs from the papers:
 
-Its `compacter++` and the adapter of its `unipelt` read norm(h + res) (h + res in pre-norm models),
-where the papers read h: beside each stands one as in its paper, `-paper`. A LoRA with a gate is
-never times α / r, as the papers have it: the tests give ours α = r. Its ReFTs count the tokens of a
-decoder by the mask of the encoder: of such models there are first tokens only, which are right as
-long as no padding is on the left.
+* Attention is eager: with sdpa and a causal mask its prefixes are wrong.
+* T5 has no prefixes: AdapterHub gives their columns a position bias, peftc gives them none.
+* T5's softmax is in float32 for every dtype; here it is in float64.
+* `compacter++` and the adapter of `unipelt` read norm(h + res) (h + res in pre-norm models), the
+  papers' read h. The methods `…-paper` follow the papers.
+* A LoRA with a gate lacks the papers' factor α / r: the tests set α = r.
+* ReFTs of a decoder count tokens by the encoder's mask: encoder-decoders have first tokens only,
+  which are right without left padding.
 
-Gradients are kept as slopes along directions that are drawn like the values: what `measured`
-returns.
+Gradients are saved as slopes along random directions, see `measured`.
 """
 
 from __future__ import annotations
@@ -253,8 +253,8 @@ def _fill(model: nn.Module, own: set[str]) -> None:
 
 
 def _measured(model: nn.Module, name: str, own: set[str]) -> tuple[list[float], dict[str, float]]:
-    """`measured` of what is trained, and of the matrices whose rows are kept orthonormal: R is made
-    of ours by `orthonormal`.
+    """`measured` of the trained tensors, and of the matrices with orthonormal rows: `orthonormal`
+    computes R from ours.
     """
     rotated = {f"{path}.weight": module.weight for path, module in _rotated(model)}
 

@@ -1,7 +1,7 @@
 """Methods of the literature on weights, Linears and layers, as code; see `methods.py`.
 
-What is never trained (VeRA's A and B, the random matrices of Fastfood) and what is common to the
-sites of an edit stands among the weights, too, as `<edit>/<edit>.<form>/<form>.<name>`.
+Frozen tensors (VeRA's A and B, the random matrices of Fastfood) and those shared by the sites of an
+edit are among the weights, too, as `<edit>/<edit>.<form>/<form>.<name>`.
 """
 
 from __future__ import annotations
@@ -186,11 +186,11 @@ def reft(
         for layer in ref.layers:
             w = part(weights, edit, layer.path, "reft")
 
-            def changed(h: Tensor, _: Tensor, w: dict[str, Tensor] = w, stack: str = layer.stack) -> Tensor:
+            def edit_of(h: Tensor, _: Tensor, w: dict[str, Tensor] = w, stack: str = layer.stack) -> Tensor:
                 f = forms.reft(w, h, orthogonal, subtract)
                 return h + (f if first is last is None else f * ends(h, masks[stack], first or 0, last or 0))
 
-            ref.output(layer.module, changed)
+            ref.output(layer.module, edit_of)
 
     return apply
 
@@ -310,12 +310,12 @@ def adaptive_prefix(edit: str, which: str = "attn") -> Method:
             assert isinstance(site, Attention)
             w, g, s = (part(weights, edit, site.path, form) for form in ("prefix", "gate", "scalar"))
             hidden_states: list[Tensor] = []
-            ref.input(site.q, lambda x, seen=hidden_states: seen.append(x) or x)
+            ref.input(site.q, lambda x, states=hidden_states: states.append(x) or x)
 
             def rows(
-                w: Weights = w, g: Weights = g, s: Weights = s, seen: list[Tensor] = hidden_states
+                w: Weights = w, g: Weights = g, s: Weights = s, states: list[Tensor] = hidden_states
             ) -> tuple[Tensor, Tensor]:
-                by = s["scale"] * forms.gate(g, seen[-1])[:, None]
+                by = s["scale"] * forms.gate(g, states[-1])[:, None]
                 key, value = forms.prefix(w)
                 return by * key, by * value
 

@@ -61,11 +61,11 @@ class Reference:
         bias.
         """
 
-        def changed(h: Tensor, x: Tensor) -> Tensor:
+        def edited_output(h: Tensor, x: Tensor) -> Tensor:
             w, b = self.w(rows)
             return nn.functional.linear(x, edit(w), b)
 
-        self.linear(rows, changed)
+        self.linear(rows, edited_output)
 
     def w(self, rows: table.Rows) -> tuple[Tensor, Tensor | None]:
         """The frozen weight (out, in) and bias of these rows."""

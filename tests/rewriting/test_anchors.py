@@ -12,7 +12,7 @@ from tests.laws.harness import close
 
 
 @pytest.mark.parametrize(
-    ("frame", "called", "region", "expected"),
+    ("frame", "target", "region", "expected"),
     [
         ("", "ff.dropout", "", ("", "ff.dropout")),
         ("ff", "dropout", "", ("ff", "dropout")),
@@ -21,8 +21,8 @@ from tests.laws.harness import close
         ("block.ff", "block.shared", "block", ("ff", "shared")),  # the module of another sub-layer
     ],
 )
-def test_one_of_several_calls_of_a_module(frame: str, called: str, region: str, expected: tuple[str, str]) -> None:
-    anchor = Anchor("node", frame, (f"call_module {called}", 1)).relative(region)
+def test_one_of_several_calls_of_a_module(frame: str, target: str, region: str, expected: tuple[str, str]) -> None:
+    anchor = Anchor("node", frame, (f"call_module {target}", 1)).relative(region)
     assert (anchor.module, anchor.key) == (expected[0], (f"call_module {expected[1]}", 1))
 
 

@@ -54,8 +54,8 @@ def test_a_block_mask_is_padded_with_visible_columns(rule: Any, length: int, bef
     want = torch.ones(batch, 1, length, total, dtype=torch.bool)
     want[..., before : before + length] = create_mask(rule, batch, 1, length, length, device="cpu")
     assert torch.equal(create_mask(padded.mask_mod, batch, 1, length, total, device="cpu"), want)
-    looked = padded.to_dense().bool().repeat_interleave(SIZE, -2).repeat_interleave(SIZE, -1)
-    assert not (want & ~looked[..., :length, :total]).any()
+    visible_columns = padded.to_dense().bool().repeat_interleave(SIZE, -2).repeat_interleave(SIZE, -1)
+    assert not (want & ~visible_columns[..., :length, :total]).any()
     q, k, v = (torch.randn(batch, 2, n, 8, dtype=torch.float64) for n in (length, total, total))
     close(flex_attention(q, k, v, block_mask=padded), scaled_dot_product_attention(q, k, v, want))
 

@@ -122,7 +122,7 @@ def by_hand(
                 return value
             return value * by if whole else torch.cat([value[..., :4] * by[..., :4], value[..., 4:]], -1)
 
-        def written(at: str, value: torch.Tensor) -> torch.Tensor:
+        def edit_at(at: str, value: torch.Tensor) -> torch.Tensor:
             """The edited value at a site."""
             states["h"] = value
             if at != site:
@@ -133,7 +133,7 @@ def by_hand(
         def linear(at: str, module: nn.Module, value: torch.Tensor) -> torch.Tensor:
             if at == site:
                 states["x"] = value
-            return written(at, module(value))
+            return edit_at(at, module(value))
 
         stream = x
         batch, tokens, _ = x.shape
@@ -143,16 +143,16 @@ def by_hand(
             linear(f"attn.{n}", getattr(layer, n), z).view(batch, tokens, 2, 4).transpose(1, 2) for n in ("q", "k", "v")
         )
         mixed = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, D)
-        y = written("attn", then("attn", linear("attn.o", layer.o, mixed)))
+        y = edit_at("attn", then("attn", linear("attn.o", layer.o, mixed)))
         x = then("res", x + y)
         z = then("x", layer.n2(x))
         if site == "ffn":
             states |= {"x": z, "res": x}
-        hidden = written("ffn.hidden", then("hidden", functional.silu(linear("ffn.up", layer.ff.up, z))))
-        y = written("ffn", then("h", linear("ffn.down", layer.ff.down, hidden)))
+        hidden = edit_at("ffn.hidden", then("hidden", functional.silu(linear("ffn.up", layer.ff.up, z))))
+        y = edit_at("ffn", then("h", linear("ffn.down", layer.ff.down, hidden)))
         if site == "":
             states["x"] = stream
-        return written("", x + y)
+        return edit_at("", x + y)
 
     for i, layer in enumerate(model.layers):
         x = run(layer, i, x)

@@ -293,8 +293,8 @@ def test_expanded_recipes_parse(path: Path) -> None:
     assert again == expanded
     assert expand(again) == again
     name = path.stem.replace("-", "_")
-    used = expand(parse_text(f"peft 1\nuse {name} from std\napply {name}()\n"))
-    assert used.statements == expanded.statements
+    expansion = expand(parse_text(f"peft 1\nuse {name} from std\napply {name}()\n"))
+    assert expansion.statements == expanded.statements
 
 
 def test_every_recipe_of_the_library_is_there() -> None:

@@ -66,7 +66,7 @@ def helper(x: Tensor, y: Tensor) -> Tensor:
     return x - z
 
 
-# One name, several values --------------------------------------------------------------------------
+# One name, several values -----------------------------------------------------------------------
 
 
 @case
@@ -124,12 +124,12 @@ def numbered_names_of_its_own(self: Any, x: Tensor) -> Any:
     y_1 = self.inner(x)
     y = y_1 + 1
     y_2 = y * y_1
-    kept = [y]
+    stored = [y]
     y = y_2 + y
-    kept.append(y)
+    stored.append(y)
     y = y - y_1
     y_1 = y + y_2
-    return y, y_1, y_2, kept[0] * kept[1]
+    return y, y_1, y_2, stored[0] * stored[1]
 
 
 @case
@@ -150,18 +150,18 @@ def a_size_of_a_name_that_is_assigned(self: Any, x: Tensor) -> Any:
     return x * tokens - fewer, shape[1], x.new_zeros(shape[0], fewer)
 
 
-# Names of arguments ---------------------------------------------------------------------------------
+# Names of arguments -----------------------------------------------------------------------------
 
 
 @case
 def an_argument_is_assigned(self: Any, x: Tensor, scale: Tensor | None = None, *rest: Tensor, **more: Tensor) -> Any:
-    given = x
+    argument = x
     x = self.inner(x)
     scale = x * 2 if scale is None else scale + x
     rest = (x, scale)
     more = x - scale
-    x = given * scale
-    return x + more * rest[0], given
+    x = argument * scale
+    return x + more * rest[0], argument
 
 
 @case
@@ -180,7 +180,7 @@ def children_and_functions_have_the_same_names(self: Any, x: Tensor) -> Any:
     return x, y, z
 
 
-# Names of other things ------------------------------------------------------------------------------
+# Names of other things --------------------------------------------------------------------------
 
 
 @case
@@ -228,7 +228,7 @@ def a_name_of_a_child(self: Any, x: Tensor) -> Any:
     return self, child
 
 
-# Loops and branches ---------------------------------------------------------------------------------
+# Loops and branches -----------------------------------------------------------------------------
 
 
 @case
@@ -266,11 +266,11 @@ def a_name_on_both_sides_of_a_branch(self: Any, x: Tensor) -> Any:
 def a_value_that_another_path_uses(self: Any, x: Tensor) -> Any:
     y = self.inner(x)
     z, n = y * 2, y.shape[1]
-    kept = nn.functional.dropout(y)
+    stored = nn.functional.dropout(y)
     y.mul_(y)
     if torch.relu(self.inner(y)).shape[1] > 2:
-        z, kept = y, y
-    return z, y, n, kept, nn.functional.dropout(y)
+        z, stored = y, y
+    return z, y, n, stored, nn.functional.dropout(y)
 
 
 @case
@@ -285,7 +285,7 @@ def a_name_in_a_block(self: Any, x: Tensor) -> Any:
     return x, y, z
 
 
-# Writes in place ------------------------------------------------------------------------------------
+# Writes in place --------------------------------------------------------------------------------
 
 
 @case

@@ -77,7 +77,7 @@ def failing(*args: Any, **kwargs: Any) -> Any:
 
 
 POINTS = [f"builder.InstallationBuilder.{name}" for name in ("prepare", "apply", "form")]
-POINTS += ["reinstall.warm", "snapshot.TrainedParameters.set_requires_grad"]
+POINTS += ["reinstall.warm", "reinstall.TrainedParameters.set_requires_grad"]
 
 
 def steps(tmp_path: Path) -> dict[str, Callable[[nn.Module], object]]:
@@ -103,7 +103,7 @@ def test_a_failure_anywhere_leaves_the_first(
     peftc.remove(model, "first")
 
 
-@pytest.mark.parametrize(("point", "step"), checkerboard([*POINTS, "snapshot.Snapshot.detach"], ("remove", "fold")))
+@pytest.mark.parametrize(("point", "step"), checkerboard([*POINTS, "reinstall.Snapshot.detach"], ("remove", "fold")))
 def test_a_failure_while_one_is_removed_leaves_both(step: str, point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = peftc.compile(SECOND, first(), seed=1, name="second")
     randomise(peftc.parameters(model))

@@ -109,11 +109,11 @@ class Layer(nn.Module):
     def __init__(self, predicate: Callable[[], bool], options: dict[str, Any]) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
-        self.asked, self.options = predicate, options
+        self.predicate, self.options = predicate, options
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.norm(x)
-        z = checkpoint(self.up, z, **self.options) if self.asked() else self.up(z)
+        z = checkpoint(self.up, z, **self.options) if self.predicate() else self.up(z)
         return x + self.down(torch.relu(z))
 
 

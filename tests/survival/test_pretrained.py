@@ -102,7 +102,7 @@ def test_shards(name: str, tmp_path: Path) -> None:
 
 
 @pairs
-def test_what_was_loaded_can_be_compiled_and_saved(name: str, spec: str, tmp_path: Path) -> None:
+def test_a_loaded_model_can_be_compiled_and_saved(name: str, spec: str, tmp_path: Path) -> None:
     """The life of a checkpoint: loaded, compiled, trained, saved, removed."""
     build(name).save_pretrained(tmp_path / "base")
     model, _ = read(tmp_path / "base", name)

@@ -40,8 +40,8 @@ def test_networks_learn_from_all_tasks_and_embeddings_from_their_own() -> None:
     with peftc.task(model, task_ids=torch.tensor([0, 2, 2])):
         model(**three("llama", model)).logits.pow(2).sum().backward()
     for key, parameter in peftc.parameters(model).items():
-        moved = parameter.grad is not None and bool(parameter.grad.abs().sum() > 0)
-        assert moved == (not key.endswith("embedding") or "mnli" not in key), key
+        has_gradient = parameter.grad is not None and bool(parameter.grad.abs().sum() > 0)
+        assert has_gradient == (not key.endswith("embedding") or "mnli" not in key), key
 
 
 def test_tasks_are_added_dropped_and_saved(tmp_path: Path) -> None:
@@ -59,10 +59,10 @@ def test_tasks_are_added_dropped_and_saved(tmp_path: Path) -> None:
 
 def test_layers_and_positions_have_embeddings_of_their_own() -> None:
     model = peftc.compile(SPEC.replace(" per task", ""), zoo.build("bart"))
-    named = {key.rpartition(".")[2]: p for key, p in peftc.parameters(model).items()}
-    assert named["layers"].shape == (5, T)  # two in the encoder, three in the decoder
-    assert named["positions"].shape == (3, T)  # self-attention, cross-attention, ffn
-    assert "up_2" in named
+    by_name = {key.rpartition(".")[2]: p for key, p in peftc.parameters(model).items()}
+    assert by_name["layers"].shape == (5, T)  # two in the encoder, three in the decoder
+    assert by_name["positions"].shape == (3, T)  # self-attention, cross-attention, ffn
+    assert "up_2" in by_name
 
 
 def test_adapters_of_one_network_have_one_size() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftc.specialization.generated_class import GeneratedClass
-from peftc.tracing.errors import TraceError
+from peftc.tracing.region_trace import TraceError
 from peftc.tracing.tracer import RegionTracer
 
 
@@ -166,9 +166,9 @@ def test_a_query_of_torchs_state_is_a_guard() -> None:
     _, generated = layer(querying_torch)
     x = torch.randn(3, 4)
     variants = type(generated)._peftc_kind.variants
-    for known in (1, 1):
+    for count in (1, 1):
         generated(x)
-        assert len(variants) == known
+        assert len(variants) == count
     with torch.autocast("cpu", torch.bfloat16):
         generated(x)
     assert len(variants) == 2

@@ -24,10 +24,10 @@ def spec(name: str, more: str = "") -> str:
     return f"peft 1\nedit m at {SITES[name]} {{ w += masked(density={DENSITY}{more}) }}"
 
 
-def compiled(name: str, more: str = "", moved: bool = True) -> Any:
+def compiled(name: str, more: str = "", perturb: bool = True) -> Any:
     """A model with open, half-open and closed gates."""
     model = peftc.compile(spec(name, more), zoo.build(name, torch.float64), seed=0)
-    if moved:
+    if perturb:
         randomise({k: p for k, p in peftc.parameters(model).items() if k.endswith("delta")})
         with torch.no_grad():
             for key, parameter in peftc.parameters(model).items():
@@ -57,8 +57,8 @@ def llama_with(changes: dict[str, Tensor], arguments: dict[str, Tensor], base: n
     """The logits of the base with these weight changes."""
     modules = {site.path: site.module for site in peftc.sites(zoo.build("llama")).sites}
     weights = {f"{modules[k.split('/')[1]]}.weight": v for k, v in changes.items()}
-    moved = {k: base.get_parameter(k).detach() + v for k, v in weights.items()}
-    return functional_call(base, moved, args=(), kwargs=arguments).logits
+    new_weights = {k: base.get_parameter(k).detach() + v for k, v in weights.items()}
+    return functional_call(base, new_weights, args=(), kwargs=arguments).logits
 
 
 @pytest.mark.parametrize("more", ["", ", structured=false"])
@@ -79,13 +79,13 @@ def test_equals_the_paper_with_and_without_draws(more: str) -> None:
     want = llama_with(values(model, u), arguments, base.train())
     close(got, want, "drawn")
     grads = [torch.autograd.grad(x.sin().sum(), list(parameters.values()), allow_unused=True) for x in (got, want)]
-    moved = set[str]()  # a gate of a whole weight may be closed at some site, or open
+    active_gates = set[str]()  # a gate of a whole weight may be closed at some site, or open
     for key, mine, theirs in zip(parameters, *grads, strict=True):
         assert mine is not None
         assert theirs is not None
         close(mine, theirs, key)
-        moved |= {key.rpartition(".")[2]} if bool((mine != 0).any()) else set()
-    assert moved == {key.rpartition(".")[2] for key in parameters}
+        active_gates |= {key.rpartition(".")[2]} if bool((mine != 0).any()) else set()
+    assert active_gates == {key.rpartition(".")[2] for key in parameters}
 
 
 def test_the_penalty_is_the_expected_number_of_entries() -> None:
@@ -112,7 +112,7 @@ def test_the_penalty_is_the_expected_number_of_entries() -> None:
 
 @pytest.mark.parametrize("name", SITES)
 def test_the_largest_entries_are_saved_trained_further_and_folded(name: str, tmp_path: Path) -> None:
-    fresh, base = compiled(name, moved=False), zoo.build(name, torch.float64).eval()
+    fresh, base = compiled(name, perturb=False), zoo.build(name, torch.float64).eval()
     arguments = zoo.inputs(name, base, labels=True)
     plain = base(**arguments).logits
     for training in (False, True):
@@ -148,7 +148,7 @@ def test_the_largest_entries_are_saved_trained_further_and_folded(name: str, tmp
     again = copy.deepcopy(model)
     peftc.fold(model.train())
     close(model.eval()(**arguments).logits, want, "folded")
-    twin = compiled(name, moved=False)
+    twin = compiled(name, perturb=False)
     twin.load_state_dict(again.state_dict())
     assert torch.equal(twin.eval()(**arguments).logits, want)
     peftc.save(twin, tmp_path / "b")
@@ -165,7 +165,7 @@ def test_a_checkpoint_keeps_everything_for_further_training(tmp_path: Path) -> N
     assert plan.totals.stored == sum(p.numel() for p in peftc.parameters(loaded).values())
 
 
-def test_checkpointing_draws_what_the_forward_drew() -> None:
+def test_checkpointing_repeats_the_draws_of_the_forward() -> None:
     result: list[list[Tensor]] = []
     for checkpointing in (False, True):
         model = compiled("llama").train()

@@ -51,8 +51,8 @@ def places(name: str, form: str, base: nn.Module) -> list[tuple[str, nn.Paramete
 
 def logits(base: nn.Module, changes: dict[str, Tensor], arguments: dict[str, Tensor]) -> Tensor:
     parameters = dict(base.named_parameters(remove_duplicate=False))
-    moved = {key: parameters[key].detach() + change for key, change in changes.items()}
-    return functional_call(base, moved, args=(), kwargs=arguments, tie_weights=True).logits
+    new_parameters = {key: parameters[key].detach() + change for key, change in changes.items()}
+    return functional_call(base, new_parameters, args=(), kwargs=arguments, tie_weights=True).logits
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -135,8 +135,8 @@ def test_entries_compete_in_one_budget() -> None:
     every = torch.cat([score.reshape(-1) ** 2 for score in scores])
     count = round(0.03 * len(every))
     assert peftc.calibrate(model, [arguments]) == {"m": count}
-    ((_, chosen),) = states(model).items()
-    assert set(chosen.tolist()) == set(every.topk(count)[1].tolist())
+    ((_, indices),) = states(model).items()
+    assert set(indices.tolist()) == set(every.topk(count)[1].tolist())
 
 
 def test_edits_that_share_a_form_have_one_budget() -> None:
@@ -153,8 +153,8 @@ def test_edits_that_share_a_form_have_one_budget() -> None:
     every = torch.cat([g.reshape(-1) ** 2 for g in grads])
     count = round(0.03 * len(every))
     assert peftc.plan(text, base).totals.trained == sum(peftc.calibrate(model, [arguments]).values()) == count
-    ((_, chosen),) = states(model).items()
-    assert set(chosen.tolist()) == set(every.topk(count)[1].tolist())
+    ((_, indices),) = states(model).items()
+    assert set(indices.tolist()) == set(every.topk(count)[1].tolist())
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5"])

@@ -55,7 +55,7 @@ def primed(name: str, data: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def test_the_rows_are_those_that_change_most_and_biases_follow(name: str) -> None:
     model = compiled(name, FAR.format(""))
     data = batches(name, model)
-    chosen = peftc.calibrate(model, data, lr=LR)
+    counts = peftc.calibrate(model, data, lr=LR)
     changes, places = primed(name, data), states(model)
     for path, module in linears(name).items():
         norms = changes[f"{module}.weight"].abs().sum(1)
@@ -63,7 +63,7 @@ def test_the_rows_are_those_that_change_most_and_biases_follow(name: str) -> Non
         want = norms.topk(count)[1].sort()[0].tolist()
         assert places[f"m/{path}/lines.places"].tolist() == want
         assert places[f"m/{path}/lines_2.places"].tolist() == want
-    assert chosen == {"m": sum(len(p) for p in places.values())}
+    assert counts == {"m": sum(len(p) for p in places.values())}
     plan = peftc.plan(FAR.format(""), zoo.build(name))
     trained = sum(p.numel() for p in peftc.parameters(model).values())
     assert plan.totals.trained == plan.totals.stored == trained
@@ -101,12 +101,12 @@ def test_only_selected_rows_are_trained_and_folded(name: str, tmp_path: Path) ->
     places = states(loaded)
     for path, module in linears(name).items():
         for part, form in (("weight", "lines"), ("bias", "lines_2")):
-            moved = model.get_parameter(f"{module}.{part}") != base.get_parameter(f"{module}.{part}")
-            moved = (moved.t() if name in TRANSPOSED and part == "weight" else moved).reshape(len(moved.view(-1)), -1)
+            delta = model.get_parameter(f"{module}.{part}") != base.get_parameter(f"{module}.{part}")
+            delta = (delta.t() if name in TRANSPOSED and part == "weight" else delta).reshape(len(delta.view(-1)), -1)
             if part == "weight":
                 size = base.get_parameter(f"{module}.weight").shape
-                moved = moved.view(size[::-1] if name in TRANSPOSED else size)
-            assert moved.any(1).nonzero()[:, 0].tolist() == places[f"m/{path}/{form}.places"].tolist()
+                delta = delta.view(size[::-1] if name in TRANSPOSED else size)
+            assert delta.any(1).nonzero()[:, 0].tolist() == places[f"m/{path}/{form}.places"].tolist()
 
 
 def test_columns_have_scores_of_their_own() -> None:

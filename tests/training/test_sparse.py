@@ -72,10 +72,10 @@ def expected(name: str, select: str) -> tuple[Tensor, list[tuple[int, ...]]]:
 def test_entries_with_the_largest_scores_are_selected(name: str, select: str) -> None:
     model = compiled(name, select)
     before = Before.of(model)
-    chosen = peftc.calibrate(model, batches(name, model))
+    counts = peftc.calibrate(model, batches(name, model))
     scores, _ = expected(name, select)
     count = round(0.02 * len(scores))
-    assert chosen == {"m": count}
+    assert counts == {"m": count}
     ((_, places),) = states(model).items()
     assert set(places.tolist()) == set(scores.topk(count)[1].tolist())
     assert peftc.plan(spec(name, select), zoo.build(name)).totals.trained == count
@@ -110,8 +110,8 @@ def test_only_selected_entries_are_trained_and_folded(name: str, tmp_path: Path)
     close(model(**arguments).logits, want, "folded")
     ((_, places),) = states(loaded).items()
     new, old = (views(name, m, dict(m.named_parameters())) for m in (model, base))
-    moved = torch.cat([(a != b).reshape(-1) for a, b in zip(new, old, strict=True)])
-    assert moved.nonzero()[:, 0].tolist() == places.tolist()
+    differing = torch.cat([(a != b).reshape(-1) for a, b in zip(new, old, strict=True)])
+    assert differing.nonzero()[:, 0].tolist() == places.tolist()
 
 
 def test_the_first_fine_tuning_is_undone() -> None:
@@ -119,8 +119,8 @@ def test_the_first_fine_tuning_is_undone() -> None:
     before = {k: v.clone() for k, v in model.state_dict().items()}
     model.train()
     peftc.calibrate(model, batches("llama", model), lr=1e-2)
-    changed = [k for k, v in model.state_dict().items() if not torch.equal(v, before[k])]
-    assert [k.rpartition(".")[2] for k in changed] == ["places"]
+    differing = [k for k, v in model.state_dict().items() if not torch.equal(v, before[k])]
+    assert [k.rpartition(".")[2] for k in differing] == ["places"]
     assert model.training
     ((_, first),) = states(model).items()
     other = compiled("llama", "fisher")

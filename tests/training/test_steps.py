@@ -191,16 +191,16 @@ def test_adamix_takes_one_down_projection_and_the_up_projection_of_all() -> None
     with torch.no_grad():
         for parameter in weights.values():
             parameter.normal_()
-    batch, seen = zoo.inputs("bert", model), set[int]()
+    batch, drawn_routes = zoo.inputs("bert", model), set[int]()
     for step in range(4):
         peftc.step(model, step)
         layers = enumerate(mixtures(model))
         routes = {f"encoder.layer[{i}].ffn": int(form.get_buffer("route")[0]) for i, form in layers}
-        seen |= set(routes.values())
+        drawn_routes |= set(routes.values())
         ref = Reference("bert", zoo.build("bert", torch.float64))
         mixture("mixture", "gelu", routes)(ref, weights)
         close(model.train()(**batch).logits, ref.model(**batch).logits, "a route")
-    assert len(seen) > 1
+    assert len(drawn_routes) > 1
     shapes = {key.rpartition(".")[2]: tuple(parameter.shape[:1]) for key, parameter in weights.items()}
     assert shapes == {"down": (4,), "down_bias": (4,), "up": (1,), "up_bias": (1,)}
 
@@ -208,20 +208,20 @@ def test_adamix_takes_one_down_projection_and_the_up_projection_of_all() -> None
 def test_a_mixture_trains_one_route_and_is_the_mean_of_all(tmp_path: Path) -> None:
     model = peftc.compile(MIXTURE, zoo.build("llama", torch.float64), seed=0)
     batch = zoo.inputs("llama", model)
-    seen: set[tuple[int, ...]] = set()
+    drawn_routes: set[tuple[int, ...]] = set()
     for step in range(8):
         peftc.step(model, step)
         forms = mixtures(model)
         routes = [tuple(form.get_buffer("route").tolist()) for form in forms]
-        seen |= set(routes)
+        drawn_routes |= set(routes)
         model.zero_grad()
         first = model.train()(**batch).logits
         assert torch.equal(first, model(**batch).logits)
         first.sum().backward()
         for form, (i, j) in zip(forms, routes, strict=True):
-            moved = [form.down.grad.abs().sum((1, 2)) > 0, form.up.grad.abs().sum((1, 2)) > 0]
-            assert [m.nonzero().flatten().tolist() for m in moved] == [[i], [j]]
-    assert len(seen) > 3
+            has_gradient = [form.down.grad.abs().sum((1, 2)) > 0, form.up.grad.abs().sum((1, 2)) > 0]
+            assert [m.nonzero().flatten().tolist() for m in has_gradient] == [[i], [j]]
+    assert len(drawn_routes) > 3
     peftc.step(model, 3)
     again = [tuple(form.get_buffer("route").tolist()) for form in mixtures(model)]
     peftc.step(model, 4)

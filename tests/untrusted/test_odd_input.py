@@ -175,14 +175,14 @@ def rewritten(
     """
     values: dict[str, Any] = json.loads((original / "adapter.json").read_text())
     [tensor_file] = original.glob("*.safetensors")
-    changed = {name: change(tensor) for name, tensor in load_file(tensor_file).items()}
+    new_tensors = {name: change(tensor) for name, tensor in load_file(tensor_file).items()}
     folder.mkdir()
-    save_file(changed, folder / "tensors")
+    save_file(new_tensors, folder / "tensors")
     digest = hashlib.sha256((folder / "tensors").read_bytes()).hexdigest()
     name = tensor_file.name if "file" not in values else str(values["file"]).replace(values["sha256"][:16], digest[:16])
     os.rename(folder / "tensors", folder / name)
-    listed = {n: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for n, t in changed.items()}
-    described = values | {"sha256": digest, "tensors": listed} | ({"file": name} if "file" in values else {})
+    shapes = {n: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for n, t in new_tensors.items()}
+    described = values | {"sha256": digest, "tensors": shapes} | ({"file": name} if "file" in values else {})
     (folder / "adapter.json").write_text(json.dumps(described | entries))
     return folder
 
@@ -247,8 +247,8 @@ def test_sizes_are_checked_before_tensors_are_read(saved: dict[str, Path], tmp_p
     os.truncate(check_file, 2**42)
     values = json.loads((adapter / "adapter.json").read_text())
     for shape in ([2**40], [2**62, 2**62], [2**63]):
-        listed = {name: {"shape": shape, "dtype": "float32"} for name in values["tensors"]}
-        (adapter / "adapter.json").write_text(json.dumps(values | {"tensors": listed}))
+        shapes = {name: {"shape": shape, "dtype": "float32"} for name in values["tensors"]}
+        (adapter / "adapter.json").write_text(json.dumps(values | {"tensors": shapes}))
         assert unchanged(lambda base: peftc.load(adapter, base))[0] in ("P521", "P525")
 
 
@@ -278,16 +278,16 @@ def test_descriptions_with_values_of_every_type(saved: dict[str, Path], tmp_path
     """Every entry is replaced by values of every type: a diagnostic, or a valid adapter."""
     values, base = json.loads((saved["edit"] / "adapter.json").read_text()), model()
     things: list[object] = [None, -1, 10**400, 1e308, "", "../../etc/passwd", "a\0b", [], {}, [[]], {"a": {}}, True]
-    seen: set[str] = set()
+    codes_seen: set[str] = set()
     for number, (key, thing) in enumerate((key, thing) for key in values for thing in things):
         adapter = rewritten(saved["edit"], tmp_path / str(number), **{key: thing})
         try:
             peftc.load(adapter, base)
             peftc.remove(base)
         except PeftcError as error:
-            seen |= {diagnostic.code for diagnostic in error.diagnostics}
-    assert "P521" in seen
-    assert max(seen) < "P9"
+            codes_seen |= {diagnostic.code for diagnostic in error.diagnostics}
+    assert "P521" in codes_seen
+    assert max(codes_seen) < "P9"
 
 
 # Names of modules

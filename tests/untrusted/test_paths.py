@@ -173,7 +173,7 @@ def test_the_folder_of_the_spec_comes_first(folders: Path) -> None:
     assert "value=7" in repr(edit)
 
 
-def test_files_of_a_folder_use_what_is_in_the_folder_of_the_spec(folders: Path) -> None:
+def test_included_files_may_use_files_of_the_specs_folder(folders: Path) -> None:
     (folders / "own" / "m.peft").write_text(METHOD)
     (folders / "own" / "below" / "n.peft").write_text('peft 1\nuse m from "../m.peft"\nmethod n() { apply m(r=3) }\n')
     spec = folders / "own" / "main.peft"

@@ -40,7 +40,7 @@ def models(recipe: str) -> tuple[str, ...]:
     return tuple(name for name in zoo.SPECIES if not (linears and name == "mixtral"))
 
 
-def chosen() -> list[tuple[str, str]]:
+def sampled_pairs() -> list[tuple[str, str]]:
     """Every recipe once, with the models in turn. Recipes with many kinds of sites are not paired
     with encoder-decoders.
     """

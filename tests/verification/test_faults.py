@@ -36,7 +36,7 @@ def verified(spec: str, name: str = "llama", **options: Any) -> Verification:
     return peftc.verify(peftc.compile(spec, model(name, **options), seed=0))
 
 
-def moved(monkeypatch: pytest.MonkeyPatch, change: Callable[[ir.SiteEdit], ir.SiteEdit]) -> None:
+def move_edits(monkeypatch: pytest.MonkeyPatch, change: Callable[[ir.SiteEdit], ir.SiteEdit]) -> None:
     """Moves edits to other sites, for the rewriter only."""
     original = reinstall.regions_of
 
@@ -177,7 +177,7 @@ def test_an_edit_at_another_site(monkeypatch: pytest.MonkeyPatch) -> None:
         other = table[site_edit.site.path.removesuffix("q") + "v"]
         return replace(site_edit, site=replace(other, path=site_edit.site.path, steps=site_edit.site.steps))
 
-    moved(monkeypatch, change)
+    move_edits(monkeypatch, change)
     report = verified("peft 1\nedit e at layer[*].attn.q { h *= scalar(init=2) }\n")
     assert codes(report) >= {"P602"}
 
@@ -190,7 +190,7 @@ def test_an_edit_before_a_dropout_in_place_of_behind(monkeypatch: pytest.MonkeyP
         return replace(site_edit, site=replace(site_edit.site, states=states))
 
     assert verified(SCALED, "bert", dropout=0.3).ok
-    moved(monkeypatch, change)
+    move_edits(monkeypatch, change)
     report = verified(SCALED, "bert", dropout=0.3)
     assert codes(report) == {"P610"}
     assert "dropout as a factor" in report.findings[0].message

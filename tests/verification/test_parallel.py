@@ -16,7 +16,7 @@ from torch import nn
 import peftc
 from peftc.planning import ir
 from peftc.verification import Verification
-from tests.verification.test_faults import moved
+from tests.verification.test_faults import move_edits
 
 SIZE: dict[str, Any] = {"vocab_size": 61, "bos_token_id": 0, "eos_token_id": 2}
 WIDE: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -72,7 +72,7 @@ def test_an_edit_of_the_sum_instead_of_one_term_is_a_finding(name: str, monkeypa
         states = {**site_edit.site.states, "h": table[f"{site_edit.site.path}.add"].states["h"]}
         return replace(site_edit, site=replace(site_edit.site, states=states))
 
-    moved(monkeypatch, change)
+    move_edits(monkeypatch, change)
     report = verified(name, "results")
     assert "P602" in {finding.code for finding in report.findings}
 

@@ -16,20 +16,13 @@ from peftc.planning.ir import SiteEdit
 
 @dataclass(frozen=True)
 class Foldability:
-    """Whether an edit folds.
-
-    `reason` says into what and by which rank, or names the sub-expression or edit that prevents it.
-    """
-
     foldable: bool
-    reason: str
+    reason: str  # into what and by which rank, or the sub-expression or edit that prevents it
     changed: frozenset[RowRange | EntryChoice] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
 class _SiteFold:
-    """The fold of an edit at one site."""
-
     site_edit: SiteEdit
     order: int  # of the edit in the spec
     target: FoldTarget | None

@@ -18,25 +18,6 @@ def changed_entries(
     """The entries that differ after the fold. Shapes: w (out, in), b (out)."""
     if target.side != "weight":
         yield from _changed_by_value(site_edit, target, parameters)
-    yield from _written_entries(site_edit, parameters)
-
-
-def _changed_by_value(site_edit: SiteEdit, target: FoldTarget, parameters: Parameters) -> Iterator[RowRange]:
-    weight, bias = target.weight, target.bias
-    value = affine_structure(site_edit, linear_states(target, site_edit.site))
-    shape = target.site.states["w"].shape
-    assert isinstance(shape, Weight)
-    if weight and (value.matrix != "identity" or value.input):
-        yield from parameters.row_ranges(weight, shape)
-    bias_is_mapped = target.side == "output" and value.matrix != "identity" and bias is not None
-    if value.constant or bias_is_mapped:
-        rows = weight.rows if weight and weight.rows else Slice(0, shape.d_out)
-        name = parameters.canonical(bias) if bias else f"{target.site.module}.bias"
-        yield from (RowRange(name, start, stop) for start, stop in rows.blocks())
-
-
-def _written_entries(site_edit: SiteEdit, parameters: Parameters) -> Iterator[RowRange | EntryChoice]:
-    """All entries of the written parameters, or those that the forms select."""
     for assign in site_edit.assigns:
         state = site_edit.site.states[assign.state]
         if assign.state not in ("w", "b") or state.weight is None:
@@ -53,6 +34,20 @@ def _written_entries(site_edit: SiteEdit, parameters: Parameters) -> Iterator[Ro
             key = (str(instance.owner),) if together else (site_edit.edit, site_edit.site.path, instance.key)
             count = instance.form.changes(instance.args, instance.dims)
             yield from (EntryChoice(key, count, rows) for rows in ranges)
+
+
+def _changed_by_value(site_edit: SiteEdit, target: FoldTarget, parameters: Parameters) -> Iterator[RowRange]:
+    weight, bias = target.weight, target.bias
+    value = affine_structure(site_edit, linear_states(target, site_edit.site))
+    shape = target.site.states["w"].shape
+    assert isinstance(shape, Weight)
+    if weight and (value.matrix != "identity" or value.input):
+        yield from parameters.row_ranges(weight, shape)
+    bias_is_mapped = target.side == "output" and value.matrix != "identity" and bias is not None
+    if value.constant or bias_is_mapped:
+        rows = weight.rows if weight and weight.rows else Slice(0, shape.d_out)
+        name = parameters.canonical(bias) if bias else f"{target.site.module}.bias"
+        yield from (RowRange(name, start, stop) for start, stop in rows.blocks())
 
 
 def _added_selectors(term: Term, state: str) -> list[FormInstance] | None:

@@ -160,7 +160,11 @@ class Plan(Record):
     unread: tuple[PlanUnread, ...] = ()
 
     def edit(self, name: str) -> PlanEdit:
-        """The edit of that name. Raises: KeyError: there is none."""
+        """The edit of that name.
+
+        Raises:
+            KeyError: there is none.
+        """
         return {edit.name: edit for edit in self.edits}[name]
 
     def __str__(self) -> str:

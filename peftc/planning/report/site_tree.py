@@ -24,9 +24,7 @@ MAX_SITE = 24
 
 @dataclass(frozen=True, eq=False)
 class NetworkGroup:
-    """Networks of a layer that are no sites themselves, such as experts. They have one name under
-    one site, and sites with the same states and shapes.
-    """
+    """Networks of one name that are no sites, such as experts, and have the same sites in them."""
 
     steps: Steps  # of the first network, in its layer
     numbers: tuple[int, ...]
@@ -73,14 +71,11 @@ def render_sites(table: SiteTable, width: int = 80) -> RenderableType:
     grid.add_column("states", no_wrap=True, style="dim")
     module_width, states_width = _widths(rows, width)
     for site, module, shape, parameters, states in rows:
-        cells = (
-            _wrap_site(site),
-            _wrap(module, module_width, "."),
-            shape,
-            parameters,
-            _wrap(states, states_width, " "),
-        )
-        grid.add_row(*map(Text, cells))
+        name = site.lstrip()
+        indent = " " * (len(site) - len(name))
+        site = indent + _wrap(name, MAX_SITE - len(indent), " ").replace("\n", f"\n{indent}")
+        module, states = _wrap(module, module_width, "."), _wrap(states, states_width, " ")
+        grid.add_row(*map(Text, (site, module, shape, parameters, states)))
     # a line for each shared module that is in no other shared module
     names = {name for group in table.shared_modules for name in group}
     outer = [group for group in table.shared_modules if not any(group[0].startswith(f"{name}.") for name in names)]
@@ -93,12 +88,6 @@ def _widths(rows: Sequence[Row], width: int) -> tuple[int, int]:
     rest = width - min(site, MAX_SITE) - shape - max(parameters, len("parameters")) - 8
     module = max(MIN_STATES, min(module, rest - min(states, MIN_STATES)))
     return module, max(MIN_STATES, rest - module)
-
-
-def _wrap_site(site: str) -> str:
-    name = site.lstrip()
-    indent = " " * (len(site) - len(name))
-    return indent + _wrap(name, MAX_SITE - len(indent), " ").replace("\n", f"\n{indent}")
 
 
 def _wrap(text: str, width: int, separator: str) -> str:
@@ -186,12 +175,9 @@ class _Tree:
 
     def _parameters(self, site: Site) -> int:
         """The parameters of the site and of those below it."""
-        sites = [
-            other
-            for other in self.table.sites
-            if other.steps[: len(site.steps)] == site.steps and f"{other.root}.".startswith(f"{site.root}.")
-        ]
-        refs = {(ref, state.shape) for other in sites for state in other.states.values() if (ref := state.weight)}
+        below = (other for other in self.table.sites if other.steps[: len(site.steps)] == site.steps)
+        inside = (other for other in below if f"{other.root}.".startswith(f"{site.root}."))
+        refs = {(ref, state.shape) for other in inside for state in other.states.values() if (ref := state.weight)}
         return sum(prod(vars(shape).values()) for _, shape in refs)
 
 

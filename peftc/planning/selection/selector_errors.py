@@ -92,22 +92,11 @@ def _join(names: Mapping[str, object]) -> str:
     return ", ".join(f"`{name}`" for name in list(names)[:MAX_SUGGESTIONS])
 
 
-def no_match_in_layers(path: ast.Path, table: SiteTable) -> Diagnostic:
-    """P201 where the names and the indices exist, but not together."""
-    message = f"`{print_selector(path)}` matches nothing in {table.model_id}"
-    return Diagnostic("P201", message, path.span, label="there is such a site, but not in these layers")
-
-
 def removes_nothing(selector: ast.Difference, left: Sequence[str], right: Sequence[str]) -> Diagnostic:
     message, label = f"`- {print_selector(selector.right)}` removes nothing", "none of these sites is on the left"
     sides = (("left", left), ("right", right))
     notes = tuple(f"the {side} side has {plural(len(s), 'site')}, such as `{s[0]}`" for side, s in sides)
     return Diagnostic("P203", message, selector.right.span, label=label, notes=notes, help="leave this part out")
-
-
-def not_indexed(step: ast.Step) -> Diagnostic:
-    message = f"`{step.name}` takes no index here: there is one in each place"
-    return Diagnostic("P202", message, step.span, label="not numbered", help=f"write `{step.name}`")
 
 
 def no_such_index(index: ast.Index, step: ast.Step, sizes: Mapping[StepList, int]) -> Diagnostic:

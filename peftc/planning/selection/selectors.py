@@ -40,7 +40,11 @@ def resolve(selector: ast.Selector, table: SiteTable) -> list[Site]:
     untraced = untraced_errors(selector, paths)
     if errors := [*untraced, *(e for e in resolver.errors if not (untraced and e.code == "P201"))]:
         raise PeftcError(errors)
-    return _in_model_order(sites, table)
+    position = {site.path: i for i, site in enumerate(table.sites)}
+    if sites.keys() <= position.keys():
+        return sorted(sites.values(), key=lambda site: position[site.path])
+    module = {info.name: i for i, info in enumerate(table.modules)}  # some sites are modules without a role
+    return sorted(sites.values(), key=lambda site: (module.get(site.module, -1), position.get(site.path, -1)))
 
 
 def coverage_warnings(selector: ast.Selector, table: SiteTable) -> list[Diagnostic]:
@@ -85,7 +89,9 @@ class _Resolver:
             return {}
         matches = [match for match in matches if self.paths.has_indices(match, steps)]
         if not matches:
-            self.errors.append(selector_errors.no_match_in_layers(path, self.table))
+            message = f"`{print_selector(path)}` matches nothing in {self.table.model_id}"
+            label = "there is such a site, but not in these layers"
+            self.errors.append(Diagnostic("P201", message, path.span, label=label))
         elif below:
             return self._modules(modules_below([match.prefix for match in matches], self.table))
         return {match.site.path: match.site for match in matches}
@@ -113,7 +119,8 @@ def _index_errors(steps: Sequence[ast.Step], matches: Sequence[Match], paths: Si
             continue
         sizes = {lists: paths.size(lists) for lists in step_lists(matches, i) if paths.size(lists)}
         if not sizes:
-            yield selector_errors.not_indexed(step)
+            message = f"`{step.name}` takes no index here: there is one in each place"
+            yield Diagnostic("P202", message, step.span, label="not numbered", help=f"write `{step.name}`")
             continue
         for index in step.indices:
             if not any(in_range(index, size) for size in sizes.values()):
@@ -166,11 +173,3 @@ def _uneven_attentions(path: ast.Path, paths: SitePaths) -> Iterator[Diagnostic]
 
 def _warning(message: str, span: Span, label: str, note: str, help_: str | None = None) -> Diagnostic:
     return Diagnostic("P204", message, span, label=label, notes=(note,), help=help_, severity="warning")
-
-
-def _in_model_order(sites: SitesByPath, table: SiteTable) -> list[Site]:
-    position = {site.path: i for i, site in enumerate(table.sites)}
-    if sites.keys() <= position.keys():
-        return sorted(sites.values(), key=lambda site: position[site.path])
-    module = {info.name: i for i, info in enumerate(table.modules)}  # some sites are modules without a role
-    return sorted(sites.values(), key=lambda site: (module.get(site.module, -1), position.get(site.path, -1)))

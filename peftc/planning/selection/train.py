@@ -15,8 +15,6 @@ from peftc.syntax import ast
 
 @dataclass(frozen=True)
 class TrainTarget:
-    """What one `train` statement trains."""
-
     name: str
     sites: tuple[Site, ...]  # those that have one of the states
     ranges: frozenset[RowRange]
@@ -33,7 +31,12 @@ def resolve_train(statement: ast.Train, sites: Sequence[Site], table: SiteTable)
     states = [(site, state) for site in sites for name in statement.states if (state := site.states.get(name))]
     refs = [(site, state, state.weight) for site, state in states if state.weight is not None]
     if not refs:
-        raise PeftcError(_no_states(statement, sites))
+        others = dict.fromkeys(name for site in sites for name, state in site.states.items() if state.weight)
+        message = f"none of the {len(sites)} sites has {join_names(statement.states, 'or')} to train"
+        notes = (f"they have {join_names(others)}" if others else "they have no parameters of their own",)
+        help_ = None if {"w", "b"}.issuperset(statement.states) else "`train` takes `w` and `b`"
+        error = Diagnostic("P205", message, statement.span, label="nothing to unfreeze", notes=notes, help=help_)
+        raise PeftcError(error)
     ranges = frozenset(rows for _, state, ref in refs for rows in parameters.row_ranges(ref, state.shape))
     names = dict.fromkeys(parameters.canonical(ref) for _, _, ref in refs)
     for site, state, ref in refs:
@@ -83,14 +86,6 @@ def _tied(statement: ast.Train, sites: Sequence[Site], table: SiteTable) -> Diag
             label = "training it here also trains it there"
             return Diagnostic("P211", message, statement.span, label=label, help=help_)
     return None
-
-
-def _no_states(statement: ast.Train, sites: Sequence[Site]) -> Diagnostic:
-    states = dict.fromkeys(name for site in sites for name, state in site.states.items() if state.weight)
-    message = f"none of the {len(sites)} sites has {join_names(statement.states, 'or')} to train"
-    notes = (f"they have {join_names(states)}" if states else "they have no parameters of their own",)
-    help_ = None if {"w", "b"}.issuperset(statement.states) else "`train` takes `w` and `b`"
-    return Diagnostic("P205", message, statement.span, label="nothing to unfreeze", notes=notes, help=help_)
 
 
 def _partial(statement: ast.Train, site: Site, state: State, name: str) -> Diagnostic:

@@ -106,14 +106,9 @@ def reason_lines(modules: Iterable[UntracedModule]) -> list[str]:
 
 
 def untraced_in_layers(sites: Iterable[Site], table: SiteTable) -> UntracedModules:
-    """The untraced modules in the layers of some sites."""
-    layers = {_layer(site) for site in sites} if table.untraced else set[Steps]()
-    return tuple(module for module in table.untraced if module.steps and module.steps in layers)
-
-
-def _layer(site: Site) -> Steps:
-    names = [name for name, _ in site.steps]
-    return site.steps[: names.index("layer") + 1] if "layer" in names else ()
+    ends = ((site.steps, i) for site in sites for i, (name, _) in enumerate(site.steps) if name == "layer")
+    layers = {steps[: i + 1] for steps, i in ends} if table.untraced else set[Steps]()
+    return tuple(module for module in table.untraced if module.steps in layers)
 
 
 def untraced_warning(selector: ast.Selector, modules: Sequence[UntracedModule]) -> Diagnostic:

@@ -27,8 +27,8 @@ from peftc.recognition.moe.matrices import (
     stacked_experts,
 )
 from peftc.recognition.roles import SubLayer
-from peftc.tracing.approximate_trace import approximate_trace
 from peftc.tracing.region_trace import ModuleCall, RegionTrace
+from peftc.tracing.tracer import approximate_trace
 
 
 def find_experts(traced: RegionTrace, subs: list[SubLayer], layer: LayerGraph, mode: FakeTensorMode) -> set[str]:

@@ -34,17 +34,12 @@ INSPECTING = frozenset({"isinstance", "hasattr", "id", "type"})
 
 @dataclass(frozen=True)
 class ParameterRead:
-    """A read of a parameter by attributes, `names`.
-
-    Args: `from_self`: the first attribute is one of the module itself; else the object is unknown.
-    `mode_dependent`: the function also queries gradients or the mode. `whole_module`: `names` lead
-    to a module all of whose parameters may be read.
-    """
+    """A read of a parameter by attributes, `names`."""
 
     names: tuple[str, ...]
-    from_self: bool
-    mode_dependent: bool
-    whole_module: bool = False
+    from_self: bool  # the first attribute is one of the module itself; else the object is unknown
+    mode_dependent: bool  # the function also queries gradients or the mode
+    whole_module: bool = False  # `names` lead to a module all of whose parameters may be read
 
     @property
     def names_owner(self) -> bool:
@@ -173,16 +168,12 @@ def resolve(name: str, function: FunctionType, cls: type[nn.Module]) -> tuple[Fu
 
 @dataclass(frozen=True)
 class AttributeUse:
-    """An expression that reads attributes: `self.layers[0].fc` has the names (layers, *, fc).
-
-    Args: `next`: the attribute read from the result, "()" where it is called, else "". `is_text`: a
-    constant that may be the name of an attribute.
-    """
+    """An expression that reads attributes: `self.layers[0].fc` has the names (layers, *, fc)."""
 
     names: tuple[str, ...]
     from_self: bool
-    next: str = ""
-    is_text: bool = False
+    next: str = ""  # the attribute read from the result, "()" where it is called
+    is_text: bool = False  # a constant that may be the name of an attribute
 
     def reads(self, words: frozenset[str], mode_dependent: bool) -> Iterator[ParameterRead]:
         """The reads here, if `words` are names of parameters and of the modules that own them."""

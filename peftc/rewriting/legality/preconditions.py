@@ -26,10 +26,24 @@ def check_forwards(region: Region, model: nn.Module) -> None:
     """
     module = model.get_submodule(region.module)
     check_forward(region.module, module)
-    for name in sorted(region.inline - {""}):
-        check_entered(f"{region.module}.{name}".lstrip("."), module.get_submodule(name))
+    for inner in sorted(region.inline - {""}):
+        name, entered = f"{region.module}.{inner}".lstrip("."), module.get_submodule(inner)
+        check_forward(name, entered)
+        forward = instance_forward(entered)
+        if forward is not None and forward.hooked and not only_moves_arguments(entered):
+            reason = "which would not run: the edit changes code inside the module"
+            message = f"`{name}` has a hook around its `forward`, {reason}"
+            help_ = "edit a state at the boundary of this module, or remove the hook before compiling"
+            raise PeftcError(Diagnostic("P426", message, help=help_))
     for name in (region.module, *parents(region.module)):
-        check_outer(name, model.get_submodule(name))
+        outer = model.get_submodule(name)
+        forward = instance_forward(outer)
+        if forward is not None and forward.function is None and not forward.wraps:
+            raise PeftcError(hidden_forward(name, outer))
+        if loads_submodules(outer):
+            reason = "from a table of names, which has none for the parameters of edits"
+            message = f"accelerate loads all parameters in `{name or 'the model'}` {reason}"
+            raise PeftcError(Diagnostic("P426", message, help="dispatch the model without `preload_module_classes`"))
 
 
 def check_forward(name: str, module: nn.Module) -> None:
@@ -39,26 +53,6 @@ def check_forward(name: str, module: nn.Module) -> None:
     forward = instance_forward(module)
     if forward is not None and forward.function is None:
         raise PeftcError(hidden_forward(name, module))
-
-
-def check_entered(name: str, module: nn.Module) -> None:
-    check_forward(name, module)
-    forward = instance_forward(module)
-    if forward is not None and forward.hooked and not only_moves_arguments(module):
-        reason = "which would not run: the edit changes code inside the module"
-        message = f"`{name}` has a hook around its `forward`, {reason}"
-        help_ = "edit a state at the boundary of this module, or remove the hook before compiling"
-        raise PeftcError(Diagnostic("P426", message, help=help_))
-
-
-def check_outer(name: str, module: nn.Module) -> None:
-    forward = instance_forward(module)
-    if forward is not None and forward.function is None and not forward.wraps:
-        raise PeftcError(hidden_forward(name, module))
-    if loads_submodules(module):
-        reason = "from a table of names, which has none for the parameters of edits"
-        message = f"accelerate loads all parameters in `{name or 'the model'}` {reason}"
-        raise PeftcError(Diagnostic("P426", message, help="dispatch the model without `preload_module_classes`"))
 
 
 def hidden_forward(name: str, module: nn.Module) -> Diagnostic:

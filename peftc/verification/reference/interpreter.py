@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -75,18 +75,18 @@ class Interpreter:
 
     def __init__(self, forms: FormModules, base: nn.Module) -> None:
         self.forms, self.base = forms, base
-        self.values: dict[tuple[str, str], Any] = {}  # by site path and state
-        self.memo: dict[tuple[int, int], Any] = {}  # by the ids of a SiteEdit and a term
+        self.values: dict[tuple[str, str, str], Any] = {}  # by layer, site path and state
+        self.memo: dict[tuple[str, int, int], Any] = {}  # by layer, and the ids of a SiteEdit and a term
 
-    def forget(self, sites: Collection[str], site_edits: Collection[int]) -> None:
-        """Drops the values of sites (paths) and site edits (ids) before a new call of a layer."""
-        self.values = {key: value for key, value in self.values.items() if key[0] not in sites}
-        self.memo = {key: value for key, value in self.memo.items() if key[0] not in site_edits}
+    def forget(self, root: str) -> None:
+        """Drops the values of a layer before a new call of it."""
+        self.values = {key: value for key, value in self.values.items() if key[0] != root}
+        self.memo = {key: value for key, value in self.memo.items() if key[0] != root}
 
     def assign(self, site_edit: ir.SiteEdit, index: int, current: Any) -> Any:
         """The new value of the state that equation `index` writes, from its current value."""
         assign = site_edit.assigns[index]
-        key = (site_edit.site.path, assign.state)
+        key = (site_edit.site.root, site_edit.site.path, assign.state)
         self.values[key] = current
         for i, term in site_edit.lets:
             if i == index:
@@ -95,7 +95,7 @@ class Interpreter:
         return value
 
     def evaluate(self, site_edit: ir.SiteEdit, term: ir.Term, current: Any) -> Any:
-        key = (id(site_edit), id(term))
+        key = (site_edit.site.root, id(site_edit), id(term))
         if key not in self.memo:
             self.memo[key] = self._evaluate(site_edit, term, current)
         return self.memo[key]
@@ -103,9 +103,10 @@ class Interpreter:
     def _evaluate(self, site_edit: ir.SiteEdit, term: ir.Term, current: Any) -> Any:
         match term:
             case ir.Read(state=state):
-                if (site_edit.site.path, state) not in self.values:
+                key = (site_edit.site.root, site_edit.site.path, state)
+                if key not in self.values:
                     raise ReferenceUnavailable(f"`{state}` is not computed before the state that is written")
-                return self.values[site_edit.site.path, state]
+                return self.values[key]
             case ir.Constant(value=value):
                 return value
             case ir.FormCall(instance=instance, inputs=inputs):

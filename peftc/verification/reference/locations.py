@@ -87,20 +87,18 @@ class Locator:
                 return self._linear_input(site, name)
 
     def _linear_input(self, site: Site, name: str) -> Location:
-        for role in LINEARS.get(name, ()):
-            if (child := self._child(site, role)) is not None:
-                return self.at_module(child, "input")
+        if (child := self._child(site, *LINEARS.get(name, ()))) is not None:
+            return self.at_module(child, "input")
         if name != "x" or site.module == site.root:
             raise ReferenceUnavailable(f"`{name}` of `{site.path}` is not the input of a module")
         return Location("input", site.module, site.root)
 
     def residual_sum(self, site: Site, kind: Kind) -> Location:
-        for role in ("o", "down"):
-            if (child := self._child(site, role)) is not None:
-                return Location(kind, self.at_module(child, "output").module, site.root, site.path)
-        if site.module == site.root:
+        child = self._child(site, "o", "down")
+        if child is None and site.module == site.root:
             raise ReferenceUnavailable(f"no module computes the result of `{site.path}`")
-        return Location(kind, site.module, site.root, site.path)
+        module = site.module if child is None else self.at_module(child, "output").module
+        return Location(kind, module, site.root, site.path)
 
     def sub_layer_results(self, root: str) -> list[Location]:
         """The results of the sub-layers of a layer, where a module computes them."""
@@ -117,9 +115,10 @@ class Locator:
             raise ReferenceUnavailable(f"no module computes the queries of `{site.path}`")
         return Location(kind, self.at_module(child, "output").module, site.root, site.path)
 
-    def _child(self, site: Site, role: str) -> Site | None:
-        child = self.sites.get(f"{site.path}.{role}")
-        return child if child is not None and self.is_module(child) else None
+    def _child(self, site: Site, *roles: str) -> Site | None:
+        """The first of these Linears of a sub-layer that is a module."""
+        children = (self.sites.get(f"{site.path}.{role}") for role in roles)
+        return next((child for child in children if child is not None and self.is_module(child)), None)
 
     def is_module(self, site: Site) -> bool:
         weight = site.states["w"].weight if "w" in site.states else None

@@ -92,8 +92,6 @@ class ReferenceModel:
         self.depth: Counter[str] = Counter()  # open calls, by layer
         self.leading_shapes: dict[str, tuple[int, ...]] = {}  # (batch, tokens) of the input, by layer
         self.reached: set[Location] = set()
-        self.site_paths: dict[str, set[str]] = defaultdict(set)  # by layer
-        self.site_edit_ids: dict[str, set[int]] = defaultdict(set)  # by layer
         self.replaced: dict[str, ExitStack] = {}  # restores parameters, by layer
         for site_edit in site_edits:
             uses: dict[int, ir.SiteEdit] = {}  # several where weights are tied
@@ -118,8 +116,6 @@ class ReferenceModel:
             self.unavailable[key_of(site_edit)] = str(reason)
             return
         for name, location in locations.items():
-            self.site_paths[location.root].add(site_edit.site.path)
-            self.site_edit_ids[location.root].add(id(site_edit))
             if all(s.site.path != site_edit.site.path or s.state != name for s in self.states[location]):
                 self.states[location].append(ObservedState(site_edit.site, name, rows[name]))
         for index, assign in enumerate(site_edit.assigns):
@@ -189,7 +185,7 @@ class ReferenceModel:
 
     def _begin_layer(self, root: str, arguments: Any) -> None:
         self.depth[root] += 1
-        self.interpreter.forget(self.site_paths[root], self.site_edit_ids[root])
+        self.interpreter.forget(root)
         if (first := first_tensor(arguments)) is not None:
             self.leading_shapes[root] = tuple(first.shape[:-1])
         self._edit_weights(root)
@@ -232,7 +228,7 @@ class ReferenceModel:
     def _store(self, location: Location, value: Any) -> None:
         for observed in self.states[location]:
             state = self._site_value(location, observed.site, observed.rows, value)
-            self.interpreter.values[observed.site.path, observed.state] = state
+            self.interpreter.values[location.root, observed.site.path, observed.state] = state
 
     def _site_value(self, location: Location, site: Site, rows: Slice | None, value: Any) -> Any:
         """A value as the equations of a site see it: its own features, with a batch dimension."""
@@ -271,7 +267,7 @@ class ReferenceModel:
         ref = site.states[state].weight
         assert ref is not None
         parameter = vars(self.base.get_submodule(ref.module))["_parameters"][ref.attribute]
-        self.interpreter.values[site.path, state] = value = weight_of(parameter, ref)
+        self.interpreter.values[site.root, site.path, state] = value = weight_of(parameter, ref)
         return value
 
     def _write_weight(self, root: str, write: StateWrite) -> None:

@@ -88,17 +88,11 @@ def first_differing_output(
     expected: Activations, actual: Activations, modules: Collection[str], end: CallEvent
 ) -> CallEvent | None:
     """The first output of one of these modules that differs, before the event `end`."""
-    for event in takewhile(lambda event: event != end, expected):
-        comparable = event.kind == "output" and event.module in modules and event in actual
-        if comparable and first_difference(expected[event], actual[event]) is not None:
-            return event
-    return None
+    events = (e for e in takewhile(lambda e: e != end, expected) if e.kind == "output" and e.module in modules)
+    return next((e for e in events if e in actual and first_difference(expected[e], actual[e]) is not None), None)
 
 
 def first_differing_input(expected: Activations, actual: Activations) -> CallEvent | None:
     """The first module input that differs. A hook may see outputs before or after an edit."""
-    for event, values in expected.items():
-        comparable = event.kind == "input" and event in actual and values.keys() == actual[event].keys()
-        if comparable and first_difference(values, actual[event]) is not None:
-            return event
-    return None
+    events = (e for e in expected if e.kind == "input" and e in actual and expected[e].keys() == actual[e].keys())
+    return next((e for e in events if first_difference(expected[e], actual[e]) is not None), None)

@@ -1,0 +1,111 @@
+"""Names of specs and tasks, and what specs on one model must not share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain, count
+
+from torch import nn
+
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics.suggestions import join_names
+from peftc.installation.record import Installation, InstalledSpec
+from peftc.planning.planner import PlanResult
+from peftc.semantics.applied_method import prefix_names
+from peftc.syntax import ast
+
+NAME = re.compile(r"[A-Za-z0-9_-]+")
+_DICT = nn.ModuleDict()  # its attributes cannot be names of its modules
+
+
+def prefixed(flat: ast.Spec, prefix: str | None) -> ast.Spec:
+    """A flat spec with `prefix.` before the names of its edits. Raises: P545 for no words."""
+    if prefix is None:
+        return flat
+    if not isinstance(prefix, str) or not all(  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+        word.isidentifier() and word.isascii() for word in prefix.split(".")
+    ):
+        raise PeftcError(Diagnostic("P545", f"`{prefix}` cannot stand before the name of an edit", help="use a word"))
+    statements = prefix_names(flat.statements, prefix)
+    flat_statements = (s for s in statements if isinstance(s, ast.Let | ast.Edit | ast.Train | ast.Expect))
+    return replace(flat, statements=tuple(flat_statements))
+
+
+def free_name(specs: Iterable[InstalledSpec], name: str | None, default: str) -> str:
+    """A name that no spec of the model has. Raises: P412 for a second one, P545 for no text."""
+    if name is not None and not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+        raise PeftcError(Diagnostic("P545", f"the name of a spec is a text, not a {type(name).__name__}"))
+    present = {spec.name for spec in specs}
+    if name in present:
+        help_ = "give this one another `name`, or `peftc.remove` the other"
+        raise PeftcError(Diagnostic("P412", f"the model has a spec `{name}` already", help=help_))
+    numbered = (f"{default}-{n}" for n in count(2))
+    return name or next(free for free in chain((default,), numbered) if free not in present)
+
+
+@contextmanager
+def with_note(note: str) -> Generator[None]:
+    """Adds a note to what is raised in the block."""
+    try:
+        yield
+    except PeftcError as error:
+        raise PeftcError(replace(d, notes=(*d.notes, note)) for d in error.diagnostics) from error
+
+
+def refuse_second(record: Installation, flat: ast.Spec, trained: Iterable[str]) -> None:
+    """Raises: P412 for edits of the same names, P414 for base parameters that are trained twice."""
+    errors: list[Diagnostic] = []
+    first = {name: spec.name for spec in record.specs for name in _names(spec.spec)}
+    if same := [name for name in _names(flat) if name in first]:
+        note = f"its spec `{first[same[0]]}` and this one both have {join_names(same)}"
+        help_ = 'give `prefix="…"`: a word that is put before the names of the new edits'
+        message = f"the model has an edit `{same[0]}` already"
+        errors.append(Diagnostic("P412", message, source=flat.source, notes=(note,), help=help_))
+    trainers = {name: saved.partition("/")[0] for saved, name in record.trained.items()}
+    if twice := [name for name in trained if name in trainers]:
+        more, edit = f" and {len(twice) - 1} more" if len(twice) > 1 else "", trainers[twice[0]]
+        note = f"`{edit}` of the spec `{record.owner(edit).name}` on the model trains it"
+        help_ = "leave it out of one of them, or write both in one spec"
+        errors.append(
+            Diagnostic("P414", f"`{twice[0]}`{more} would be trained by two specs", notes=(note,), help=help_)
+        )
+    if errors:
+        raise PeftcError(errors)
+
+
+def _names(spec: ast.Spec) -> list[str]:
+    return [s.name for s in spec.statements if isinstance(s, ast.Edit | ast.Train | ast.Let)]
+
+
+def has_tasks(planned: PlanResult) -> bool:
+    """Whether an edit is `per task`."""
+    return any(one.tasks for site_edit in planned.site_edits for one in site_edit.instances)
+
+
+def task_names(tasks: Sequence[str] | None, present: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The tasks that are asked for, else those that the model has.
+
+    Raises: P537 where they are no names, given twice, or others than the model has.
+    """
+    if tasks is None:
+        return present
+    names = (tasks,) if isinstance(tasks, str) or not isinstance(tasks, Iterable) else tuple(tasks)  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+    wrong = [n for n in names if not isinstance(n, str) or not NAME.fullmatch(n) or hasattr(_DICT, n)]  # pyright: ignore[reportUnnecessaryIsInstance]
+    if wrong or not names:
+        message = f"`{wrong[0]}` is no name of a task" if names else "no task is named"
+        raise PeftcError(Diagnostic("P537", message, help="names are of letters, digits, `_` and `-`"))
+    if len(set(names)) < len(names):
+        raise PeftcError(Diagnostic("P537", f"a task is named twice: {join_names(names)}"))
+    if present and names != present:
+        message = f"the model has parameters for {join_names(present)}"
+        raise PeftcError(Diagnostic("P537", message, help="add a task with `peftc.add_task`, or leave `tasks` out"))
+    return names
+
+
+def require_tasks(tasks: Sequence[str] | None, planned: PlanResult) -> None:
+    """Raises: P537 where tasks are asked for and no edit is `per task`."""
+    if tasks is not None and not has_tasks(planned):
+        raise PeftcError(Diagnostic("P537", "`tasks` was given, but no edit is marked `per task`"))
