@@ -8,10 +8,9 @@ import torch
 from huggingface_hub import constants, try_to_load_from_cache
 from torch import nn
 
-from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.filesystem.bounded_read import check_regular
-from peftc.models.configs import error_summary
+from peftc.models.configs import error_summary, paused_gc
 from peftc.models.resolve import ModelSource
 
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from torch import fx, nn
 
-from peftc.tracing.code_positions import Occurrence, Origin
+from peftc.tracing.bytecode import Occurrence, Origin
 from peftc.tracing.region_trace import ModuleCall, RegionTrace
 
 

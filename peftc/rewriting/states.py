@@ -28,7 +28,7 @@ from peftc.rewriting.anchors import (
 )
 from peftc.rewriting.edits import STREAM, RegionEdit, RegionState
 from peftc.rewriting.in_place_writes import earlier_versions, later_versions, later_writes
-from peftc.tracing.code_positions import may_diverge
+from peftc.tracing.bytecode import may_diverge
 from peftc.tracing.region_trace import RegionTrace
 
 
