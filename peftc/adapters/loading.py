@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peftc.adapters.base import differences, distance_from
+from peftc.adapters.base import Distance, differences, distance_from
 from peftc.adapters.files import listed_tensors, path_of, read
 from peftc.adapters.metadata import METADATA, Adapter, Base
 from peftc.adapters.weight_access import dtype_name, require_values
-from peftc.adapters.weight_sample import Distance
 from peftc.diagnostics import Diagnostic, PeftcError, warn
 from peftc.forms.module import FormModule, build, build_of_all, build_owner
 from peftc.installation.compiled_model import CompiledModel

@@ -8,13 +8,11 @@ from pathlib import Path
 
 from torch import nn
 
-from peftc.adapters.base import base_of
+from peftc.adapters.base import base_of, digest_of
 from peftc.adapters.export_form import stored_spec, stored_tensors
-from peftc.adapters.files import listing, path_of
+from peftc.adapters.files import listing, path_of, write
 from peftc.adapters.metadata import Adapter, tensors_name
 from peftc.adapters.weight_access import elect_writer, require_values, whole
-from peftc.adapters.weight_sample import digest_of
-from peftc.adapters.writing import write
 from peftc.diagnostics import PeftcError
 from peftc.forms.fusion_module import Fusion
 from peftc.forms.lines_module import Lines

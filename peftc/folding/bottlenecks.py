@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from peftc.forms.module import FormModule
-from peftc.planning.foldability.weight_change import is_number
+from peftc.planning.foldability.check import is_number
 from peftc.planning.ir import Arithmetic, Constant, FormCall, Read, SiteEdit, Term
 
 

@@ -15,7 +15,7 @@ from peftc.folding.weights import NOT_SELECTED, Folding
 from peftc.forms.module import Pair
 from peftc.forms.shapes import KeyValue, Tokens
 from peftc.planning import ir
-from peftc.rewriting.positions import selects_positions
+from peftc.rewriting.prompts import selects_positions
 from peftc.runtime.call_arguments import starts_of
 from peftc.runtime.prompts import insert_rows
 from peftc.tracing.module_calls import forward_signature

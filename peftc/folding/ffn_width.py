@@ -18,16 +18,15 @@ from transformers import PretrainedConfig
 from peftc.adapters.weight_access import dtype_name
 from peftc.addressing.parameter_ranges import parameter_name
 from peftc.addressing.sites import Site
-from peftc.folding.affine_values import sum_dtype
 from peftc.folding.bottlenecks import NotWider, bottleneck_of, factor_of, is_sum
-from peftc.folding.module_folds import rounded
+from peftc.folding.module_folds import rounded, sum_dtype
 from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.folding.weights import Folding, listed_names
 from peftc.forms.adapter_module import ACTIVATION
 from peftc.forms.shapes import Weight
 from peftc.installation.journal import Journal, transaction
 from peftc.installation.record import installation_of, is_installed
-from peftc.planning.foldability.target import is_linear
+from peftc.planning.foldability.affine import is_linear
 from peftc.planning.ir import SiteEdit
 from peftc.recognition.layers import LayerType
 from peftc.rewriting.container import CONTAINER, SHARED

@@ -14,7 +14,7 @@ from peftc.adapters.weight_access import dtype_name, require_base
 from peftc.addressing.parameter_ranges import parameter_name
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
-from peftc.folding.module_folds import CannotFold, Fold, combine, is_linear
+from peftc.folding.module_folds import CannotFold, Fold, combine, is_linear_module
 from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.forms.module import FormModule
 from peftc.installation.compiled_model import CompiledModel
@@ -22,8 +22,8 @@ from peftc.installation.completeness import active_installation
 from peftc.installation.journal import Journal, transaction
 from peftc.modules.memory import storage_id
 from peftc.observation.parameter_uses import parameter_views
+from peftc.planning.foldability.affine import FoldTarget, fold_target
 from peftc.planning.foldability.check import check_foldability
-from peftc.planning.foldability.target import FoldTarget, fold_target
 from peftc.planning.ir import SiteEdit
 from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.edits import slug
@@ -113,7 +113,7 @@ class Folding:
         if parameter is None:
             return f"`{name}` is computed from other parameters"
         if is_quantised(parameter):
-            if self.dequantize and is_linear(self.model.get_submodule(name.rpartition(".")[0])):
+            if self.dequantize and is_linear_module(self.model.get_submodule(name.rpartition(".")[0])):
                 return None
             return f"`{name}` is quantised ({type(parameter.data).__name__}): `dequantize=True` writes it out in full"
         if not parameter.is_floating_point() or parameter.element_size() < 2:

@@ -24,7 +24,7 @@ from peftc.planning import ir
 from peftc.rewriting.container import CONTAINER, SHARED, Container
 from peftc.rewriting.edits import Region, RegionEdit, module_name
 from peftc.rewriting.legality.preconditions import check_forwards, check_loaded
-from peftc.rewriting.positions import SEQUENCE, selects_positions
+from peftc.rewriting.prompts import SEQUENCE, selects_positions
 from peftc.specialization.generated_class import GeneratedClass
 from peftc.tracing.bytecode import reachable_code
 

@@ -13,14 +13,12 @@ from peftc.addressing.parameter_ranges import EntryChoice, RowRange, numel
 from peftc.addressing.sites import Site, SiteTable, UntracedModule
 from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.forms import FORMS
-from peftc.planning.assignments import conflicts
+from peftc.planning.assignments import conflicts, is_identity
 from peftc.planning.expectations import evaluate
 from peftc.planning.foldability.check import Foldability, check_foldability
-from peftc.planning.form_instances import count_parameters
-from peftc.planning.identity import is_identity
 from peftc.planning.ir import SiteEdit
 from peftc.planning.lowering import lower_edit, unused
-from peftc.planning.lowering_context import DEFAULT_TASK, LoweringContext, groups_of, sharers_of
+from peftc.planning.lowering_context import DEFAULT_TASK, LoweringContext, count_parameters, groups_of, sharers_of
 from peftc.planning.messages import for_sites, plural
 from peftc.planning.report.plan import (
     Plan,
@@ -32,11 +30,11 @@ from peftc.planning.report.plan import (
     PlanTotals,
     PlanUnread,
 )
-from peftc.planning.selection.parameter_sites import edits_parameters, other_parameters, parameter_sites
+from peftc.planning.selection.module_sites import edits_parameters, other_parameters, parameter_sites
+from peftc.planning.selection.selector_errors import untraced_in_layers, untraced_warning
 from peftc.planning.selection.selectors import coverage_warnings, resolve
 from peftc.planning.selection.shared_modules import SharedModules
 from peftc.planning.selection.train import TrainTarget, resolve_train
-from peftc.planning.selection.untraced import untraced_in_layers, untraced_warning
 from peftc.semantics.checks.spec import with_origin
 from peftc.syntax import ast
 

@@ -32,10 +32,8 @@ from peftc.rewriting.edits import (
     row_count,
 )
 from peftc.rewriting.in_place_writes import REPLACES, copy_operands_of_edits, copy_value
-from peftc.rewriting.node_builder import NodeBuilder
-from peftc.rewriting.positions import provides_positions
-from peftc.rewriting.prompts import prepend_tokens, prompted_call
-from peftc.rewriting.stacked_weights import StackedWeight
+from peftc.rewriting.node_builder import NodeBuilder, StackedWeight
+from peftc.rewriting.prompts import prepend_tokens, prompted_call, provides_positions
 from peftc.rewriting.states import StateLookup
 from peftc.runtime.layouts import image_to_tokens, tokens_to_image, unflatten_tokens
 from peftc.runtime.parameters import full_precision, stored_as

@@ -26,8 +26,7 @@ from peftc.rewriting.edits import (
     used_states,
     written_states,
 )
-from peftc.rewriting.legality.fast_paths import has_fast_path, parents
-from peftc.rewriting.legality.parameter_reads import own_parameters, parameter_reads
+from peftc.rewriting.legality.bypasses import has_fast_path, own_parameters, parameter_reads, parents
 from peftc.rewriting.legality.preconditions import check_gradients
 from peftc.rewriting.states import (
     activation_of,

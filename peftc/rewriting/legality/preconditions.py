@@ -13,7 +13,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.modules.instance_forward import instance_forward
 from peftc.modules.offload import loads_submodules, offloaded_parameters, only_moves_arguments
 from peftc.rewriting.edits import Region
-from peftc.rewriting.legality.fast_paths import parents
+from peftc.rewriting.legality.bypasses import parents
 from peftc.tracing.context_managers import is_gradient_context
 from peftc.tracing.operations import enter_context, exit_context
 
