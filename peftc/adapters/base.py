@@ -1,22 +1,28 @@
-"""The base model of an adapter: its description, samples of weights, and how another differs."""
+"""The base model of an adapter: its description, samples of weights, and how another differs.
+
+Weights may have no values, be offloaded, or be sharded over processes (FSDP2).
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from peftc.adapters.metadata import Base, BaseTensor, WeightsDigest
-from peftc.adapters.weight_access import dtype_name, whole
+from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import has_values
 from peftc.installation.record import Installation, installation_of, is_installed
 from peftc.models import settings
 from peftc.models.identity import VERSION, any_name, fingerprint_of, identity, parameter_count
+from peftc.modules.offload import offloaded_error, offloaded_parameters
 from peftc.rewriting.container import CONTAINER, SHARED
 
 _LISTED = 5  # differences of the configuration
@@ -84,10 +90,7 @@ def differences(base: Base, model: nn.Module) -> list[str]:
 
 
 def _configuration_differences(base: Base, here: Mapping[str, settings.Value], model: nn.Module) -> list[str]:
-    """The differences from version 2 of the fingerprint on.
-
-    A newer version of transformers may have more keys, at the defaults of their classes.
-    """
+    """Newer versions of transformers may have more keys, at the defaults of their classes."""
     if base.fingerprint_version == 1:
         return []
     keys = settings.differences(base.configuration, frozenset(base.configured), here, settings.defaults(model))
@@ -137,9 +140,9 @@ class Distance(NamedTuple):
 
 
 def samples(parameters: Mapping[str, Tensor], counts: Mapping[str, int]) -> dict[str, Sample | None]:
-    """As many values of each parameter as `counts` says, in row-major order.
+    """As many values of each parameter as `counts` says; None if quantised, fake or integer.
 
-    Quantised, fake and integer parameters have None. Values are copied once per device and dtype.
+    Values are copied once per device and dtype.
     """
     result: dict[str, Sample | None] = dict.fromkeys(counts)
     pieces: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
@@ -208,3 +211,49 @@ def _is_same(saved: BaseTensor, here: Sample, dtype: torch.dtype) -> bool:
         return True
     is_half = {saved_dtype, dtype} == {torch.float16, torch.bfloat16}
     return is_half and torch.allclose(a, b, rtol=_HALF, atol=2.0**-24)
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def require_values(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises: P527 for a tensor without values."""
+    missing = [name for name, tensor in tensors if not has_values(tensor)]
+    if missing:
+        message = f"{len(missing)} of the parameters have no values, such as `{missing[0]}`"
+        raise PeftcError(Diagnostic("P527", message, help="load the weights of the model first"))
+
+
+def require_base(model: nn.Module) -> None:
+    """Raises: P566 for offloaded weights, P527 for weights without values."""
+    if elsewhere := offloaded_parameters(model):
+        raise PeftcError(offloaded_error(elsewhere, "weights are changed in the places where they are"))
+    require_values(model.named_parameters())
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gathers a sharded tensor. A collective call: every process makes it, in the same order."""
+    dtensor: Any = tensor
+    return dtensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+@contextmanager
+def elect_writer(tensors: Iterable[Tensor]) -> Generator[bool]:
+    """Whether this process writes; others wait for rank 0 if tensors are sharded. Raises: P526."""
+    if not (any(map(is_sharded, tensors)) and dist.is_initialized()):
+        yield True
+        return
+    done = [False]
+    try:
+        yield dist.get_rank() == 0
+        done = [True]
+    finally:
+        dist.broadcast_object_list(done, src=0)
+    if not done[0]:
+        message = "the adapter has not been saved: the process that writes it has failed"
+        raise PeftcError(Diagnostic("P526", message, help="the error of rank 0 says why"))

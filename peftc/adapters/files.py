@@ -20,9 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from peftc.adapters.base import digest_of
+from peftc.adapters.base import digest_of, dtype_name
 from peftc.adapters.metadata import METADATA, TENSORS, TENSORS_NAME, Adapter, StoredTensor, parse_adapter, tensors_name
-from peftc.adapters.weight_access import dtype_name
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.filesystem.atomic import (
     dead_workspaces,
@@ -53,12 +52,10 @@ def path_of(directory: str | PathLike[str]) -> Path:
 
 
 def read(directory: Path, check: Callable[[Adapter], object] = bool) -> tuple[Adapter, dict[str, Tensor]]:
-    """The description and the tensors (on the CPU) of a saved adapter, which may be replaced
-    meanwhile.
+    """The description and the tensors (on the CPU) of an adapter, which may be replaced meanwhile.
 
     Args: `check`: called with the description, before its tensors are read.
-    Raises: P026 and P027 (not a regular file, or too large), P520 (a file is missing), P521
-        (damaged), P522 (a newer format).
+    Raises: P026, P027 (no regular file, too large), P520 (missing), P521 (damaged), P522 (newer).
     """
     text = _description(directory)
     for _ in range(_ATTEMPTS):
@@ -152,8 +149,7 @@ def write(target: Path, tensors: Mapping[str, Tensor], describe: Callable[[str],
     At every moment the directory loads as the old or the new adapter, even if the process is
     killed. Files of killed writers are removed afterwards.
     Args: `describe`: makes the description from the sha256 of the tensors.
-    Raises: P526 for any other directory, or if the file system refuses; then the directory is
-        unchanged.
+    Raises: P526 for any other directory, or if the file system refuses; it is unchanged then.
     """
     _check_target(target)
     try:
@@ -216,10 +212,7 @@ def _publish(work: Path, target: Path, name: str) -> None:
 
 
 def _clean(target: Path, work: Path, held: bool) -> None:
-    """Removes files that no description names, if peftc certainly wrote them.
-
-    Files that cannot be removed are left to the next writer.
-    """
+    """Removes files that peftc certainly wrote, if it can, and that no description names."""
     with suppress(OSError):
         dead = list(dead_workspaces(target)) if held else []
         for path in _unused(target, [work, *dead]):

@@ -97,10 +97,7 @@ def warm_start(
 def check_edit_names(
     edits: Mapping[str, str], own: Iterable[str], saved: Iterable[str] | None = None
 ) -> Mapping[str, str]:
-    """Checks a mapping from edits of a model to those of an adapter; `saved` is None if unknown.
-
-    Raises: P532 for unknown edits, P545 for anything but a mapping.
-    """
+    """Checks a mapping of edits; `saved` is None if unknown. Raises: P532, P545."""
     if not isinstance(edits, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
         message = f"`edits` is a dictionary, from edits of the model to those of the adapter; found {edits!r}"
         raise PeftcError(Diagnostic("P545", message, help='edits={"mine": "theirs"}'))

@@ -52,11 +52,7 @@ def flush(*paths: Path) -> None:
 
 @contextmanager
 def lock(folder: Path, patience: float | None = None) -> Generator[bool]:
-    """Locks a folder without a lock file. Yields False if the file system has no locks.
-
-    Args: `patience`: seconds to wait for another writer, by default `PATIENCE`.
-    Raises: TimeoutError.
-    """
+    """Locks a folder without a lock file; False if it has no locks. Raises: TimeoutError."""
     if sys.platform == "win32":
         yield False
         return
@@ -184,10 +180,9 @@ class FolderChanges:
 def write_folder(target: Path, files: Mapping[str, str], force: bool = False) -> FolderChanges:
     """Writes texts by name into a new or empty folder, or one that it has written before.
 
-    If a run is killed, the next run completes it.
-    Args: `force`: overwrite files that the user modified. Files that peftc did not write stay.
-    Raises: P420 for any other folder or a failure of the file system, P550 for a modified file,
-        P551 for a file in the way. Nothing has been changed then.
+    If a run is killed, the next run completes it. Files that peftc did not write always stay.
+    Args: `force`: overwrite files that the user modified.
+    Raises, before any change: P420 (no such folder), P550 (a modified file), P551 (in the way).
     """
     try:
         contents = {name: text.encode("utf-8", "backslashreplace") for name, text in files.items()}
@@ -216,11 +211,7 @@ def write_folder(target: Path, files: Mapping[str, str], force: bool = False) ->
 def _changes(
     target: Path, files: Mapping[str, str], force: bool
 ) -> tuple[dict[str, str], tuple[str, ...], tuple[str, ...]]:
-    """The digests of files that are as peftc wrote them, and of files that are not in `files`,
-    those to remove and those that stay, since they were modified.
-
-    Args: `files`: digests by name. Raises: P420, P550, P551.
-    """
+    """Digests of unchanged files, files to remove, and modified ones. Raises: P420, P550, P551."""
     marker, digests = _read_marker(target), dict[str, str | None]()
     for name in {**marker.files, **marker.pending, **files}:
         path = target / name

@@ -1,6 +1,4 @@
-"""Folds parallel bottlenecks by widening ffns: W_down (act(W_up x) ⊕ act(D x)) has the units of
-both side by side.
-"""
+"""Folds bottlenecks by widening ffns: W_down (act(W_up x) ⊕ act(D x)) has the units of both."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from transformers import PretrainedConfig
 
-from peftc.adapters.weight_access import dtype_name
+from peftc.adapters.base import dtype_name
 from peftc.addressing.parameter_ranges import parameter_name
 from peftc.addressing.sites import Site
 from peftc.folding.bottlenecks import NotWider, bottleneck_of, factor_of, is_sum
@@ -285,11 +283,9 @@ def width_of(site: Site) -> int:
 
 
 def wider_config(model: nn.Module, widths: Collection[tuple[int, int]]) -> dict[str, int]:
-    """The keys of the configuration that take the new width, so that the model can be saved and
-    loaded.
+    """The keys of the configuration that take the new width, to save and load the model.
 
-    None, where widths differ between ffns, or a model built from the new configuration has other
-    shapes.
+    None if widths differ between ffns, or a model of the new configuration has other shapes.
     """
     config = getattr(model, "config", None)
     if len(widths) != 1 or not isinstance(config, PretrainedConfig):

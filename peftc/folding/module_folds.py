@@ -9,16 +9,15 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from peftc.adapters.weight_access import dtype_name
+from peftc.adapters.base import dtype_name
 from peftc.addressing.sites import WeightRef
 from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.folding.report import Change
 from peftc.forms.affine_module import Affine
 from peftc.forms.module import FormModule, has_values
-from peftc.planning.arithmetic import ARITHMETIC
 from peftc.planning.foldability.affine import FoldTarget, NotAffine, Side, is_linear, show_term
-from peftc.planning.ir import Arithmetic, Constant, FormCall, Read, SiteEdit, Term, subterms
+from peftc.planning.ir import ARITHMETIC, Arithmetic, Constant, FormCall, Read, SiteEdit, Term, subterms
 from peftc.rewriting.node_builder import row_arguments
 from peftc.runtime.parameters import blocks_of, dense, stacked_slice
 
@@ -42,14 +41,11 @@ class CannotFold(Exception):
 
 
 def combine(model: nn.Module, module: str, folds: Sequence[Fold]) -> dict[str, tuple[Tensor, Change]]:
-    """The parameters of `module` after all folds into it, by dotted name, in their dtypes and
-    layouts. Nothing of the model changes.
+    """The parameters of `module` after all folds into it, by dotted name. Nothing is written.
 
     w and b first, as when the model runs; then what is done to the output; what is done to the
-    input last and backwards, since W (E2 (E1 x)) = ((W E2) E1) x. Sums are in float32 (float64
-    where the weight is) until the end.
-    Raises: P530 where an entry is NaN or infinite. CannotFold where a bias is needed and the module
-    has no place for it.
+    input last and backwards, since W (E2 (E1 x)) = ((W E2) E1) x. Sums are in float32 (float64).
+    Raises: P530 (NaN or infinite entries), CannotFold (the module has no place for a bias).
     """
     parameters = UnroundedParameters(model, module)
     ordered = sorted(folds, key=lambda fold: fold.position)
@@ -176,13 +172,11 @@ class Refusal:
 def fold_terms(
     site_edit: SiteEdit, modules: Mapping[str, FormModule], weight: Tensor, bias: Tensor | None, side: Side
 ) -> tuple[Tensor, Tensor | None] | Refusal:
-    """W' and b' in float32 (float64), such that the Linear alone computes what the edit at it
-    computed.
+    """W' and b' in float32 (float64): the Linear alone computes what the edit at it computed.
 
     Equations of w and b come first, as they do when the model runs; then those of h (or z).
     Shapes: weight (out, in), as `nn.Linear` has it, or (d,) of a norm; bias (out,).
-    Args: `modules`: by `FormInstance.key`. `side`: that of `fold_target` ("input": the edit changes
-    what the Linear reads).
+    Args: `modules`: by `FormInstance.key`. `side`: that of the `FoldTarget`.
     """
     own = [weight] if bias is None else [weight, bias]
     forms = [one for module in modules.values() for one in (module, module.owner_module) if one is not None]
@@ -219,9 +213,7 @@ def eval_mode(modules: Iterable[FormModule]) -> Generator[None]:
 
 @dataclass
 class Interpreter:
-    """Values of terms. `states` are the present values; a term keeps the value of its first
-    evaluation.
-    """
+    """Values of terms, each evaluated once. `states` are the present values."""
 
     modules: Mapping[str, FormModule]
     like: Tensor  # the dtype and the device for forms without an input

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from peftc.adapters.weight_access import dtype_name, require_base
+from peftc.adapters.base import dtype_name, require_base
 from peftc.addressing.parameter_ranges import parameter_name
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
@@ -161,8 +161,7 @@ class Folding:
     # Writing --------------------------------------------------------------------------------------
 
     def commit(self, folded: Collection[str], into_weights: bool = True) -> list[Change]:
-        """Writes all values, one parameter after the other, and takes the folded edits out, in one
-        transaction.
+        """Writes all values and takes the folded edits out, in one transaction.
 
         Raises: CannotFold, P530, P546; whatever planning the other edits raises.
         """

@@ -8,8 +8,18 @@ from dataclasses import dataclass
 
 from peftc.addressing.sites import Slice
 from peftc.diagnostics import Diagnostic
-from peftc.planning.arithmetic import ARITHMETIC
-from peftc.planning.ir import Arithmetic, Assign, Concat, Constant, FormCall, FrozenCall, Read, SiteEdit, Term
+from peftc.planning.ir import (
+    ARITHMETIC,
+    Arithmetic,
+    Assign,
+    Concat,
+    Constant,
+    FormCall,
+    FrozenCall,
+    Read,
+    SiteEdit,
+    Term,
+)
 from peftc.syntax import ast
 
 _Assignment = tuple[SiteEdit, Assign, Slice | None]  # with the rows that it assigns

@@ -11,8 +11,19 @@ from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms import FORMS, Dims, Form, Illegal
 from peftc.forms.prompt import PROMPT
 from peftc.forms.shapes import KeyValue, Scalar, Tokens
-from peftc.planning.arithmetic import ARITHMETIC, combine_shapes
-from peftc.planning.ir import Arithmetic, Assign, Concat, Constant, FormCall, FrozenCall, Read, SiteEdit, Term
+from peftc.planning.ir import (
+    ARITHMETIC,
+    Arithmetic,
+    Assign,
+    Concat,
+    Constant,
+    FormCall,
+    FrozenCall,
+    Read,
+    SiteEdit,
+    Term,
+    combine_shapes,
+)
 from peftc.planning.lowering_context import FormInstances, LoweringContext
 from peftc.planning.selection.module_sites import body_at
 from peftc.semantics.arguments import bind
@@ -28,10 +39,8 @@ WRITABLE = frozenset({"h", "q", "k", "v", "kv", "z", "w", "b"})
 def lower_edit(edit: ast.Edit, site: Site, context: LoweringContext) -> SiteEdit:
     """The typed equations of an edit at one site; `h += f` becomes `h = h + f`.
 
-    Raises: P101, P105: no such form, or not a value. P205: no such state. P301: shapes that do not
-    go together. P303: a misplaced `concat`, or misplaced keys and values. P305: shared parameters
-    of two shapes. P306: a state that is read-only. P307: a frozen module that the site does not
-    have. Also what `bind` and `Form.shape` raise.
+    Raises: P101, P105 (no such form, not a value), P205 (no such state), P301 (shapes), P303
+    (`concat`), P305 (shared by two shapes), P306 (read-only), P307 (no such module) and those of forms.
     """
     instances = FormInstances(edit.name, site, context, context.tasks if edit.per_task else ())
     terms = TermLowering(edit.name, site, context, instances)

@@ -30,10 +30,9 @@ from peftc.planning.report.plan import (
     PlanTotals,
     PlanUnread,
 )
-from peftc.planning.selection.module_sites import edits_parameters, other_parameters, parameter_sites
+from peftc.planning.selection.module_sites import SharedModules, edits_parameters, other_parameters, parameter_sites
 from peftc.planning.selection.selector_errors import untraced_in_layers, untraced_warning
 from peftc.planning.selection.selectors import coverage_warnings, resolve
-from peftc.planning.selection.shared_modules import SharedModules
 from peftc.planning.selection.train import TrainTarget, resolve_train
 from peftc.semantics.checks.spec import with_origin
 from peftc.syntax import ast
@@ -56,17 +55,10 @@ class PlanResult(NamedTuple):
 def make_plan(
     spec: ast.Spec, table: SiteTable, *, source: Source | None = None, tasks: tuple[str, ...] = (DEFAULT_TASK,)
 ) -> PlanResult:
-    """Resolves, types and counts every edit of an expanded spec.
+    """Resolves, types and counts every edit of an expanded spec. The plan has failed expectations.
 
-    An expectation that does not hold is no exception: the plan records it.
-
-    Args:
-        spec: as `peftc.semantics` expands it: edits, `train`, `expect` and shared `let`.
-        source: the text that the plan names and hashes; by default that of the spec.
-        tasks: those for which `per task` creates parameters.
-
-    Raises:
-        P1xx, P201-P205, P214, P301-P309 and what forms refuse: all errors of the spec at once.
+    Args: `source`: the text that the plan names and hashes; by default that of the spec.
+    Raises: P1xx, P201-P205, P214, P301-P309 and what forms refuse: all errors of the spec at once.
     """
     planner = _Planner(spec, table, source or spec.source, tasks)
     edits, trains = planner.edits(), planner.trains()

@@ -35,8 +35,7 @@ class Ordinal:
     def find_in(self, occurrences: Sequence[Occurrence]) -> int | None:
         """The index of this operation in another trace: the one at the same code position.
 
-        If nothing runs at that position, or not as often, it is the one at the same index, provided
-        that both traces have as many operations, and those that both have are at the same index.
+        Else the same index, if both traces have as many, and common ones at equal indices.
         """
         own = self.occurrences[self.index]
         if own in occurrences and self.runs(self.occurrences) == self.runs(occurrences):

@@ -89,8 +89,7 @@ def check_shared_modules(regions: list[Region], structure: ModelStructure) -> No
 
 
 def check_parameter_reads(regions: list[Region], structure: ModelStructure) -> None:
-    """Raises: P435 for a region whose parameters may be read by code around the layers that need
-    not call it.
+    """Raises: P435 if code around the layers may read a region's parameters and not call it.
 
     Outside the layers a parameter may have two uses, such as embedding and head, so only reads in
     code that depends on the mode are refused there.

@@ -17,7 +17,7 @@ from peftc.dataflow.operations import Op
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.shapes import KeyValue
 from peftc.planning import ir
-from peftc.planning.arithmetic import ARITHMETIC
+from peftc.planning.ir import ARITHMETIC
 from peftc.rewriting.anchors import Anchor
 from peftc.rewriting.attention import AttentionCall, ManualAttention
 from peftc.rewriting.boundary import base_call, wrap_base_call
@@ -31,10 +31,9 @@ from peftc.rewriting.edits import (
     equation_comment,
     row_count,
 )
-from peftc.rewriting.in_place_writes import REPLACES, copy_operands_of_edits, copy_value
 from peftc.rewriting.node_builder import NodeBuilder, StackedWeight
 from peftc.rewriting.prompts import prepend_tokens, prompted_call, provides_positions
-from peftc.rewriting.states import StateLookup
+from peftc.rewriting.states import REPLACES, StateLookup, copy_operands_of_edits, copy_value
 from peftc.runtime.layouts import image_to_tokens, tokens_to_image, unflatten_tokens
 from peftc.runtime.parameters import full_precision, stored_as
 from peftc.runtime.positions import forward_with_positions
@@ -75,11 +74,9 @@ class Inserter:
 
 
 class EquationInserter(NodeBuilder):
-    """One equation of an edit. Its nodes follow all their operands; then the state's other uses
-    read the new value.
+    """One equation of an edit. Its nodes follow all their operands.
 
-    Args: `memo`: the edit's terms that have nodes already, by id: a `let` is computed once. `lets`:
-    those of this equation.
+    Args: `memo`: values of the edit's terms by id, each computed once. `lets`: of this equation.
     """
 
     def __init__(

@@ -17,11 +17,9 @@ from peftc.runtime.parameters import Rows, full_precision, rows_of, stacked_slic
 
 
 class NodeBuilder:
-    """Inserts nodes one after the other. The insertion point moves behind each new node and behind
-    each operand.
+    """Inserts nodes one after the other, behind each new node and behind each operand.
 
-    Args: `numbers`: numbers the nodes of all edits of a graph; the paths of a forward know common
-    nodes by them.
+    Args: `numbers`: of the nodes of all edits; the paths of a forward know common nodes by them.
     """
 
     def __init__(self, graph: fx.Graph, numbers: Iterator[int]) -> None:

@@ -32,10 +32,8 @@ def is_prompt(site_edit: ir.SiteEdit) -> bool:
 def prompt_regions(site_edit: ir.SiteEdit, structure: ModelStructure) -> Iterator[Region]:
     """The stack that takes the tokens, and the stacks that attend to its result.
 
-    A decoder attends to the encoder's rows of the prompt too. The result of any other stack has the
-    input's tokens only.
-    Raises: P418 where no module takes embedded tokens, or needs more than these, or where the edit
-    has other equations.
+    A decoder attends to the encoder's rows of the prompt too. Other results have no such rows.
+    Raises: P418 where no module takes embedded tokens alone, or the edit has other equations.
     """
     span = next(iter(site_edit.assigns)).source.span
     if len(site_edit.assigns) > 1 or site_edit.lets:
@@ -58,11 +56,7 @@ def stack_region(site_edit: ir.SiteEdit, module: str, anchor: Anchor) -> Region:
 
 
 def token_stack(site: Site, structure: ModelStructure, span: Span) -> tuple[Stack, str]:
-    """The stack whose tokens a site embeds, and its module that takes them embedded.
-
-    Raises: P418 where there is none, or where it needs something that a prompt has not: ids, or
-    another argument with a value for each token.
-    """
+    """The stack whose tokens a site embeds, and its module that takes them. Raises: P418."""
     modules = [(s, innermost_with((EMBEDS,), site.module, s, structure)) for s in structure.stacks]
     takers = [(stack, module) for stack, module in modules if module is not None]
     if takers and site.module not in structure.flows:

@@ -56,8 +56,7 @@ class _Placement:
 class LayerRegions:
     """The regions of one layer, for the edits of its sites.
 
-    Args: `memory`: results for layers of the same type. `shared`: groups of dotted names that are
-    one module.
+    Args: `memory`: results for layers of one type. `shared`: groups of dotted names of one module.
     """
 
     def __init__(
@@ -245,10 +244,7 @@ class LayerRegions:
     def nearest_anchor(
         self, state: State, write: bool, region: str, site: Site
     ) -> tuple[Anchor, frozenset[str]] | None:
-        """The anchor at which `region` can use a state with the fewest modules to enter, and these.
-
-        Of anchors with equally many, one that defines the state.
-        """
+        """The anchor of a state with the fewest modules to enter, if possible a defining one."""
         reachable: list[tuple[Anchor, frozenset[str]]] = []
         defining, uses = definitions(state, self.layer, site, self.kind)
         for anchor in state_anchors(state, self.layer, site, self.trace):

@@ -19,7 +19,7 @@ from peftc.dataflow.operations import is_size
 from peftc.diagnostics import PeftcError
 from peftc.rewriting.boundary import base_call
 from peftc.rewriting.edits import EQUATIONS
-from peftc.rewriting.in_place_writes import REPLACES
+from peftc.rewriting.states import REPLACES
 from peftc.runtime import untraced
 from peftc.specialization.code_layout import indented, wrapped
 from peftc.specialization.expressions import INFIX, PREFIX, Expressions

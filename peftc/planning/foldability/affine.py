@@ -58,11 +58,9 @@ def fold_reason(
 ) -> str | None:
     """Why an edit does not fold at its site; None if it folds exactly.
 
-    Args:
-        tied: groups of dotted names that are one parameter.
-        overlaps: groups of parameters that share memory.
-        edited: the parameters that the same edit folds into at all sites of the module.
-        external_reads: a parameter, and the modules other than its own that compute with it.
+    Args: `tied`: groups of names of one parameter. `overlaps`: of parameters that share memory.
+    `edited`: the parameters that the same edit folds into at all sites of the module.
+    `external_reads`: a parameter, and the modules other than its own that compute with it.
     """
     if tasks := next((instance.tasks for instance in site_edit.instances if instance.tasks), ()):
         return f"it has parameters for each task ({', '.join(tasks)}), and a weight is one for all"
@@ -110,10 +108,7 @@ def _other_effects(
 
 
 def affine_structure(site_edit: SiteEdit, linear: Collection[str]) -> AffineStructure:
-    """The hidden state after the equations of the edit, as a function of the states `linear`.
-
-    Raises: NotAffine.
-    """
+    """The value after an edit, as a function of the states `linear`. Raises: NotAffine."""
     env: dict[str, AffineStructure] = {}
     let_envs: dict[int, dict[str, AffineStructure]] = {}  # a `let` reads the states from before its equation
     value = AffineStructure("identity")

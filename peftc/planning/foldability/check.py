@@ -43,12 +43,9 @@ class _SiteFold:
 def check_foldability(
     edits: Sequence[Sequence[SiteEdit]], table: SiteTable, staying: Mapping[str, str] | None = None
 ) -> list[Foldability]:
-    """The foldability of each edit.
+    """The foldability of each edit, in order. `staying`: edits that must stay, with the reason.
 
     An edit folds if it folds at all sites, and no edit that stays acts between it and the weight.
-    Args:
-        edits: each edit as its site edits, in the order of the spec.
-        staying: edits that must stay, with the reason.
     """
     staying = staying or {}
     folds = [list(_site_folds(site_edits, order, table)) for order, site_edits in enumerate(edits)]

@@ -58,10 +58,7 @@ def network_groups(sites: Sequence[Site], depth: int) -> dict[Steps, NetworkGrou
 
 
 def render_sites(table: SiteTable, width: int = 80) -> RenderableType:
-    """Every site, once for all layers that have the same sites: `layer[0..11] × 12`.
-
-    Args: `width`: characters in a line.
-    """
+    """Every site, once for all layers that have the same sites: `layer[0..11] × 12`."""
     header = Text.assemble((table.model_id, "bold"), f"  ({table.model_type}, {table.parameters:,} parameters)")
     rows = _Tree(table).rows()
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")

@@ -1,10 +1,11 @@
-"""Modules as sites, for `**` and globs, and their weights and biases as sites, for `wb`."""
+"""Modules, their parameters (`wb`) and shared modules as sites."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
 
 from peftc.addressing.parameter_ranges import Parameters, parameter_name, used_ties
@@ -13,7 +14,7 @@ from peftc.addressing.sites import INPUT, OUTPUT, ActivationRef, ModuleInfo, Sit
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names
 from peftc.forms.shapes import Tokens, Vector, Weight
-from peftc.planning.messages import for_sites
+from peftc.planning.messages import MAX_NAMES, first_names, for_sites
 from peftc.semantics.substitute import substitute
 from peftc.semantics.vocabulary import PARAMETERS, WEIGHT_AND_BIAS
 from peftc.semantics.walk import names_in
@@ -63,8 +64,7 @@ def _states(module: ModuleInfo) -> Iterator[State]:
 def modules_below(paths: Iterable[Steps], table: SiteTable) -> list[ModuleInfo]:
     """The modules with parameters at and under each path, in model order.
 
-    A sub-layer need not be one module (an ffn can be two Linears of the layer); its sites then tell
-    what is below.
+    A sub-layer need not be one module; its sites then tell what is below.
     """
     roots = {root for steps in dict.fromkeys(paths) for root in _roots(steps, table)}
     return [info for info in table.modules if info.parameters and not roots.isdisjoint(_prefixes(info.name))]
@@ -110,10 +110,7 @@ def body_at(edit: ast.Edit, site: Site) -> tuple[ast.Equation | ast.Let, ...]:
 
 
 def parameter_sites(edit: ast.Edit, sites: Sequence[Site], table: SiteTable) -> list[Site]:
-    """A site for each weight and each bias, in model order; tied parameters are one site.
-
-    Raises: P205: sites that have neither, such as sub-layers and modules with stacked experts.
-    """
+    """A site for each weight and bias, tied ones once, in model order. Raises: P205."""
     if errors := [error for site in sites if (error := _no_parameters(edit, site, table)) is not None]:
         raise PeftcError(for_sites(errors, " of this edit"))
     parts = [_parameter_site(site, name) for site in sites for name in PARAMETERS if name in site.states]
@@ -182,3 +179,70 @@ def _weight(site: Site) -> WeightRef:
     (state,) = site.states.values()
     assert state.weight is not None
     return state.weight
+
+
+ALSO_THERE = "an edit here also acts there"
+SiteKey = tuple[str, tuple[object, ...]]  # a module, and what of the module
+
+
+class SharedModules:
+    """Modules that are registered under several names."""
+
+    def __init__(self, table: SiteTable) -> None:
+        self.table = table
+        self.groups = {name: group for group in table.shared_modules for name in group}
+
+    @cached_property
+    def sites(self) -> Mapping[SiteKey, Site]:
+        return {(site.module, _role(site)): site for site in reversed(self.table.sites) if site.module in self.groups}
+
+    def merge(self, sites: Sequence[Site], selector: ast.Selector) -> list[Site]:
+        """Sites with each module once, at its first name. Raises: P211: it has uses elsewhere."""
+        self._refuse_cross_layer_calls(sites, selector)
+        if not any(site.module in self.groups for site in sites):
+            return list(sites)
+        selected = {(site.module, _role(site)): site for site in sites}
+        errors = [error for site in sites if (error := self._incomplete(site, selected, selector)) is not None]
+        if errors:
+            raise PeftcError(for_sites(errors))
+        merged: list[Site] = []
+        for site in sites:
+            first, *names = self.groups.get(site.module, (site.module,))
+            if site.module == first:  # else it is one of the others of the first
+                others = tuple(selected[name, _role(site)] for name in names)
+                runs = site.runs + sum(other.runs for other in others)
+                merged.append(replace(site, shared_with=others, runs=runs) if others else site)
+        return merged
+
+    def _refuse_cross_layer_calls(self, sites: Sequence[Site], selector: ast.Selector) -> None:
+        """Raises: P211 if another layer calls the module of a site without registering it."""
+        calls = dict(self.table.cross_layer_calls)
+        for site in sites:
+            if (layer := calls.get(site.module)) is not None and site.module not in self.groups:
+                message = f"`{site.module}` of `{site.path}` is called by `{layer}`, too"
+                help_ = "register the module in both layers: one set of parameters then acts at each"
+                raise PeftcError(Diagnostic("P211", message, selector.span, label=ALSO_THERE, help=help_))
+
+    def _incomplete(self, site: Site, selected: Mapping[SiteKey, Site], selector: ast.Selector) -> Diagnostic | None:
+        """P211 if not all sites of a module are selected."""
+        role = _role(site)
+        missing = [name for name in self.groups.get(site.module, ()) if (name, role) not in selected]
+        if not missing:
+            return None
+        paths = [other.path if (other := self.sites.get((name, role))) else f'"{name}"' for name in missing]
+        message = f"`{site.path}` is one module with {first_names(paths)}"
+        note = f"`{site.module}` is also {first_names(missing)}"
+        help_ = "name all of them: one set of parameters acts at each"
+        if len(paths) <= MAX_NAMES:
+            help_ += f", `at {' | '.join((site.path, *paths))}`"
+        return Diagnostic("P211", message, selector.span, label=ALSO_THERE, notes=(note,), help=help_)
+
+
+def _role(site: Site) -> tuple[object, ...]:
+    """What of its module a site is: part of the weight, or something that the module computes."""
+    refs = (state.weight for state in site.states.values() if state.weight is not None)
+    parts = sorted({(str(ref.rows), str(ref.stacked_slice)) for ref in refs if ref.module == site.module})
+    below = site.steps[stack_steps([name for name, _ in site.steps]) + 1 :]
+    if parts:
+        return ("weight", *parts, below if site.calls > 1 else ())
+    return ("module",) if site.steps[-1][0].startswith('"') else ("part", below)

@@ -24,8 +24,7 @@ class TrainTarget:
 def resolve_train(statement: ast.Train, sites: Sequence[Site], table: SiteTable) -> TrainTarget:
     """The parameters of a `train` statement; an RMS norm, for one, need not have a `b`.
 
-    Raises: P205: no site has any of the states. P211: layers use the parameter at other sites, too.
-    P212: the parameter shares its memory. P309: the states are only some rows of it.
+    Raises: P205 (no such state), P211 (other uses), P212 (shared memory), P309 (only some rows).
     """
     parameters = Parameters(table)
     states = [(site, state) for site in sites for name in statement.states if (state := site.states.get(name))]

@@ -67,11 +67,7 @@ def is_called_in_siblings(module: str, calls: Collection[str], model: nn.Module)
 
 
 def disable_fast_paths(regions: list[Region], model: nn.Module, shared: Iterable[Collection[str]] = ()) -> list[Region]:
-    """Adds a region without edits for each module around a region that has a fast path and is not
-    entered yet.
-
-    Args: `shared`: the names of each module that has several.
-    """
+    """Adds a region without edits for each module around a region that has a fast path."""
     names = {name: group for group in shared for name in group}
     by_module = {region.module: region for region in regions}
     entered = {f"{r.module}.{name}".strip(".") for r in regions for name in r.inline}
