@@ -23,7 +23,7 @@ from peftc.installation.record import Installation, installation_of, is_installe
 from peftc.models import settings
 from peftc.models.identity import VERSION, any_name, fingerprint_of, identity, parameter_count
 from peftc.modules.offload import offloaded_error, offloaded_parameters
-from peftc.rewriting.container import CONTAINER, SHARED
+from peftc.rewriting.edits import CONTAINER, SHARED
 
 _LISTED = 5  # differences of the configuration
 

@@ -214,9 +214,6 @@ def _saved_names(site_edit: SiteEdit) -> dict[str, str]:
     return names
 
 
-# The spec -----------------------------------------------------------------------------------------
-
-
 def _export_form(value: ast.Expr) -> str | None:
     form = FORMS.get(value.function) if isinstance(value, ast.Call) else None
     if form is None or not isinstance(value, ast.Call):

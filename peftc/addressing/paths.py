@@ -173,9 +173,6 @@ def step_lists(matches: Iterable[Match], written: int) -> tuple[StepList, ...]:
     return tuple(dict.fromkeys(match.step_list(written) for match in matches))
 
 
-# Lists of paths
-
-
 def index_ranges(numbers: Sequence[int]) -> str:
     """`[0, 1, 2, 5]` as `0..2, 5`, in the notation of selectors."""
     ranges: list[list[int]] = []

@@ -15,9 +15,9 @@ from peftc.folding.ffn_width import fold_and_widen
 from peftc.folding.report import FoldReport
 from peftc.folding.weights import NOT_SELECTED, Folding
 from peftc.forms.module import Pair
-from peftc.forms.shapes import KeyValue, Tokens
+from peftc.forms.shapes import KeyValue
 from peftc.planning import ir
-from peftc.rewriting.prompts import selects_positions
+from peftc.rewriting.prompts import is_prompt, selects_positions
 from peftc.runtime.call_arguments import starts_of
 from peftc.runtime.prompts import insert_rows
 from peftc.tracing.module_calls import forward_signature
@@ -187,7 +187,7 @@ def fold_into_state(
     refused = {e: reasons.get(e, NOT_SELECTED) for e in folding.names if e != edit}
     sites, state = selected[edit], State(model, (edit,), refused)
     with torch.no_grad():
-        if _is_prompt(sites[0]):
+        if is_prompt(sites[0]):
             like = next(model.get_submodule(sites[0].site.module).parameters())
             state.tokens = torch.cat(_rows(sites[0], folding, like)).detach().clone()
         else:
@@ -209,7 +209,7 @@ def refusal(sites: list[ir.SiteEdit], folding: Folding) -> str | None:
     if counting is not None:
         return f"`{counting}` counts the tokens before those of the input, too"
     config = getattr(folding.model, "config", None)
-    if _is_prompt(sites[0]):
+    if is_prompt(sites[0]):
         return None if len(sites) == 1 else "it stands before the tokens of two stacks"
     if getattr(config, "is_encoder_decoder", False):
         return "the caches of an encoder-decoder model are made by its own code"
@@ -226,10 +226,6 @@ def refusal(sites: list[ir.SiteEdit], folding: Folding) -> str | None:
     if any(layer.is_sliding for layer in cache.layers) or getattr(config, "alibi", False):
         return "the model forgets, or weighs, keys by their distance, and a prefix has none"
     return None
-
-
-def _is_prompt(site_edit: ir.SiteEdit) -> bool:
-    return isinstance(site_edit.assigns[0].value.shape, Tokens)
 
 
 def _rows(site_edit: ir.SiteEdit, folding: Folding, like: Tensor) -> list[Any]:

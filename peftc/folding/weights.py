@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from peftc.adapters.base import dtype_name, require_base
-from peftc.addressing.parameter_ranges import parameter_name
+from peftc.addressing.sites import parameter_name
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.folding.module_folds import CannotFold, Fold, combine, is_linear_module
@@ -25,8 +25,7 @@ from peftc.observation.parameter_uses import parameter_views
 from peftc.planning.foldability.affine import FoldTarget, fold_target
 from peftc.planning.foldability.check import check_foldability
 from peftc.planning.ir import SiteEdit
-from peftc.rewriting.container import CONTAINER
-from peftc.rewriting.edits import slug
+from peftc.rewriting.edits import CONTAINER, slug
 from peftc.runtime.parameters import is_quantised
 from peftc.semantics.walk import names_in
 from peftc.syntax import ast
@@ -76,8 +75,6 @@ class Folding:
                 return self.report(folded, refused, self.commit(folded) if folded else [])
             except CannotFold as error:
                 others[error.edit] = error.reason
-
-    # What folds, and into what --------------------------------------------------------------------
 
     def refusals(self, others: Mapping[str, str]) -> dict[str, str]:
         known = {**self.unwritable(others), **others}
@@ -157,8 +154,6 @@ class Folding:
         container = f"{region}.{CONTAINER}.{site_edit.edit.replace('.', '__')}.{slug(site_edit)}".lstrip(".")
         keys = (one.key for one in site_edit.instances)
         return {key: cast(FormModule, self.model.get_submodule(f"{container}.{key}")) for key in keys}
-
-    # Writing --------------------------------------------------------------------------------------
 
     def commit(self, folded: Collection[str], into_weights: bool = True) -> list[Change]:
         """Writes all values and takes the folded edits out, in one transaction.

@@ -14,7 +14,7 @@ from peftc.installation.completeness import edited_modules
 from peftc.installation.overlay import install_overlays, remove_overlays
 from peftc.installation.record import RECORD, Installation, installation_of
 from peftc.modules.instance_forward import rebind_forward, unpatched_class
-from peftc.rewriting.container import CONTAINER, SHARED
+from peftc.rewriting.edits import CONTAINER, SHARED
 from peftc.specialization.derived_classes import replace_base
 from peftc.specialization.generated_class import GeneratedClass
 

@@ -40,7 +40,7 @@ def lower_edit(edit: ast.Edit, site: Site, context: LoweringContext) -> SiteEdit
     """The typed equations of an edit at one site; `h += f` becomes `h = h + f`.
 
     Raises: P101, P105 (no such form, not a value), P205 (no such state), P301 (shapes), P303
-    (`concat`), P305 (shared by two shapes), P306 (read-only), P307 (no such module) and those of forms.
+    (`concat`), P305 (shared by two shapes), P306 (read-only), P307 (no such module), and more.
     """
     instances = FormInstances(edit.name, site, context, context.tasks if edit.per_task else ())
     terms = TermLowering(edit.name, site, context, instances)

@@ -43,13 +43,6 @@ class LoweringContext:
     groups: Mapping[str, Mapping[tuple[str, str, Shape], Sequence[str]]] = field(default_factory=dict)  # by edit
     owners: dict[str, tuple[Form, Shape, Shape | None]] = field(default_factory=dict)
 
-    def group_of(self, edit: str, site: Site, state: str) -> tuple[str, Sequence[str]]:
-        """The attention group's name, and the edit's sites in it whose state has the same shape."""
-        key = (site.group, state, site.states[state].shape)
-        shapes = [other for other in self.groups[edit] if other[:2] == key[:2]]
-        name = site.group if len(shapes) == 1 else f"{site.group}.{shapes.index(key) + 1}"
-        return name, self.groups[edit][key]
-
     def depth(self, site: Site) -> int:
         """How many layers the site's stack has; 0 outside layers."""
         return self._depths[path_spot(site.path, 0, 0).layer.rpartition("[")[0]]
@@ -168,8 +161,11 @@ class FormInstances:
         return replace(instance, dims=dims, index=index)
 
     def _group_member(self, instance: FormInstance, target: str) -> FormInstance:
-        group, paths = self.context.group_of(self.edit, self.site, target)
-        features, index = features_of(instance.dims), list(paths).index(self.site.path)
+        """Shares with the edit's sites in the attention group whose state has this shape."""
+        groups, key = self.context.groups[self.edit], (self.site.group, target, self.site.states[target].shape)
+        shapes, paths = [other for other in groups if other[:2] == key[:2]], list(groups[key])
+        group = self.site.group if len(shapes) == 1 else f"{self.site.group}.{shapes.index(key) + 1}"
+        features, index = features_of(instance.dims), paths.index(self.site.path)
         spots = tuple(path_spot(path, *features) for path in paths)
         dims = replace(instance.dims, sites=len(paths), spots=spots, index=index, depth=self.context.depth(self.site))
         return replace(instance, owner=f"{self.edit}.{instance.key}.{group}", dims=dims, index=index)

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from peftc.addressing.parameter_ranges import EntryChoice, RowRange, numel
-from peftc.addressing.sites import Site, SiteTable, UntracedModule
+from peftc.addressing.sites import EntryChoice, RowRange, Site, SiteTable, UntracedModule, numel
 from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.forms import FORMS
 from peftc.planning.assignments import conflicts, is_identity

@@ -96,9 +96,6 @@ def contains(region: str, name: str) -> bool:
     return not region or name == region or name.startswith(region + ".")
 
 
-# Values ------------------------------------------------------------------------------------------
-
-
 def parts(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], fx.Node]]:
     """The nodes in nested arguments or results, with the path to each."""
     if isinstance(value, fx.Node):
@@ -133,9 +130,6 @@ def item_of(node: fx.Node, key: Any) -> fx.Node:
         return items[0]
     with node.graph.inserting_after(node):
         return node.graph.call_function(operator.getitem, (node, key))
-
-
-# Calls of modules --------------------------------------------------------------------------------
 
 
 def calls_of(trace: RegionTrace) -> list[ModuleCall]:
@@ -177,9 +171,6 @@ def frames_between(region: str, anchor: Anchor, trace: RegionTrace) -> frozenset
         frame = callers[frame]
         frames.add(frame)
     return frozenset(frames)
-
-
-# From nodes to anchors, and back -----------------------------------------------------------------
 
 
 def anchors(node: fx.Node, trace: RegionTrace) -> list[Anchor]:

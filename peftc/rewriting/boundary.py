@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from peftc.addressing.parameter_ranges import parameter_name
+from peftc.addressing.sites import parameter_name
 from peftc.rewriting.edits import RegionEdit
 from peftc.runtime.layouts import replace_part
 from peftc.runtime.parameters import ModuleView

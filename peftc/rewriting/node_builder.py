@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from peftc.addressing.parameter_ranges import parameter_name
-from peftc.addressing.sites import Slice
+from peftc.addressing.sites import Slice, parameter_name
 from peftc.dataflow.nodes import EDIT, is_edit
 from peftc.rewriting.edits import RegionState
-from peftc.runtime.parameters import Rows, full_precision, rows_of, stacked_slice, with_rows, with_stacked_slices
+from peftc.runtime.parameters import Rows, rows_of, stacked_slice, with_rows, with_stacked_slices
 
 
 class NodeBuilder:
@@ -112,11 +111,7 @@ class StackedWeight:
         while self.is_unchanged_by(node):
             node = node.args[0]
         self.builder.move_after(node)
-        matrix = self.builder.function(stacked_slice, node, self.slice.count, self.slice.index)
-        matrix = self.builder.function(full_precision, matrix)
-        matrix = self.builder.method("t", matrix) if self.weight.transposed else matrix
-        rows = self.weight.rows
-        return matrix if rows is None else self.builder.take_rows(matrix, rows, 0, self.width)
+        return self.builder.function(stacked_slice, node, self.slice.count, self.slice.index)
 
     def write(self, value: Callable[[], Any]) -> fx.Node:
         """Inserts a new value. Returns: the node of the whole parameter."""

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.tensors import fake_copy, new_mode
 from peftc.models.configs import error_summary
-from peftc.rewriting.container import CONTAINER
+from peftc.rewriting.edits import CONTAINER
 from peftc.runtime import recheck_guard
 from peftc.specialization import guards
 from peftc.specialization.code_printer import OtherPath

@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from peftc.addressing.parameter_ranges import parameter_name
-from peftc.addressing.sites import Site, WeightRef
+from peftc.addressing.sites import Site, WeightRef, parameter_name
 from peftc.forms.shapes import Tokens, Weight
 from peftc.planning.ir import Arithmetic, Concat, Constant, FormCall, FrozenCall, Read, SiteEdit, Term
 

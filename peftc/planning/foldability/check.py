@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from peftc.addressing.parameter_ranges import EntryChoice, Parameters, RowRange, used_ties
-from peftc.addressing.sites import SiteTable, Slice, WeightRef
+from peftc.addressing.sites import EntryChoice, Parameters, RowRange, SiteTable, Slice, WeightRef, used_ties
 from peftc.forms.shapes import Weight
 from peftc.planning.foldability.affine import FoldTarget, affine_structure, fold_reason, fold_target, linear_states
 from peftc.planning.ir import Arithmetic, Constant, FormCall, FormInstance, Read, SiteEdit, Term, subterms
@@ -79,24 +78,17 @@ def _foldability(folds: Sequence[_SiteFold], parameters: Parameters) -> Foldabil
         return Foldability(False, f"{reason}{some}")
     targets = [(fold.site_edit, fold.target) for fold in folds if fold.target is not None]
     changed = (entries for site_edit, target in targets for entries in changed_entries(site_edit, target, parameters))
-    return Foldability(True, _into(targets), frozenset(changed))
-
-
-def _into(targets: Sequence[tuple[SiteEdit, FoldTarget]]) -> str:
     names = list(dict.fromkeys(_name(target) for _, target in targets))
     text = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
     ranks = {rank(site_edit) for site_edit, target in targets if target.side != "input"}
     one_rank = next(iter(ranks)) if len(ranks) == 1 and len({t.side for _, t in targets}) == 1 else None
-    return f"into {text}" + (f", rank {one_rank}" if one_rank else "")
+    return Foldability(True, f"into {text}" + (f", rank {one_rank}" if one_rank else ""), frozenset(changed))
 
 
 def _name(target: FoldTarget) -> str:
     name = target.site.module.rpartition(".")[2].strip('"')
     text = f"rows of {name}" if target.refs and target.refs[0].rows is not None else name
     return f"columns of {text}" if target.side == "input" else text
-
-
-# Edits that act between another edit and its weight
 
 
 def _blocked(folds: Sequence[Sequence[_SiteFold]]) -> dict[int, str]:

@@ -8,9 +8,21 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 
-from peftc.addressing.parameter_ranges import Parameters, parameter_name, used_ties
 from peftc.addressing.paths import stack_steps
-from peftc.addressing.sites import INPUT, OUTPUT, ActivationRef, ModuleInfo, Site, SiteTable, State, Steps, WeightRef
+from peftc.addressing.sites import (
+    INPUT,
+    OUTPUT,
+    ActivationRef,
+    ModuleInfo,
+    Parameters,
+    Site,
+    SiteTable,
+    State,
+    Steps,
+    WeightRef,
+    parameter_name,
+    used_ties,
+)
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names
 from peftc.forms.shapes import Tokens, Vector, Weight

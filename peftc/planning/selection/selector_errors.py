@@ -64,18 +64,15 @@ def _notes(text: str, below: NamesBelow, stacks: Sequence[str]) -> Iterator[str]
     direct = [(name, count) for name, (count, way) in below.items() if not way and name not in words]
     branches = [(name, count) for name, count in direct if name in BRANCHES]
     if direct:
-        yield f"{f'`{text}`' if text else 'the model'} has {_join_counts(branches or direct)}"
+        counts = branches or direct
+        shown = [f"`{name}` ({plural(count, 'site')})" for name, count in counts[:MAX_NAMES]]
+        shown += [f"{len(counts) - MAX_NAMES} more"] if len(counts) > MAX_NAMES else []
+        names = shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+        yield f"{f'`{text}`' if text else 'the model'} has {names}"
     if text and not below:
         yield f"there are no sites below `{text}`"
     if not text and set(stacks) - {"encoder", "decoder"}:
         yield f"its stacks are {join_names(stacks)}"
-
-
-def _join_counts(names: Sequence[tuple[str, int]]) -> str:
-    shown = [f"`{name}` ({plural(count, 'site')})" for name, count in names[:MAX_NAMES]]
-    if len(names) > MAX_NAMES:
-        shown.append(f"{len(names) - MAX_NAMES} more")
-    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def _suggestion(step: ast.Step, before: Sequence[ast.Step], below: NamesBelow) -> str | None:
@@ -122,7 +119,9 @@ def no_module(glob: ast.Glob, table: SiteTable) -> Diagnostic:
         if not matches:
             break
         count, parents = count + 1, matches
-    children = dict.fromkeys(_child(name, parent) for parent in parents for name in names if _child(name, parent))
+    inside = [(n, parent) for parent in parents for n in names if not parent or n.startswith(f"{parent}.")]
+    below = (n[len(parent) + bool(parent) :].partition(".")[0] for n, parent in inside)
+    children = dict.fromkeys(filter(None, below))
     text = ".".join(segments[:count])
     name = nearest(segments[count], children)
     span = _subspan(glob.span, 1 + sum(len(segment) + 1 for segment in segments[:count]), len(segments[count]))
@@ -131,12 +130,6 @@ def no_module(glob: ast.Glob, table: SiteTable) -> Diagnostic:
     notes = (f"there is {_join(children)}",) if children else ()
     help_ = f'did you mean `"{".".join([*segments[:count], name, *segments[count + 1 :]])}"`?' if name else None
     return Diagnostic("P201", message, span, label=label, notes=notes, help=help_)
-
-
-def _child(name: str, parent: str) -> str:
-    if parent and not name.startswith(parent + "."):
-        return ""
-    return name[len(parent) + bool(parent) :].partition(".")[0]
 
 
 def name_span(step: ast.Step) -> Span:

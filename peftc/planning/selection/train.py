@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from peftc.addressing.parameter_ranges import Parameters, RowRange, numel, parameter_name, used_ties
-from peftc.addressing.sites import Site, SiteTable, State
+from peftc.addressing.sites import Parameters, RowRange, Site, SiteTable, State, numel, parameter_name, used_ties
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names
 from peftc.planning.messages import MAX_NAMES, first_names

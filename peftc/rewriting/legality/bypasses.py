@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -149,9 +149,6 @@ def own_parameters(module: nn.Module, prefix: str, recurse: bool = False) -> lis
     return [name for name, _ in module.named_parameters(prefix, recurse, remove_duplicate=False)]
 
 
-# Code --------------------------------------------------------------------------------------------
-
-
 def forwards(module: nn.Module) -> Iterator[FunctionType]:
     """The unwrapped forwards that a call of a module may run."""
     own = instance_forward(module)
@@ -220,9 +217,6 @@ def resolve(name: str, function: FunctionType, cls: type[nn.Module]) -> tuple[Fu
     return (other if other is not None and other.__module__ == function.__module__ else None), False
 
 
-# Attributes --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class AttributeUse:
     """An expression that reads attributes: `self.layers[0].fc` has the names (layers, *, fc)."""
@@ -256,13 +250,17 @@ def attribute_uses(function: FunctionType, root: str) -> tuple[AttributeUse, ...
     uses: list[AttributeUse] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute | ast.Subscript) and not is_metadata_read(node, parents):
-            names, base = attribute_chain(node)
-            if isinstance(node, ast.Subscript) and (not root or base != root):
+            names, base = list[str](), cast(Any, node)  # `self.layers[0].fc` has layers, *, fc
+            while isinstance(base, ast.Attribute | ast.Subscript):
+                names.insert(0, base.attr if isinstance(base, ast.Attribute) else ANY)
+                base = base.value
+            is_own = isinstance(base, ast.Name) and base.id == root != ""
+            if isinstance(node, ast.Subscript) and not is_own:
                 continue  # mostly of tensors
             parent = parents.get(node)
             following = parent.attr if isinstance(parent, ast.Attribute) else ""
             is_called = isinstance(parent, ast.Call) and parent.func is node
-            uses.append(AttributeUse(names, bool(root) and base == root, "()" if is_called else following))
+            uses.append(AttributeUse(tuple(names), is_own, "()" if is_called else following))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # getattr(self.fc, "weight")
             uses.append(AttributeUse((node.value,), False, is_text=True))
     return tuple(dict.fromkeys(uses))
@@ -278,13 +276,3 @@ def is_metadata_read(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     if isinstance(parent, ast.Call) and node in parent.args:
         return isinstance(parent.func, ast.Name) and parent.func.id in INSPECTING
     return isinstance(getattr(node, "ctx", None), ast.Store)
-
-
-def attribute_chain(node: ast.expr) -> tuple[tuple[str, ...], str]:
-    """`self.layers[0].fc` as (layers, *, fc) and `self`; "" where the object has no name."""
-    names: list[str] = []
-    base: Any = node
-    while isinstance(base, ast.Attribute | ast.Subscript):
-        names.insert(0, base.attr if isinstance(base, ast.Attribute) else ANY)
-        base = base.value
-    return tuple(names), base.id if isinstance(base, ast.Name) else ""
