@@ -73,10 +73,15 @@ def differences(base: Base, model: nn.Module) -> list[str]:
     facts = identity(model, keep, base.fingerprint_version)
     if fingerprint_of(facts) == base.fingerprint:
         return []
+    notes: list[str] = []
     if facts["type"] != base.type:
         notes = [f"it was saved for a model of type {base.type}, this is {facts['type']}"]
-    else:
-        notes = _configuration_differences(base, facts.get("configuration", {}), model)
+    elif base.fingerprint_version > 1:  # newer transformers may have more keys, at the defaults of their classes
+        here, defaults = facts.get("configuration", {}), settings.defaults(model)
+        keys = settings.differences(base.configuration, frozenset(base.configured), here, defaults)
+        notes = [f"`{key}` of the configuration is {saved} there and {value} here" for key, saved, value in keys]
+        more = len(notes) - _LISTED
+        notes[_LISTED:] = [f"and {more} more keys of the configuration"] if more > 0 else []
     for name in {**base.facts, **facts["facts"]}:
         saved, here = base.facts.get(name), facts["facts"].get(name)
         if saved != here and name not in base.configuration:
@@ -87,16 +92,6 @@ def differences(base: Base, model: nn.Module) -> list[str]:
     if not notes and base.fingerprint_version == 1:
         notes.append("its fingerprint differs")
     return notes
-
-
-def _configuration_differences(base: Base, here: Mapping[str, settings.Value], model: nn.Module) -> list[str]:
-    """Newer versions of transformers may have more keys, at the defaults of their classes."""
-    if base.fingerprint_version == 1:
-        return []
-    keys = settings.differences(base.configuration, frozenset(base.configured), here, settings.defaults(model))
-    notes = [f"`{key}` of the configuration is {saved} there and {value} here" for key, saved, value in keys]
-    more = len(notes) - _LISTED
-    return notes[:_LISTED] + ([f"and {more} more keys of the configuration"] if more > 0 else [])
 
 
 def _shape_differences(saved: Mapping[str, list[int]], here: Mapping[str, list[int]]) -> Iterator[str]:

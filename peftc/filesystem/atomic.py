@@ -162,10 +162,6 @@ class Marker(BaseModel):
     files: dict[_Name, _Sha256]
     pending: dict[_Name, _Sha256] = Field(default_factory=dict)
 
-    def wrote(self, name: str, digest: str | None) -> bool:
-        """Whether peftc wrote a file with this digest."""
-        return digest is not None and digest in (self.files.get(name), self.pending.get(name))
-
 
 @dataclass(frozen=True)
 class FolderChanges:
@@ -216,7 +212,7 @@ def _changes(
     for name in {**marker.files, **marker.pending, **files}:
         path = target / name
         digests[name] = hashlib.sha256(path.read_bytes()).hexdigest() if _is_file(path) else None
-    unchanged = {name: digest for name, digest in digests.items() if digest and marker.wrote(name, digest)}
+    unchanged = {n: d for n, d in digests.items() if d and d in (marker.files.get(n), marker.pending.get(n))}
     present = [name for name in files if os.path.lexists(target / name) and digests[name] != files[name]]
     own = {*marker.files, *marker.pending}
     modified = [name for name in present if name in own and name not in unchanged]

@@ -43,12 +43,9 @@ class LoweringContext:
     groups: Mapping[str, Mapping[tuple[str, str, Shape], Sequence[str]]] = field(default_factory=dict)  # by edit
     owners: dict[str, tuple[Form, Shape, Shape | None]] = field(default_factory=dict)
 
-    def depth(self, site: Site) -> int:
-        """How many layers the site's stack has; 0 outside layers."""
-        return self._depths[path_spot(site.path, 0, 0).layer.rpartition("[")[0]]
-
     @cached_property
-    def _depths(self) -> Counter[str]:
+    def depths(self) -> Counter[str]:
+        """How many layers each stack has; 0 outside layers."""
         layers = {path_spot(site.path, 0, 0).layer for site in self.table.sites}
         return Counter(layer.rpartition("[")[0] for layer in layers if layer)
 
@@ -167,7 +164,8 @@ class FormInstances:
         group = self.site.group if len(shapes) == 1 else f"{self.site.group}.{shapes.index(key) + 1}"
         features, index = features_of(instance.dims), paths.index(self.site.path)
         spots = tuple(path_spot(path, *features) for path in paths)
-        dims = replace(instance.dims, sites=len(paths), spots=spots, index=index, depth=self.context.depth(self.site))
+        depth = self.context.depths[path_spot(self.site.path, 0, 0).layer.rpartition("[")[0]]
+        dims = replace(instance.dims, sites=len(paths), spots=spots, index=index, depth=depth)
         return replace(instance, owner=f"{self.edit}.{instance.key}.{group}", dims=dims, index=index)
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 from peftc.addressing.sites import EntryChoice, RowRange, Site, SiteTable, UntracedModule, numel
 from peftc.diagnostics import Diagnostic, PeftcError, Source
+from peftc.diagnostics.suggestions import for_sites, plural
 from peftc.forms import FORMS
 from peftc.planning.assignments import conflicts, is_identity
 from peftc.planning.expectations import evaluate
@@ -18,7 +19,6 @@ from peftc.planning.foldability.check import Foldability, check_foldability
 from peftc.planning.ir import SiteEdit
 from peftc.planning.lowering import lower_edit, unused
 from peftc.planning.lowering_context import DEFAULT_TASK, LoweringContext, count_parameters, groups_of, sharers_of
-from peftc.planning.messages import for_sites, plural
 from peftc.planning.report.plan import (
     Plan,
     PlanEdit,

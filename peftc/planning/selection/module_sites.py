@@ -24,9 +24,8 @@ from peftc.addressing.sites import (
     used_ties,
 )
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.diagnostics.suggestions import join_names
+from peftc.diagnostics.suggestions import FEW_NAMES, first_names, for_sites, join_names
 from peftc.forms.shapes import Tokens, Vector, Weight
-from peftc.planning.messages import MAX_NAMES, first_names, for_sites
 from peftc.semantics.substitute import substitute
 from peftc.semantics.vocabulary import PARAMETERS, WEIGHT_AND_BIAS
 from peftc.semantics.walk import names_in
@@ -245,7 +244,7 @@ class SharedModules:
         message = f"`{site.path}` is one module with {first_names(paths)}"
         note = f"`{site.module}` is also {first_names(missing)}"
         help_ = "name all of them: one set of parameters acts at each"
-        if len(paths) <= MAX_NAMES:
+        if len(paths) <= FEW_NAMES:
             help_ += f", `at {' | '.join((site.path, *paths))}`"
         return Diagnostic("P211", message, selector.span, label=ALSO_THERE, notes=(note,), help=help_)
 

@@ -9,8 +9,7 @@ from dataclasses import replace
 from peftc.addressing.paths import BRANCHES, SitePaths, StepList, compress_paths, glob_pattern, stack_steps
 from peftc.addressing.sites import Site, SiteTable, Steps, UntracedModule
 from peftc.diagnostics import Diagnostic, Span
-from peftc.diagnostics.suggestions import join_names, nearest
-from peftc.planning.messages import plural
+from peftc.diagnostics.suggestions import join_names, nearest, plural
 from peftc.semantics.vocabulary import STACK_CHOICE_HELP
 from peftc.semantics.walk import selects_stack
 from peftc.syntax import ast

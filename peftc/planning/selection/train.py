@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from peftc.addressing.sites import Parameters, RowRange, Site, SiteTable, State, numel, parameter_name, used_ties
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.diagnostics.suggestions import join_names
-from peftc.planning.messages import MAX_NAMES, first_names
+from peftc.diagnostics.suggestions import FEW_NAMES, first_names, join_names
 from peftc.syntax import ast
 
 
@@ -80,7 +79,7 @@ def _tied(statement: ast.Train, sites: Sequence[Site], table: SiteTable) -> Diag
         if name and others:
             union = " | ".join(paths.get(n, f'"{n.rpartition(".")[0]}"') for n in (name, *others))
             message = f"`{name}` is one parameter with {first_names(others)}"
-            help_ = "name all of its uses in layers" + (f", `at {union}`" if len(others) < MAX_NAMES else "")
+            help_ = "name all of its uses in layers" + (f", `at {union}`" if len(others) < FEW_NAMES else "")
             label = "training it here also trains it there"
             return Diagnostic("P211", message, statement.span, label=label, help=help_)
     return None
