@@ -26,6 +26,9 @@ from peftc.modules.offload import offloaded_error, offloaded_parameters
 from peftc.rewriting.edits import CONTAINER, SHARED
 
 _LISTED = 5  # differences of the configuration
+VALUES = 16  # of each parameter, at equal distances from the first to the last
+_HALF = 2.0**-7  # the largest relative difference between float16 and bfloat16 of one number
+Sample = tuple[float, ...]
 
 
 def base_of(model: nn.Module, record: Installation) -> Base:
@@ -116,12 +119,6 @@ def distance_from(base: Base, model: nn.Module) -> Distance:
     """The distance of a model's weights, before any training, from the described ones."""
     originals = installation_of(model).originals if is_installed(model) else dict[str, Tensor]()
     return distance(base.tensors, {name: originals.get(name, p.detach()) for name, p in model.named_parameters()})
-
-
-VALUES = 16  # of each parameter, at equal distances from the first to the last
-_HALF = 2.0**-7  # the largest relative difference between float16 and bfloat16 of one number
-
-Sample = tuple[float, ...]
 
 
 class Distance(NamedTuple):

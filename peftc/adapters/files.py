@@ -37,6 +37,10 @@ from peftc.filesystem.bounded_read import check_path, open_regular, read_regular
 LARGEST = 256_000_000  # bytes of the description
 HEADER = 100_000_000  # bytes that safetensors allows for its header
 _ATTEMPTS = 10  # an adapter may be replaced while it is read
+OLD = f"old-{METADATA}"
+RECENT = 3600.0  # seconds; without a lock, younger files may belong to a running writer
+_OURS = (re.compile(TENSORS_NAME), re.compile(rf"(old-)?{re.escape(METADATA)}|old-{re.escape(TENSORS)}"))
+_WRITTEN = (*_OURS, re.compile(r"\.tmp[A-Za-z0-9]{6}"))  # the last is a temporary file of safetensors
 
 
 def listing(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
@@ -135,12 +139,6 @@ def _missing(directory: Path, error: OSError) -> PeftcError:
 
 def _damaged(message: str, *notes: str) -> PeftcError:
     return PeftcError(Diagnostic("P521", message, notes=notes, help="save the adapter again, or fetch it again"))
-
-
-OLD = f"old-{METADATA}"
-RECENT = 3600.0  # seconds; without a lock, younger files may belong to a running writer
-_OURS = (re.compile(TENSORS_NAME), re.compile(rf"(old-)?{re.escape(METADATA)}|old-{re.escape(TENSORS)}"))
-_WRITTEN = (*_OURS, re.compile(r"\.tmp[A-Za-z0-9]{6}"))  # the last is a temporary file of safetensors
 
 
 def write(target: Path, tensors: Mapping[str, Tensor], describe: Callable[[str], Adapter]) -> None:

@@ -37,6 +37,8 @@ from peftc.semantics.walk import is_shared, walk
 from peftc.syntax import ast
 from peftc.syntax.printer import print_spec
 
+TRAINING_ARGUMENTS = ("reparam", "keep", "intrinsic")  # which an export form does not have
+
 
 def save(model: nn.Module, directory: str | PathLike[str], name: str | None = None) -> Path:
     """Saves the trained parameters of a compiled model, without its base.
@@ -114,9 +116,6 @@ def _require_initialized(model: nn.Module, record: Installation, edit: str) -> N
     if missing is not None:
         with with_note(f"`{edit}` has its initial values: there is nothing to save"):
             raise missing
-
-
-TRAINING_ARGUMENTS = ("reparam", "keep", "intrinsic")  # which an export form does not have
 
 
 class Export(NamedTuple):

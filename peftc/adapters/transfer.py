@@ -27,6 +27,8 @@ from peftc.planning import ir
 from peftc.rewriting.assembly import regions_of
 from peftc.syntax.print_expressions import print_expression
 
+FUSION, ADAPTER = "fusion", "adapter"
+
 
 def warm_start(
     model: nn.Module,
@@ -108,9 +110,6 @@ def check_edit_names(
                 help_ = did_you_mean(name, known) or f"the {owner} has {join_names(sorted(known))}"
                 raise PeftcError(Diagnostic("P532", f"the {owner} has no edit `{name}`", help=help_))
     return edits
-
-
-FUSION, ADAPTER = "fusion", "adapter"
 
 
 def fuse(

@@ -11,6 +11,7 @@ from typing import Any
 from peftc.forms.shapes import Shape, Vector, Weight
 
 Steps = tuple[tuple[str, int | None], ...]  # of a site's path: (("layer", 3), ("attn", None))
+INPUT, OUTPUT = "<input>", "<output>"
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,6 @@ class WeightRef:
     @property
     def is_partial(self) -> bool:
         return self.rows is not None or self.stacked_slice is not None
-
-
-INPUT, OUTPUT = "<input>", "<output>"
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,11 @@ PREFIX = ".peftc-"
 PATIENCE = 60.0  # seconds to wait for another writer
 _WORKSPACE = re.compile(rf"{re.escape(PREFIX)}[a-z0-9_]{{8}}")  # the names that tempfile makes of the prefix
 _UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF}
+MARKER = ".peftc.json"
+_MAX_BYTES = 2**20  # of a marker
+_WORKSPACE_FILES = (re.compile(r"\.peftc\.json|plan\.json|spec\.peft|README\.md|forward_\w+\.(?:py|diff)"),)
+_Name = Annotated[str, StringConstraints(pattern=r"^[^/\\\x00.][^/\\\x00]*$")]
+_Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 def flush(*paths: Path) -> None:
@@ -142,14 +147,6 @@ def replace_text(target: Path, text: str) -> None:
         with suppress(OSError):
             os.unlink(name)
         raise
-
-
-MARKER = ".peftc.json"
-_MAX_BYTES = 2**20  # of a marker
-_WORKSPACE_FILES = (re.compile(r"\.peftc\.json|plan\.json|spec\.peft|README\.md|forward_\w+\.(?:py|diff)"),)
-
-_Name = Annotated[str, StringConstraints(pattern=r"^[^/\\\x00.][^/\\\x00]*$")]
-_Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Marker(BaseModel):

@@ -22,6 +22,9 @@ from peftc.runtime.call_arguments import starts_of
 from peftc.runtime.prompts import insert_rows
 from peftc.tracing.module_calls import forward_signature
 
+PAST, MASK, POSITIONS, EMBEDS = "past_key_values", "attention_mask", "position_ids", "inputs_embeds"
+USE = "use_cache"
+
 
 @overload
 def fold(
@@ -98,10 +101,6 @@ def fold(
     if widen:
         return fold_and_widen(model, only, name, sample, dequantize)
     return Folding(model, only, name, sample, dequantize).run()
-
-
-PAST, MASK, POSITIONS, EMBEDS = "past_key_values", "attention_mask", "position_ids", "inputs_embeds"
-USE = "use_cache"
 
 
 @dataclass
@@ -242,8 +241,7 @@ def _seed(sites: list[ir.SiteEdit], folding: Folding) -> list[Pair]:
         shape = one.assigns[0].value.shape
         assert isinstance(shape, KeyValue)
         weight = next(folding.model.get_submodule(one.site.module).parameters())
-        like = weight.new_empty(1, shape.kv_heads, 1, shape.d_head)
-        prefixes: list[Pair] = _rows(one, folding, like)
+        prefixes: list[Pair] = _rows(one, folding, weight.new_empty(1, shape.kv_heads, 1, shape.d_head))
         key, value = (torch.cat([pair[i][0] for pair in prefixes], 1).detach().clone() for i in (0, 1))
         pairs.append((key, value))
     return pairs

@@ -32,6 +32,7 @@ from peftc.runtime.parameters import dense
 
 GRID = torch.linspace(-8, 8, 161, dtype=torch.float64)  # where activations are compared
 CLOSE = 1e-12
+Bottleneck = tuple[FormCall, tuple[tuple[str, Term], ...]]  # a form, and its factors with their operators
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,9 +299,6 @@ def wider_config(model: nn.Module, widths: Collection[tuple[int, int]]) -> dict[
 @dataclass(eq=False)
 class NotWider(Exception):
     reason: str  # why an edit is no bottleneck, or its ffn cannot be widened
-
-
-Bottleneck = tuple[FormCall, tuple[tuple[str, Term], ...]]  # a form, and its factors with their operators
 
 
 def bottleneck_of(site_edit: SiteEdit) -> Bottleneck | None:

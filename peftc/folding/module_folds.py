@@ -21,6 +21,8 @@ from peftc.planning.ir import ARITHMETIC, Arithmetic, Constant, FormCall, Read, 
 from peftc.rewriting.node_builder import row_arguments
 from peftc.runtime.parameters import blocks_of, dense, stacked_slice
 
+Value = Affine | Tensor  # a Tensor is constant: a number, a vector (d_out,), or a weight in equations of w
+
 
 @dataclass(frozen=True, eq=False)
 class Fold:
@@ -116,8 +118,7 @@ class UnroundedParameters:
             changed = entries if new.dtype == value.dtype else int(torch.count_nonzero(value != before.to(value.dtype)))
             if changed or created:
                 survived = entries / changed if changed else 1.0
-                dtype = dtype_name(like)
-                yield name, (new, Change(name, new.numel(), entries, survived, dtype, created, edits))
+                yield name, (new, Change(name, new.numel(), entries, survived, dtype_name(like), created, edits))
 
 
 def rounded(name: str, value: Tensor, dtype: torch.dtype, edits: tuple[str, ...]) -> Tensor:
@@ -157,9 +158,6 @@ def _apply(fold: Fold, parameters: UnroundedParameters, side: str) -> None:
         parameters.write(target.weight, folded[0])
     if folded[1] is not None:
         parameters.write(bias or parameters.create_bias(fold), folded[1])
-
-
-Value = Affine | Tensor  # a Tensor is constant: a number, a vector (d_out,), or a weight in equations of w
 
 
 @dataclass(frozen=True)

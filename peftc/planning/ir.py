@@ -18,6 +18,13 @@ from peftc.forms.registry import Args, Count, Dims, Form
 from peftc.forms.shapes import KeyValue, Scalar, Shape, Tokens, Vector, Weight
 from peftc.syntax import ast
 
+ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+}
+
 
 @dataclass(frozen=True, eq=False)
 class FormInstance:
@@ -199,14 +206,6 @@ def _with_site(site_edit: SiteEdit, site: Site) -> SiteEdit:
     lets = tuple((i, copy(term)) for i, term in site_edit.lets)
     owner = site_edit.parameter_site or site_edit.site
     return replace(site_edit, site=site, assigns=assigns, lets=lets, parameter_site=owner)
-
-
-ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
-}
 
 
 def combine_shapes(op: str, left: Shape, right: Shape) -> Shape | None:

@@ -34,6 +34,7 @@ from peftc.syntax import ast
 from peftc.syntax.print_expressions import print_expression
 
 WRITABLE = frozenset({"h", "q", "k", "v", "kv", "z", "w", "b"})
+MAX_QUOTE = 50  # characters of an expression in a message
 
 
 def lower_edit(edit: ast.Edit, site: Site, context: LoweringContext) -> SiteEdit:
@@ -97,9 +98,6 @@ def _assign(equation: ast.Equation, terms: TermLowering) -> Assign:
     return Assign(target.name, value, equation)
 
 
-MAX_QUOTE = 50  # characters of an expression in a message
-
-
 @dataclass
 class TermLowering:
     edit: str
@@ -129,8 +127,7 @@ class TermLowering:
                 raise error("P105", message, source.span)
 
     def read(self, name: str, span: Span) -> Read:
-        state = self.state(name, span)
-        return Read(name, shape=state.shape, source=ast.Name(name, span=span))
+        return Read(name, shape=self.state(name, span).shape, source=ast.Name(name, span=span))
 
     def state(self, name: str, span: Span) -> State:
         if (state := self.site.states.get(name)) is not None:

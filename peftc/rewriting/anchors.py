@@ -137,8 +137,8 @@ def calls_of(trace: RegionTrace) -> list[ModuleCall]:
     counts = Counter(c.name for c in trace.calls)
     placeholders = {str(n.target).lstrip("*"): n for n in trace.graph.nodes if n.op == "placeholder"}
     result = trace.graph.output_node().args[0] if trace.result is None else trace.result
-    own = ModuleCall("", "", placeholders, result, inlined=True)
-    return [*(c for c in trace.calls if counts[c.name] == 1), own]
+    called = (c for c in trace.calls if counts[c.name] == 1)
+    return [*called, ModuleCall("", "", placeholders, result, inlined=True)]
 
 
 def weight_only_linears(trace: RegionTrace) -> dict[str, fx.Node]:

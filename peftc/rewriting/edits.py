@@ -19,6 +19,8 @@ from peftc.syntax.printer import print_statement
 _PLAIN = nn.Module()
 EQUATIONS = "equations"  # in a node's meta: the comments above its line
 STREAM = "<stream>"  # the layer's input, read for its batch and tokens only
+CONTAINER = "peftc"  # the container's name in its region
+SHARED = "peftc_shared"  # the name, at the model's root, of the modules that several sites share
 
 
 @dataclass(frozen=True)
@@ -172,10 +174,6 @@ def row_count(term: ir.Term) -> int:
             return sum(map(row_count, parts))
         case _:
             return 0
-
-
-CONTAINER = "peftc"  # the container's name in its region
-SHARED = "peftc_shared"  # the name, at the model's root, of the modules that several sites share
 
 
 class Container(nn.Module):

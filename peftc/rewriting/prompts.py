@@ -23,6 +23,9 @@ from peftc.runtime.prompts import cannot_prepend, forward_with_prompt
 from peftc.tracing.module_calls import forward_signature
 
 CONTEXT, CONTEXT_MASK = "encoder_hidden_states", "encoder_attention_mask"
+KIND = "positions"  # of the anchor
+NAME = "<positions>"  # in place of an edit's name
+SEQUENCE = "sequence"  # in a region's container, the record of positions that its forms read
 
 
 def is_prompt(site_edit: ir.SiteEdit) -> bool:
@@ -51,8 +54,7 @@ def prompt_regions(site_edit: ir.SiteEdit, structure: ModelStructure) -> Iterato
 
 
 def stack_region(site_edit: ir.SiteEdit, module: str, anchor: Anchor) -> Region:
-    edit = RegionEdit.of(site_edit, {"h": RegionState(anchor=anchor)})
-    return Region(module, frozenset(), [edit], [site_edit])
+    return Region(module, frozenset(), [RegionEdit.of(site_edit, {"h": RegionState(anchor)})], [site_edit])
 
 
 def token_stack(site: Site, structure: ModelStructure, span: Span) -> tuple[Stack, str]:
@@ -114,11 +116,6 @@ def prepend_tokens(
     assert isinstance(rows, Sequence)
     assert isinstance(length, int)
     call.args = (*first, [*new, *rows], embedding or name, keep and keeps, length + context)
-
-
-KIND = "positions"  # of the anchor
-NAME = "<positions>"  # in place of an edit's name
-SEQUENCE = "sequence"  # in a region's container, the record of positions that its forms read
 
 
 def selects_positions(instance: ir.FormInstance) -> bool:

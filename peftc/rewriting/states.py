@@ -32,6 +32,9 @@ from peftc.tracing.in_place import WRITES, storage_id, writes_to
 from peftc.tracing.operations import new_version
 from peftc.tracing.region_trace import RegionTrace
 
+COPY = "copy"  # in place of a number, in the origin of a copy
+REPLACES = "replaces"  # in the meta of an edit's node: the state whose value, with all its views, it replaces
+
 
 def state_of(site: Site, name: str) -> State:
     return site.layer_input if name == STREAM and site.layer_input is not None else site.states[name]
@@ -206,10 +209,6 @@ def missing(name: str, anchor: Anchor) -> Diagnostic:
     message = f"in this call, the model computes no `{name}` where the sample forward does"
     help_ = "report the model and the call; the model has not been changed by this call"
     return Diagnostic("P403", message, notes=(f"looked for {anchor}",), help=help_)
-
-
-COPY = "copy"  # in place of a number, in the origin of a copy
-REPLACES = "replaces"  # in the meta of an edit's node: the state whose value, with all its views, it replaces
 
 
 def closure(start: fx.Node, neighbours: Callable[[fx.Node], list[fx.Node]]) -> list[fx.Node]:

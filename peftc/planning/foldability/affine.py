@@ -14,14 +14,15 @@ from peftc.addressing.sites import Site, WeightRef, parameter_name
 from peftc.forms.shapes import Tokens, Weight
 from peftc.planning.ir import Arithmetic, Concat, Constant, FormCall, FrozenCall, Read, SiteEdit, Term
 
+Matrix = Literal["zero", "identity", "other"]
+Side = Literal["weight", "output", "input"]
+OUTPUT_LINEAR = {"ffn": "down", "attn": "o", "self": "o", "cross": "o"}  # sub-layer -> the Linear that computes its h
+
 
 @dataclass(eq=False)
 class NotAffine(Exception):
     reason: str  # why `term`, a sub-expression, does not fold
     term: Term
-
-
-Matrix = Literal["zero", "identity", "other"]
 
 
 @dataclass(frozen=True)
@@ -179,10 +180,6 @@ def show_term(term: Term) -> str:
             return f" {op} ".join(sides)
         case Concat(parts=parts):
             return f"concat({', '.join(map(show_term, parts))})"
-
-
-Side = Literal["weight", "output", "input"]
-OUTPUT_LINEAR = {"ffn": "down", "attn": "o", "self": "o", "cross": "o"}  # sub-layer -> the Linear that computes its h
 
 
 @dataclass(frozen=True)

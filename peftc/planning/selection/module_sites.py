@@ -33,6 +33,8 @@ from peftc.syntax import ast
 
 NAMES = {"weight": "w", "bias": "b"}
 TRANSPOSED = frozenset({"Conv1D"})  # transformers' Conv1D stores (in, out)
+ALSO_THERE = "an edit here also acts there"
+SiteKey = tuple[str, tuple[object, ...]]  # a module, and what of the module
 
 
 def module_site(module: ModuleInfo, table: SiteTable) -> Site:
@@ -190,10 +192,6 @@ def _weight(site: Site) -> WeightRef:
     (state,) = site.states.values()
     assert state.weight is not None
     return state.weight
-
-
-ALSO_THERE = "an edit here also acts there"
-SiteKey = tuple[str, tuple[object, ...]]  # a module, and what of the module
 
 
 class SharedModules:

@@ -19,6 +19,7 @@ MAX_NAMES = 8  # in a note
 MAX_SUGGESTIONS = 12
 
 NamesBelow = Mapping[str, tuple[int, tuple[str, ...]]]  # name -> (how many, the steps that lead to it)
+UntracedModules = tuple[UntracedModule, ...]
 
 
 def no_match(path: ast.Path, steps: Sequence[ast.Step], paths: SitePaths) -> Diagnostic:
@@ -140,9 +141,6 @@ def _subspan(span: Span, offset: int, length: int) -> Span:
     if start + length > span.end:
         return span
     return Span(start, start + length, span.line, column, span.line, column + length)
-
-
-UntracedModules = tuple[UntracedModule, ...]
 
 
 def untraced_errors(selector: ast.Selector, paths: SitePaths) -> list[Diagnostic]:

@@ -31,6 +31,11 @@ from peftc.rewriting.edits import Region
 
 QUERY = "get_fastpath_enabled"
 ENTERED = frozenset({""})
+ANY = "*"  # stands for an index, or for a name that the code computes
+ALL_PARAMETERS = frozenset({"parameters", "named_parameters", "_parameters", "state_dict", "get_parameter"})
+MODE_QUERIES = frozenset({"is_grad_enabled", "requires_grad", "is_inference_mode_enabled", "training"})
+METADATA = frozenset({"dtype", "device", "shape", "ndim", "size", "dim", "numel", "requires_grad", "is_cuda"})
+INSPECTING = frozenset({"isinstance", "hasattr", "id", "type"})
 
 
 @cache
@@ -80,13 +85,6 @@ def disable_fast_paths(regions: list[Region], model: nn.Module, shared: Iterable
         else:
             outer[name] = Region(name, ENTERED, [])
     return [*outer.values(), *regions]
-
-
-ANY = "*"  # stands for an index, or for a name that the code computes
-ALL_PARAMETERS = frozenset({"parameters", "named_parameters", "_parameters", "state_dict", "get_parameter"})
-MODE_QUERIES = frozenset({"is_grad_enabled", "requires_grad", "is_inference_mode_enabled", "training"})
-METADATA = frozenset({"dtype", "device", "shape", "ndim", "size", "dim", "numel", "requires_grad", "is_cuda"})
-INSPECTING = frozenset({"isinstance", "hasattr", "id", "type"})
 
 
 @dataclass(frozen=True)
