@@ -24,7 +24,7 @@ from peftc.models.skeleton import check_runs, check_sample
 from peftc.planning.lowering_context import DEFAULT_TASK
 from peftc.planning.planner import PlanResult, make_plan
 from peftc.recognition.analysis import Analysis, ModelLike, analyse
-from peftc.rewriting.positions import prompt_and_position_errors
+from peftc.rewriting.prompts import prompt_and_position_errors
 from peftc.semantics.checks.spec import with_origin
 from peftc.syntax import ast
 
