@@ -22,7 +22,7 @@ from peftc.installation.journal import copy_all
 from peftc.installation.record import Installation
 from peftc.planning import ir
 from peftc.rewriting.assembly import regions_of
-from peftc.syntax.print_expressions import print_expression
+from peftc.syntax.printer import print_expression
 
 FUSION, ADAPTER = "fusion", "adapter"
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from peftc.diagnostics import PeftcError
-from peftc.models.sample import BATCH, TOKENS, floating_dtype, sample_inputs, token_ids
+from peftc.models.skeleton import BATCH, TOKENS, floating_dtype, sample_inputs, token_ids
 
 SIDE = 4  # patches along each side of an image that comes as patches
 FRAMES = 32  # of a sound that comes as a spectrogram

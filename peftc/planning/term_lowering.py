@@ -15,10 +15,10 @@ from peftc.planning.form_instances import FormInstances
 from peftc.planning.ir import Arithmetic, Concat, Constant, FormCall, FrozenCall, Read, Term
 from peftc.planning.lowering_context import LoweringContext
 from peftc.semantics.arguments import bind
-from peftc.semantics.constants import numeric_value
+from peftc.semantics.substitute import numeric_value
 from peftc.semantics.vocabulary import FROZEN_MODULES
 from peftc.syntax import ast
-from peftc.syntax.print_expressions import print_expression
+from peftc.syntax.printer import print_expression
 
 MAX_QUOTE = 50  # characters of an expression in a message
 

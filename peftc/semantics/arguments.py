@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms.registry import Form, Param, Value
-from peftc.semantics.constants import constant
+from peftc.semantics.substitute import constant
 from peftc.syntax import ast
-from peftc.syntax.print_expressions import print_expression
+from peftc.syntax.printer import print_expression
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from peftc.semantics.substitute import (
 from peftc.semantics.walk import is_shared, names_in, names_in_statements, values, walk
 from peftc.syntax import ast
 from peftc.syntax.lexer import excerpt
-from peftc.syntax.print_expressions import print_expression
-from peftc.syntax.printer import print_statement
+from peftc.syntax.printer import print_expression, print_statement
 
 BUDGET = 1_000  # statements of an expanded spec
 _NODES_PER_STATEMENT = 20  # a large expression counts as several statements

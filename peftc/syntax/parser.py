@@ -8,12 +8,9 @@ from lark import Token, Tree
 
 from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
 from peftc.syntax import ast
-from peftc.syntax.build import Builder
-from peftc.syntax.comments import CommentCursor
-from peftc.syntax.error_context import error_context
-from peftc.syntax.error_rules import syntax_error
-from peftc.syntax.lexer import lark_parser, repair_tokens, span_of, tokenize
-from peftc.syntax.parse_tree import deeper_than, span, trees
+from peftc.syntax.build import Builder, deeper_than, span, trees
+from peftc.syntax.error_rules import error_context, syntax_error
+from peftc.syntax.lexer import CommentCursor, lark_parser, repair_tokens, span_of, tokenize
 from peftc.syntax.recovery import accepted_terminals, feed, resume
 
 MAX_ERRORS = 20

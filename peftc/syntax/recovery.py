@@ -16,7 +16,7 @@ from lark.exceptions import UnexpectedToken
 from lark.parsers.lalr_interactive_parser import InteractiveParser
 
 from peftc.diagnostics.suggestions import nearest
-from peftc.syntax.error_context import ASSIGNMENTS
+from peftc.syntax.error_rules import ASSIGNMENTS
 from peftc.syntax.lexer import keywords
 
 _LOOKAHEAD = 16  # tokens by which a repair is judged

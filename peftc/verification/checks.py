@@ -16,8 +16,15 @@ from peftc.installation.disable import disabled
 from peftc.verification.comparison import CallResult, Comparison, CompiledModelError, unavailable_on_error
 from peftc.verification.forward_modes import ALL_BUT_EVALUATION, EVALUATION, ForwardMode, training_mode
 from peftc.verification.reference.locations import EditKey, ReferenceUnavailable, key_of
-from peftc.verification.reference.outputs import GRADIENT_FACTOR, Difference, first_difference, model_outputs
-from peftc.verification.reference.recorder import Recorder, first_differing_input, first_differing_output
+from peftc.verification.reference.outputs import (
+    GRADIENT_FACTOR,
+    Difference,
+    Recorder,
+    first_difference,
+    first_differing_input,
+    first_differing_output,
+    model_outputs,
+)
 from peftc.verification.report import Check, Finding
 
 NOWHERE = (None, None)

@@ -23,8 +23,13 @@ from peftc.verification.preparation import Batch
 from peftc.verification.reference.interpreter import Interpreter
 from peftc.verification.reference.locations import EditKey, ReferenceUnavailable, key_of
 from peftc.verification.reference.model import ReferenceModel
-from peftc.verification.reference.outputs import Difference, first_difference, model_outputs, random_projection
-from peftc.verification.reference.recorder import Recorder
+from peftc.verification.reference.outputs import (
+    Difference,
+    Recorder,
+    first_difference,
+    model_outputs,
+    random_projection,
+)
 
 NOISE = (0.5, 0.05, 0.005)  # relative to the size of a parameter; smaller where outputs are not finite
 

@@ -17,7 +17,7 @@ from peftc.fakes.tensors import fake_copy, fake_mode
 from peftc.forms.module import has_values
 from peftc.installation.contents import states
 from peftc.models.media import run_on_sample
-from peftc.models.sample import sample_inputs
+from peftc.models.skeleton import sample_inputs
 from peftc.training.calibration import calibrate
 from peftc.training.tasks import task, tasks
 from peftc.verification.forward_modes import training_mode

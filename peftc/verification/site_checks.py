@@ -19,8 +19,7 @@ from peftc.verification.forward_modes import EVALUATION, WITH_GRADIENTS
 from peftc.verification.reference.interpreter import features, with_features
 from peftc.verification.reference.locations import Location, ReferenceUnavailable
 from peftc.verification.reference.model import ReferenceModel
-from peftc.verification.reference.outputs import first_difference, first_tensor, with_first_tensor
-from peftc.verification.reference.recorder import CallEvent, Recorder
+from peftc.verification.reference.outputs import CallEvent, Recorder, first_difference, first_tensor, with_first_tensor
 from peftc.verification.report import Finding
 
 ROLES = {"q": "queries", "k": "keys", "v": "values"}

@@ -16,7 +16,7 @@ from peftc.planning.messages import plural
 from peftc.planning.selection.selector_errors import name_span
 from peftc.semantics.walk import selects_stack
 from peftc.syntax import ast
-from peftc.syntax.print_expressions import print_selector
+from peftc.syntax.printer import print_selector
 
 UntracedModules = tuple[UntracedModule, ...]
 

@@ -23,7 +23,7 @@ from peftc.semantics.vocabulary import (
 )
 from peftc.semantics.walk import arms, children, selects_stack
 from peftc.syntax import ast
-from peftc.syntax.print_expressions import print_expression
+from peftc.syntax.printer import print_expression
 
 Shared = Mapping[str, ast.Let]
 _OWNERS = {  # state -> a site that has it, and an example

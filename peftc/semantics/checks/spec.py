@@ -13,7 +13,7 @@ from peftc.semantics.checks.edits import bind_errors, check_edit, check_selector
 from peftc.semantics.vocabulary import CONCAT, EDIT_FACTS, FROZEN_MODULES, PARAMETERS, PLAN_COUNTS, PREDICATES
 from peftc.semantics.walk import arms, children, is_shared, walk
 from peftc.syntax import ast
-from peftc.syntax.print_expressions import print_expression, print_selector
+from peftc.syntax.printer import print_expression, print_selector
 
 
 def check(spec: ast.Spec) -> list[Diagnostic]:
