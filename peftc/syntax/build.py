@@ -121,14 +121,11 @@ class Builder:
         body = tuple(self._statement(child, first=not number) for number, child in enumerate(children))
         comments = self._comments.closing(closing.start, first=not body)
         last = self._comments.trailing(closing)
-        if trailing is None:
-            trailing = last
-        elif last is not None:
+        if trailing and last:
             comments += (last,)
-        block = (
-            self._edit(item, body) if item.data == "edit" else ast.Method(str(token(item, "NAME")), parameters, body)
-        )
-        return replace(block, leading=leading, trailing=trailing, closing=comments, span=span(item))
+        method = item.data == "method"
+        block = ast.Method(str(token(item, "NAME")), parameters, body) if method else self._edit(item, body)
+        return replace(block, leading=leading, trailing=trailing or last, closing=comments, span=span(item))
 
     def _edit(self, item: Parse, body: tuple[Any, ...]) -> ast.Edit:
         name, per_task = child(item, "name"), optional_child(item, "per_task")

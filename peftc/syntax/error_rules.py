@@ -129,8 +129,7 @@ def error_context(tokens: Sequence[Token], at: int, accepts: frozenset[str], sta
             _, outer, _ = brackets.pop()
             statement = "" if item.type == "RBRACE" else outer
         elif item.type in ASSIGNMENTS and isinstance(previous, Token):  # `let` and `train` have a tree before their `=`
-            in_block = not brackets or brackets[-1][0].type == "LBRACE"
-            statement = "EQUATION" if in_block else statement
+            statement = "EQUATION" if not brackets or brackets[-1][0].type == "LBRACE" else statement
         previous = item
     blocks = [block for bracket, _, block in brackets if bracket.type == "LBRACE"]
     open_brackets = tuple(bracket for bracket, _, _ in brackets)
@@ -148,31 +147,24 @@ Error = tuple[Diagnostic, Token]  # and the token that it underlines
 def syntax_error(c: ErrorContext) -> Error:
     """The diagnostic of the unexpected token, and the token that it underlines."""
     rules = (_header, _brackets, _edit_head, _selector, _train_use_method, _expect, _assignment, _statement)
-    unexpected = f"unexpected {c.unexpected} after {c.preceding}"
-    return next(
-        (error for rule in rules if (error := rule(c))),
-        c.error("P023", c.expectation() if len(c.accepts) <= 4 else unexpected),
-    )
+    message = c.expectation() if len(c.accepts) <= 4 else f"unexpected {c.unexpected} after {c.preceding}"
+    return next((error for rule in rules if (error := rule(c))), c.error("P023", message))
 
 
 def _header(c: ErrorContext) -> Error | None:
     if c.at == 0 and c.allows("PEFT"):
         label = "a spec begins with its language version"
         return c.error("P001", c.expectation("`peft 1`"), "write `peft 1` on the first line", label)
-    if c.previous_type == "PEFT":
-        return c.error(
-            "P002", c.expectation("the language version after `peft`"), "this is language version 1: `peft 1`"
-        )
-    return None
+    expectation = c.expectation("the language version after `peft`")
+    return c.error("P002", expectation, "this is language version 1: `peft 1`") if c.previous_type == "PEFT" else None
 
 
 def _brackets(c: ErrorContext) -> Error | None:
     if c.open_brackets and _is_unclosed(c):
         line = "" if c.type == "$END" else f" in line {c.token.line}"
-        contents = (
-            "; an edit contains equations and `let`, no other statement" if line and c.bracket == "LBRACE" else ""
-        )
-        help_ = f"close it before {c.unexpected}{line}{contents}"
+        help_ = f"close it before {c.unexpected}{line}"
+        if line and c.bracket == "LBRACE":
+            help_ += "; an edit contains equations and `let`, no other statement"
         return c.error("P006", f"this {_OPEN[c.bracket]} is never closed", help_, "opened here", c.open_brackets[-1])
     if c.type in _CLOSE and not c.open_brackets:
         return c.error("P007", f"unmatched {c.unexpected}", "remove it")
@@ -214,8 +206,7 @@ def _selector(c: ErrorContext) -> Error | None:
     if c.allows("BAR", "MINUS") and c.type in {"COMMA", "PLUS"}:
         return c.error("P016", f"{c.unexpected} does not join selectors", "`a | b` is both, `a - b` is `a` without `b`")
     if c.allows("LBRACE") and c.statement in {"EDIT", "METHOD"} and c.bracket in {"", "LBRACE"}:
-        label = f"the body of the {c.statement.lower()} stands in braces"
-        return c.error("P010", c.expectation("`{`"), label=label)
+        return c.error("P010", c.expectation("`{`"), label=f"the body of the {c.statement.lower()} stands in braces")
     if c.allows("DOUBLE_STAR") and (c.allows("STRING") or c.previous_type == "DOT"):  # at { … }; layer.*
         help_ = f"`{c.token}` is a keyword" if c.is_keyword and c.next.type != "NAME" else None
         if c.type == "STAR":

@@ -1,4 +1,4 @@
-"""The lexer: text to tokens and comments. Unknown characters become tokens, too: any text is accepted."""
+"""The lexer: text to tokens and comments. It accepts any text; unknown characters become tokens."""
 
 from __future__ import annotations
 

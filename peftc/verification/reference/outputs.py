@@ -1,6 +1,4 @@
-"""Tensors in the inputs and outputs of modules: their order in a call of a model, and the tolerances by
-which they are compared.
-"""
+"""Tensors in the inputs and outputs of modules, and the tolerances by which they are compared."""
 
 from __future__ import annotations
 
