@@ -53,8 +53,7 @@ def run_sites(args: Namespace) -> int:
 
 def run_plan(args: Namespace) -> int:
     """Prints the plan; exit 1 if an expectation fails. Raises: P0xx–P3xx (the spec), P5xx."""
-    spec = parse_file(args.spec)
-    flat = expand(spec, parse_settings(args.set), args.include)
+    flat = expand(parse_file(args.spec), parse_settings(args.set), args.include)
     result = plan_edits(flat, args.model, tasks=args.tasks, trust_remote_code=args.trust_remote_code)
     records_only = bool(result.failed_expectations) and args.output_format == "json" and not args.json
     if args.json:
@@ -90,8 +89,7 @@ def run_verify(args: Namespace) -> int:
     spec = parse_file(args.spec)
     model, weights = load_or_initialize(resolve(args.model, args.trust_remote_code), args.seed)
     base = duplicate(model)
-    settings = parse_settings(args.set)
-    compile(spec, model, args.seed, settings=settings, include=args.include, tasks=args.tasks)
+    compile(spec, model, args.seed, settings=parse_settings(args.set), include=args.include, tasks=args.tasks)
     result = verify(model, sites=args.sites, base=base, weights=weights)
     records_only = not result.ok and args.output_format == "json" and not args.json
     if args.json:

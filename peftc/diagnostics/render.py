@@ -55,8 +55,7 @@ class _Painter:
             yield from self._snippet(diagnostic.source, diagnostic.span, diagnostic.label, pad, tone)
         elif diagnostic.source:
             yield f"{pad}{self._paint('-->', _BLUE)} {printable(diagnostic.source.path)}"
-        footer = [("note", note) for note in diagnostic.notes] + [("help", diagnostic.help or "")]
-        for title, text in footer:
+        for title, text in [("note", note) for note in diagnostic.notes] + [("help", diagnostic.help or "")]:
             if text or title == "note":
                 yield f"{pad} {self._paint('=', _BLUE)} {self._paint(title, _BOLD)}: {printable(text)}"
 

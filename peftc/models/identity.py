@@ -59,14 +59,12 @@ def overlaps(model: nn.Module) -> tuple[tuple[str, ...], ...]:
         if id(tensor) not in names:
             tensors.append(tensor)
         names.setdefault(id(tensor), []).append(name)
-    groups = ([tensors[i] for i in group] for group in overlapping(tensors))
     several = tuple(
         tuple(name for tensor in group for name in names[id(tensor)])
-        for group in groups
+        for group in ([tensors[i] for i in group] for group in overlapping(tensors))
         if any(isinstance(tensor, nn.Parameter) for tensor in group)
     )
-    alone = ((names[id(t)][0],) for t in tensors if isinstance(t, nn.Parameter) and overlaps_itself(t))
-    return (*several, *alone)
+    return (*several, *((names[id(t)][0],) for t in tensors if isinstance(t, nn.Parameter) and overlaps_itself(t)))
 
 
 def identity(model: nn.Module, keep: Callable[[str], bool] = any_name, version: int = VERSION) -> dict[str, Any]:

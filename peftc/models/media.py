@@ -53,8 +53,7 @@ class Medium:
 
         Args: `any_name`: if no parameter has a known name, the first one takes the medium.
         """
-        first = next(iter(parameters), None) if any_name else None
-        name = next((n for n in self.parameters if n in parameters), first)
+        name = next((n for n in self.parameters if n in parameters), next(iter(parameters), None) if any_name else None)
         if not name:
             return
         for form in self.forms(_section(getattr(model, "config", None), self.config_keys)):

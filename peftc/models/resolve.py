@@ -65,8 +65,7 @@ def resolve(
         cls = class_of(model, name, name) if own_code else model_class(model, name)
         return ModelSource(name, "config", model.model_type, model, cls, own_code=own_code)
     if not isinstance(model, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
-        message = f"a model is a module, a config or a name, not a {type(model).__name__}"
-        raise PeftcError(Diagnostic("P502", message))
+        raise PeftcError(Diagnostic("P502", f"a model is a module, a config or a name, not a {type(model).__name__}"))
     name = os.fspath(model)
     try:
         return _from_name(name, trust_remote_code)
@@ -85,8 +84,7 @@ def _from_name(name: str, trust_remote_code: bool) -> ModelSource:
     if os.path.isfile(path):
         return _from_values(name, "config.json", read_values(path), trust_remote_code, path)
     if entry := catalogue.find(name):
-        values = {**entry.config, "model_type": entry.model_type}
-        return _from_values(name, "catalogue", values, head=entry.head)
+        return _from_values(name, "catalogue", {**entry.config, "model_type": entry.model_type}, head=entry.head)
     if os.path.isdir(path):
         raise PeftcError(Diagnostic("P502", f"the folder `{name}` has no config.json"))
     if name.endswith(".json") or name.startswith((".", "~", os.sep)) or name.count("/") > 1:

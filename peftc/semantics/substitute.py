@@ -78,8 +78,7 @@ def _signed(value: ast.Expr) -> tuple[Decimal, str] | None:
 
 
 def _to_python(value: Decimal) -> int | float:
-    is_whole = abs(value) < Decimal(10) ** 25 and value == value.to_integral_value()
-    return int(value) if is_whole else float(value)
+    return int(value) if abs(value) < Decimal(10) ** 25 and value == value.to_integral_value() else float(value)
 
 
 def _error(value: ast.Expr, problem: str) -> PeftcError:
@@ -106,8 +105,7 @@ def substitute(value: ast.Expr, environment: Environment) -> ast.Expr:
         result = _substitute(value, environment)
         if fits(result, _MAX_DEPTH, _MAX_SIZE):
             return result
-    message = "this expression becomes too large when its names are replaced"
-    raise PeftcError(Diagnostic("P120", message, value.span))
+    raise PeftcError(Diagnostic("P120", "this expression becomes too large when its names are replaced", value.span))
 
 
 def child_environment(environment: Environment) -> MutableMapping[str, ast.Expr | None]:

@@ -112,5 +112,4 @@ def arms(selector: ast.Selector) -> Iterator[ast.Path | ast.Glob]:
 
 def selects_stack(steps: Sequence[ast.Step], number: int) -> bool:
     """Whether a step is the `input` of `input.embed` or the `output` of `output.layer[*]`."""
-    below = [step.name for step in steps[number + 1 : number + 2]]
-    return below == [STACK_CHOICES.get(steps[number].name)]
+    return [step.name for step in steps[number + 1 : number + 2]] == [STACK_CHOICES.get(steps[number].name)]

@@ -123,8 +123,7 @@ def add_task(model: nn.Module, name: str, *, like: str | None = None) -> nn.Modu
                     value.copy_(values[own.sub(rf"\g<1>{source}", saved)])
         reload_forms(model)
 
-    finish = None if source is None else copy_values
-    return CompiledModel(model).set_tasks((*present, name), finish)
+    return CompiledModel(model).set_tasks((*present, name), None if source is None else copy_values)
 
 
 def drop_task(model: nn.Module, name: str) -> nn.Module:

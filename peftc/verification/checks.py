@@ -105,8 +105,7 @@ def check_equations(comparison: Comparison, results: CheckResults) -> bool:
     """Compares outputs and gradients: at the present parameters, after noise, in every mode."""
     if comparison.unavailable:
         for name in ("outputs", "gradients", "ways of calling"):
-            reason = f"{len(comparison.unavailable)} sites could not be witnessed"
-            results.skip(f"{name} equal the equations", reason)
+            results.skip(f"{name} equal the equations", f"{len(comparison.unavailable)} sites could not be witnessed")
         return False
     name = "outputs equal the equations"
     for check, is_random in ((name, False), (f"{name}, parameters moved", True)):
@@ -172,8 +171,7 @@ def check_gradients(
             break
     results.add(name, *findings, detail=f"{len(expected.gradients)} parameters")
     edited = {id(p) for p in comparison.parameters.values()}
-    parameters = comparison.compiled.named_parameters()
-    others = [n for n, p in parameters if id(p) not in edited and p.grad is not None]
+    others = [n for n, p in comparison.compiled.named_parameters() if id(p) not in edited and p.grad is not None]
     more = f", and {len(others) - 1} more" if others[1:] else ""
     message = f"`{others[0]}` of the base has a gradient{more}" if others else ""
     findings = [Finding(code="P611", message=message, module=name) for name in others[:1]]
@@ -204,21 +202,19 @@ def locate_fault(comparison: Comparison, difference: Difference) -> Finding:
     module, key = first_differing_module(comparison, EVALUATION)
     comparison.reset()
     # If the initial values differ already, no perturbation singles out an edit.
-    site_edits = comparison.record.site_edits if comparison.output_difference() is None else ()
-    for site_edit in site_edits:
+    for site_edit in comparison.record.site_edits if comparison.output_difference() is None else ():
         comparison.reset()
         comparison.perturb(comparison.parameters_of(site_edit))
         if comparison.output_difference() is not None:
             key = key_of(site_edit)
             break
     comparison.reset(values)
-    states = [a.state for p in comparison.record.site_edits if key_of(p) == key for a in p.assigns]
     return Finding(
         code="P602",
         message=f"the model does not compute what the spec says: {difference}",
         edit=key[0],
         site=key[1],
-        state=", ".join(states) or None,
+        state=", ".join([a.state for p in comparison.record.site_edits if key_of(p) == key for a in p.assigns]) or None,
         module=module,
         size=difference.size,
     )

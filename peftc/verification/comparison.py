@@ -162,8 +162,7 @@ class Comparison:
         return result
 
     def output_difference(self) -> Difference | None:
-        expected = self.run_reference(EVALUATION)
-        return first_difference(expected.outputs, self.run_compiled(EVALUATION).outputs)
+        return first_difference(self.run_reference(EVALUATION).outputs, self.run_compiled(EVALUATION).outputs)
 
     # Values of parameters -------------------------------------------------------------------------
 
@@ -238,8 +237,7 @@ class Prompts:
         if embeds not in self.arguments:
             if ids not in self.arguments:
                 raise ReferenceUnavailable(f"the batch has no `{ids}`")
-            embedding = self.base.get_submodule(site_edit.site.module)
-            self.arguments[embeds] = embedding(self.arguments.pop(ids))
+            self.arguments[embeds] = self.base.get_submodule(site_edit.site.module)(self.arguments.pop(ids))
         value = next(iter(site_edit.assigns)).value
         assert isinstance(value, ir.Concat)
         h = self.arguments[embeds]

@@ -72,8 +72,7 @@ def verify(
     results = CheckResults()
     with torch.random.fork_rng(), without_autocast():
         compiled = duplicate(model).eval()
-        inputs = dict(batch) if batch is not None else sample_batch(compiled, record.sample)
-        comparison = prepare(compiled, inputs)
+        comparison = prepare(compiled, dict(batch) if batch is not None else sample_batch(compiled, record.sample))
         run_checks(comparison, sites == "all", base, results)
     return summary(comparison, results, weights)
 

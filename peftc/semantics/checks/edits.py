@@ -105,8 +105,7 @@ class _EquationChecker:
             yield from _builtin_call(call)
         elif call.function == SHARED:
             help_ = "bind it outside: `let NAME = shared(…)`; parameters inside an edit belong to one site"
-            message = "`shared` stands in a `let` outside of edits"
-            yield Diagnostic("P115", message, call.function_span, help=help_)
+            yield Diagnostic("P115", "`shared` stands in a `let` outside of edits", call.function_span, help=help_)
         else:
             yield unknown_form(call, self._shared)
 
@@ -175,8 +174,7 @@ def _path(path: ast.Path) -> Iterator[Diagnostic]:
             help_ = STACK_CHOICE_HELP.get(step.name) or did_you_mean(step.name, below) or did_you_mean(step.name, SITES)
             # In one of these parts, any other name may be that of a Linear without a role.
             if help_ or above not in PARTS:
-                message = f"there is no site named `{step.name}`"
-                yield Diagnostic("P208", message, span, help=help_ or _choices(above))
+                yield Diagnostic("P208", f"there is no site named `{step.name}`", span, help=help_ or _choices(above))
             return
         if step.name not in below:
             help_ = did_you_mean(step.name, below) or _choices(above)

@@ -133,8 +133,7 @@ _ALL_FACTS = f"there are {join_names(PLAN_COUNTS)}, and {join_names([f'{name}(ed
 def check_expect(expect: ast.Expect, edits: Collection[str]) -> Iterator[Diagnostic]:
     """P116 for unknown facts and meaningless comparisons, P117 for unknown edits."""
     sides = [expect.left] if expect.right is None else [expect.left, expect.right]
-    errors = [error for side in sides for error in _fact(side, edits)]
-    yield from errors or _comparison(expect)
+    yield from [error for side in sides for error in _fact(side, edits)] or _comparison(expect)
 
 
 def _comparison(expect: ast.Expect) -> Iterator[Diagnostic]:

@@ -119,8 +119,7 @@ class ReferenceModel:
             if all(s.site.path != site_edit.site.path or s.state != name for s in self.states[location]):
                 self.states[location].append(ObservedState(site_edit.site, name, rows[name]))
         for index, assign in enumerate(site_edit.assigns):
-            order = sum(map(len, self.writes.values()))
-            write = StateWrite(site_edit, index, rows[assign.state], order)
+            write = StateWrite(site_edit, index, rows[assign.state], sum(map(len, self.writes.values())))
             self.writes[locations[assign.state]].append(write)
 
     # Hooks ----------------------------------------------------------------------------------------
@@ -157,15 +156,13 @@ class ReferenceModel:
             def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:  # paused: an equation calls the module
                 return None if self.operations.paused else function((args, kwargs))
 
-            module = self.base.get_submodule(name)
-            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            stack.callback(self.base.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True).remove)
 
         def on_output(name: str, function: Callable[[Any], Any], always: bool = False) -> None:
             def hook(_: nn.Module, args: Any, result: Any) -> Any:
                 return None if self.operations.paused else function(result)
 
-            module = self.base.get_submodule(name)
-            stack.callback(module.register_forward_hook(hook, always_call=always).remove)
+            stack.callback(self.base.get_submodule(name).register_forward_hook(hook, always_call=always).remove)
 
         # The hooks of one module run in the order of their registration.
         locations = self._all_locations()
@@ -208,8 +205,7 @@ class ReferenceModel:
         """Labels a module's result, so that the operation that uses it can be identified."""
         value = first_tensor(result)
         if value is not None and self.depth[location.root]:
-            kind = "query" if location.kind in ATTENTION_KINDS else "sum"
-            self.operations.label(value, Label(kind, location.owner))
+            self.operations.label(value, Label("query" if location.kind in ATTENTION_KINDS else "sum", location.owner))
 
     # Values ---------------------------------------------------------------------------------------
 

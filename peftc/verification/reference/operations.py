@@ -215,15 +215,13 @@ class OperationInterceptor(TorchFunctionMode):
         arguments = {**dict(zip(ATTENTION_ARGUMENTS, args, strict=False)), **kwargs}
         for state, name in zip("qkv", ATTENTION_ARGUMENTS, strict=False):
             self.handler.on_operand(label.owner, state, arguments[name])
-        operands = (arguments[name] for name in ATTENTION_ARGUMENTS[:3])
-        query, pair = self._edit_operands(label.owner, *operands)
+        query, pair = self._edit_operands(label.owner, *(arguments[name] for name in ATTENTION_ARGUMENTS[:3]))
         arguments |= {"query": query, "key": pair.key, "value": pair.value}
         if pair.rows:
             key, value = rows_per_head(pair)
             mask = arguments.get("attn_mask")
             if mask is None and arguments.get("is_causal"):
-                shape = (query.shape[-2], pair.key.shape[-2])
-                mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
+                mask = torch.ones((query.shape[-2], pair.key.shape[-2]), dtype=torch.bool, device=query.device).tril()
             arguments |= {"key": torch.cat([key, pair.key], -2), "value": torch.cat([value, pair.value], -2)}
             mask = None if mask is None else pad_columns(mask, key.shape[-2])
             arguments |= {"attn_mask": mask, "is_causal": False}
