@@ -20,8 +20,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.codes import CODES
 from peftc.diagnostics.render import render
 from peftc.diagnostics.suggestions import did_you_mean
-from peftc.semantics.checks.spec_file import check_file
-from peftc.semantics.expand import expand
+from peftc.semantics.expand import check_file, expand
 from peftc.semantics.spec_argument import parse_settings
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_spec

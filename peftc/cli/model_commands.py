@@ -25,8 +25,7 @@ from peftc.forms.module import checked_seed
 from peftc.installation.compiled_model import CompiledModel, analyse_base, plan_on
 from peftc.installation.record import InstalledSpec, installation_of
 from peftc.installation.spec_names import require_tasks, task_names
-from peftc.models.load import load_or_initialize
-from peftc.models.resolve import resolve
+from peftc.models.sources import load_or_initialize, resolve
 from peftc.planning.planner import PlanResult
 from peftc.planning.report.plan import percent, plain_text, render_plan
 from peftc.planning.report.site_tree import render_sites

@@ -17,7 +17,7 @@ from peftc.diagnostics.suggestions import join_names
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy, fake_mode
 from peftc.models.configs import error_summary
-from peftc.models.resolve import ModelSource
+from peftc.models.sources import ModelSource
 
 BATCH, TOKENS, DECODER_TOKENS = 2, 5, 4
 

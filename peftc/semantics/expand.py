@@ -12,10 +12,19 @@ from dataclasses import replace
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.semantics.applied_method import prefix_names, restrict
-from peftc.semantics.checks.definitions import bound_twice
+from peftc.semantics.checks.definitions import bound_twice, check_definitions
 from peftc.semantics.checks.spec import check, with_origin
-from peftc.semantics.load import Folders, Include, folders_of
-from peftc.semantics.scope import Definition, Scope, ScopeReader, changes_model, check_constant, collect_errors
+from peftc.semantics.files import (
+    Definition,
+    Folders,
+    Include,
+    Scope,
+    ScopeReader,
+    changes_model,
+    check_constant,
+    collect_errors,
+    folders_of,
+)
 from peftc.semantics.substitute import (
     Environment,
     child_environment,
@@ -297,3 +306,46 @@ def _cost(statement: ast.Statement) -> int:
 
 def _parameters(names: Sequence[str]) -> str:
     return f"it has {join_names(names)}" if names else "it has no parameters"
+
+
+_BUDGET = 20 * BUDGET  # statements of all methods
+
+
+def check_file(spec: ast.Spec, include: Include = ()) -> list[Diagnostic]:
+    """All errors of a file: its definitions, what it applies, and its methods. See `expand`."""
+    folders = folders_of(spec, include)
+    errors = list(check_definitions(spec))
+    methods = [statement for statement in spec.statements if isinstance(statement, ast.Method)]
+    if changes_model(spec.statements) or len(methods) > 1:
+        errors += _each_method(spec, methods, folders)
+    if changes_model(spec.statements) or len(methods) <= 1:
+        errors += expand_valid(spec, {}, folders)[1]
+    return _without_duplicates(errors)
+
+
+def _each_method(spec: ast.Spec, methods: Iterable[ast.Method], folders: Folders) -> list[Diagnostic]:
+    """The errors of each method with its defaults, and of the shared parameters."""
+    reader = ScopeReader(folders)
+    scope = reader.read(spec, {})
+    expander = Expander(reader, scope, {})
+    errors = [error for error in expander.diagnostics(expander.shared()) if error.code != "P114"]
+    budget = _BUDGET
+    for method in methods:
+        if budget <= 0:
+            message = f"checking the methods of this file takes more than {_BUDGET} statements"
+            errors.append(Diagnostic("P120", message, method.span, spec.source, help="split the file"))
+            break
+        expander = Expander(reader, scope, {})
+        errors += expander.diagnostics(expander.method(method.name))
+        budget -= expander.cost
+        if expander.cost >= BUDGET:
+            break  # each method that applies this one is too large as well
+    return [*reader.errors, *errors]
+
+
+def _without_duplicates(errors: Iterable[Diagnostic]) -> list[Diagnostic]:
+    """An applied method is checked twice, with its defaults and with its arguments."""
+    unique: dict[object, Diagnostic] = {}
+    for error in errors:
+        unique.setdefault((error.code, error.span, error.source and error.source.path, error.message), error)
+    return sorted(unique.values(), key=lambda e: (e.source.path if e.source else "", e.span.start if e.span else -1))

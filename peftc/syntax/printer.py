@@ -40,10 +40,7 @@ def print_selector(value: ast.Selector, nested: bool = False) -> str:
     """`value`; if `nested` in another selector, a union or difference stands in parentheses."""
     match value:
         case ast.Path(steps):
-            indices = (
-                "" if step.indices is None else f"[{', '.join(map(print_index, step.indices))}]" for step in steps
-            )
-            return ".".join(f"{step.name}{index}" for step, index in zip(steps, indices, strict=True))
+            return ".".join(map(print_step, steps))
         case ast.Glob(pattern):
             return f'"{pattern}"'
         case ast.Union(arms):
@@ -52,6 +49,11 @@ def print_selector(value: ast.Selector, nested: bool = False) -> str:
             first = print_selector(left, nested=not isinstance(left, ast.Difference))
             text = f"{first} - {print_selector(right, nested=True)}"
     return f"({text})" if nested else text
+
+
+def print_step(value: ast.Step) -> str:
+    """`layer[0, 3..5]`"""
+    return value.name if value.indices is None else f"{value.name}[{', '.join(map(print_index, value.indices))}]"
 
 
 def print_index(value: ast.Index) -> str:
