@@ -49,10 +49,7 @@ def tied_groups(model: nn.Module, keep: Callable[[str], bool] = any_name) -> tup
 
 
 def overlaps(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Groups of dotted names of parameters that share memory with each other or with buffers.
-
-    Writing into one changes the others. A parameter that overlaps itself is a group of one.
-    """
+    """Groups of names whose parameters share memory, also with buffers, or overlap themselves."""
     names: dict[int, list[str]] = {}
     tensors: list[torch.Tensor] = []
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):

@@ -61,11 +61,7 @@ def differences(
     current: Mapping[str, Value],
     current_defaults: Mapping[str, Value],
 ) -> Iterator[tuple[str, str, str]]:
-    """Keys whose values differ, with the saved and the current value as text.
-
-    A key on one side only was added or dropped by a version of transformers: it differs unless its
-    value is a default.
-    """
+    """Keys whose values differ, with both values as text; one on one side only may be a default."""
     for key in sorted({*saved, *current}):
         if key in saved and key in current:
             if saved[key] != current[key]:

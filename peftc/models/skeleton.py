@@ -23,11 +23,8 @@ BATCH, TOKENS, DECODER_TOKENS = 2, 5, 4
 
 
 def sample_inputs(model: nn.Module) -> dict[str, Any]:
-    """Fake inputs for a skeleton's forward, made from its `main_input_name` and its config.
-
-    There is no mask: transformers reads a mask's data, and a fake tensor has none.
-    Raises: P507 if the main input is of an unknown kind; the caller must then give a sample.
-    """
+    """Fake inputs for a skeleton's forward. Raises: P507 if its main input is of unknown kind."""
+    # There is no mask: transformers reads a mask's data, and a fake tensor has none.
     config, name = getattr(model, "config", None), getattr(model, "main_input_name", None)
     make = _MAKERS.get(name) if config is not None and isinstance(name, str) else None
     if make is None or not isinstance(name, str):

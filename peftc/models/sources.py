@@ -28,23 +28,17 @@ Kind = Literal["catalogue", "folder", "config.json", "hub", "config", "module"]
 
 @dataclass(frozen=True, eq=False)
 class ModelSource:
-    """A model that can be planned for.
-
-    `type`: transformers' model type, or the class name of a plain module. `model_class`: the
-    class to build, if the model is no module yet. `folder`: where its weights may lie.
-    `untied_head`: the configuration's text says `tie_word_embeddings: false`. `own_code`: the
-    class comes from the repository's code, which has been run.
-    """
+    """A model that can be planned for."""
 
     id: str
     kind: Kind
-    type: str
+    type: str  # transformers' model type, or the class name of a plain module
     config: PretrainedConfig | None = None
-    model_class: type[PreTrainedModel] | None = None
+    model_class: type[PreTrainedModel] | None = None  # to build, if the model is no module yet
     module: nn.Module | None = None
-    folder: Path | None = None
-    untied_head: bool = False
-    own_code: bool = False
+    folder: Path | None = None  # where its weights may lie
+    untied_head: bool = False  # the configuration's text says `tie_word_embeddings: false`
+    own_code: bool = False  # the class comes from the repository's code, which has been run
 
 
 def resolve(
@@ -52,10 +46,8 @@ def resolve(
 ) -> ModelSource:
     """Resolves a model without reading a weight.
 
-    A string is a folder or a config.json if one exists, else an id in the catalogue, else an id
-    in the hub cache, else, unless offline, an id on the hub, of which only config.json is
-    downloaded.
-    Args: `trust_remote_code`: run the code that the configuration names, if any.
+    A string is a folder or a config.json if one exists, else an id in the catalogue, in the hub
+    cache, or, unless offline, on the hub, of which only config.json is downloaded.
     Raises: P501 (unknown id), P502 (no such path), P503 (unusable configuration), P504 (needs the
         repository's code), P510 (that code fails).
     """
@@ -109,8 +101,7 @@ def _from_values(
     if trust_remote_code and has_code(values):
         config, cls = from_code(name, path)
         return ModelSource(name, kind, config.model_type, config, cls, folder=folder, own_code=True)
-    config = config_from(values, name)
-    untied = values.get("tie_word_embeddings") is False
+    config, untied = config_from(values, name), values.get("tie_word_embeddings") is False
     cls = model_class(config, name, head)
     return ModelSource(name, kind, config.model_type, config, cls, folder=folder, untied_head=untied)
 
@@ -133,12 +124,9 @@ def _hub_config(name: str) -> Path:
 
 def _unknown(name: str, reason: str) -> Diagnostic:
     ids = " or ".join(f"`{n}`" for n in catalogue.nearest_ids(name))
-    return Diagnostic(
-        "P501",
-        f"unknown model `{name}`",
-        notes=("it is neither a folder nor in peftc's catalogue, and its config.json is not in the hub cache", reason),
-        help=f"{f'did you mean {ids}? Or give' if ids else 'give'} a local folder or the path of a config.json",
-    )
+    note = "it is neither a folder nor in peftc's catalogue, and its config.json is not in the hub cache"
+    help_ = f"{f'did you mean {ids}? Or give' if ids else 'give'} a local folder or the path of a config.json"
+    return Diagnostic("P501", f"unknown model `{name}`", notes=(note, reason), help=help_)
 
 
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
@@ -147,10 +135,8 @@ _SUFFIXES = (".json", ".safetensors", ".txt", ".model")  # of files that transfo
 
 
 def load_model(source: ModelSource) -> nn.Module:
-    """The model with its weights, in eval mode and in the checkpoint's dtype.
+    """The model with its weights (random ones for a configuration alone), in eval mode.
 
-    Its class is the one that planning by the same name uses. A configuration alone gives random
-    weights.
     Raises: P026 (not a regular file), P505 (weights are missing or not in safetensors), P508 (they
         do not fit the configuration).
     """
@@ -212,9 +198,5 @@ def _exists(source: ModelSource, file: str) -> bool:
 
 
 def _no_weights(source: ModelSource, reason: str) -> Diagnostic:
-    return Diagnostic(
-        "P505",
-        f"the weights of {source.id} are missing",
-        notes=(reason,),
-        help="give a folder with config.json and model.safetensors; planning needs no weights",
-    )
+    help_ = "give a folder with config.json and model.safetensors; planning needs no weights"
+    return Diagnostic("P505", f"the weights of {source.id} are missing", notes=(reason,), help=help_)

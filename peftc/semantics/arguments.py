@@ -25,12 +25,9 @@ class BoundArguments:
 def bind(call: ast.Call, form: Form, *, shared: bool = False) -> BoundArguments:
     """Checks the arguments of `call` and adds the defaults.
 
-    Args:
-        shared: the call stands in `shared(…)`, whose uses supply the input.
-
-    Raises:
-        PeftcError: all of P102 unknown, P103 missing, P104 duplicate, P105 wrong type, P106 out of
-            range, P108 wrong number of inputs. The spans are in the text of the call.
+    In `shared(…)`, whose uses supply the input, there is none.
+    Raises: PeftcError: all of P102 unknown, P103 missing, P104 duplicate, P105 wrong type, P106 out
+        of range, P108 wrong number of inputs. The spans are in the text of the call.
     """
     errors = list(_input_errors(call, form, shared))
     args: dict[str, Value] = {}
@@ -52,11 +49,9 @@ def bind(call: ast.Call, form: Form, *, shared: bool = False) -> BoundArguments:
             args[param.name] = param.default
             # With a surplus input (P108), the value is probably there, without its name.
             if param.required and len(call.args) <= form.takes_input:
-                message = f"`{form.name}` needs `{param.name}`: {param.doc}"
+                message, notes = f"`{form.name}` needs `{param.name}`: {param.doc}", (f"`{signature(form)}`",)
                 help_ = f"add `{param.name}=…`"
-                errors.append(
-                    Diagnostic("P103", message, _name_span(call), help=help_, notes=(f"`{signature(form)}`",))
-                )
+                errors.append(Diagnostic("P103", message, _name_span(call), help=help_, notes=notes))
     if errors:
         raise PeftcError(errors)
     inputs = call.args if form.takes_input else ()

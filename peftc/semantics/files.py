@@ -57,10 +57,7 @@ def read_spec(path: str | PathLike[str]) -> ast.Spec:
 
 
 def read_used_spec(path: Path) -> ast.Spec:
-    """Parses a file that a spec uses. No message shows the content of a file that is not a spec.
-
-    Raises: as `read_spec`, and PeftcError P125 if the file does not begin as a spec.
-    """
+    """Parses a used file; no message shows the content of another. Raises: as `read_spec`; P125."""
     try:
         data = read_regular(path, MAX_BYTES)
     except OSError as error:

@@ -68,11 +68,8 @@ def is_shared(value: ast.Expr) -> bool:
 
 def names_in(value: ast.Expr) -> Iterator[str]:
     """All names in `value`, those of functions included."""
-    for node in walk(value):
-        if isinstance(node, ast.Name):
-            yield node.id
-        elif isinstance(node, ast.Call):
-            yield node.function
+    nodes = (node for node in walk(value) if isinstance(node, ast.Name | ast.Call))
+    return (node.id if isinstance(node, ast.Name) else node.function for node in nodes)
 
 
 def values(statement: ast.Statement) -> Iterator[ast.Expr]:

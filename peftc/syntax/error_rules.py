@@ -21,21 +21,14 @@ _STATEMENTS = frozenset({"PEFT", "METHOD", "USE", "APPLY", "EDIT", "TRAIN", "EXP
 
 @dataclass(frozen=True)
 class ErrorContext:
-    """`tokens[at]` is unexpected: the parser accepts only the terminals in `accepts`.
-
-    Args:
-        statement: the terminal of the current statement's keyword, "EQUATION" in an equation, ""
-            between statements.
-        open_brackets: the unclosed brackets, innermost last.
-        block: the `edit` or `method` keyword that the innermost brace belongs to.
-    """
+    """`tokens[at]` is unexpected: the parser accepts only the terminals in `accepts`."""
 
     tokens: Sequence[Token]
     at: int
     accepts: frozenset[str]
-    statement: str
-    open_brackets: tuple[Token, ...]
-    block: Token | None
+    statement: str  # its keyword's terminal, "EQUATION" in an equation, "" between statements
+    open_brackets: tuple[Token, ...]  # innermost last
+    block: Token | None  # the `edit` or `method` keyword that the innermost brace belongs to
 
     @property
     def token(self) -> Token:

@@ -170,10 +170,7 @@ def repair_tokens(tokens: Sequence[Token]) -> tuple[list[Token], list[Diagnostic
 
 
 class CommentCursor:
-    """The comments of a text. Its methods are called from the first statement to the last.
-
-    Blank lines above a comment or a statement become one empty string among the comments.
-    """
+    """The comments of a text, read in its order. Blank lines become one empty string each."""
 
     def __init__(self, stream: TokenStream) -> None:
         self._comments = stream.comments

@@ -130,21 +130,13 @@ def model_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class Selector:
-    """A form module that selects what it trains.
+    """A form module that selects what it trains: entries of weights, or its own values."""
 
-    Args:
-        edit: the first edit that uses it.
-        name: its dotted name.
-        module: the form module.
-        weights: the weights and biases of which it trains entries, in the order of its sites.
-        scored: those by whose scores it selects. A module that prunes its own values has neither.
-    """
-
-    edit: str
+    edit: str  # the first that uses it
     name: str
     module: SparseValues | Lines | MaskedSites
-    weights: list[WeightRef] = field(default_factory=list[WeightRef])
-    scored: list[WeightRef] = field(default_factory=list[WeightRef])
+    weights: list[WeightRef] = field(default_factory=list[WeightRef])  # in the order of its sites
+    scored: list[WeightRef] = field(default_factory=list[WeightRef])  # those by whose scores it selects
 
     def units(self, scores: Mapping[str, Tensor]) -> Tensor:
         if isinstance(self.module, MaskedSites):

@@ -1,6 +1,4 @@
-"""Tasks of a compiled model: choosing one, or one for each row of a batch; adding and dropping
-them.
-"""
+"""Tasks of a compiled model: choosing one, or one for each row of a batch; adding and dropping."""
 
 from __future__ import annotations
 

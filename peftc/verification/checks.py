@@ -209,23 +209,14 @@ def locate_fault(comparison: Comparison, difference: Difference) -> Finding:
             key = key_of(site_edit)
             break
     comparison.reset(values)
-    return Finding(
-        code="P602",
-        message=f"the model does not compute what the spec says: {difference}",
-        edit=key[0],
-        site=key[1],
-        state=", ".join([a.state for p in comparison.record.site_edits if key_of(p) == key for a in p.assigns]) or None,
-        module=module,
-        size=difference.size,
-    )
+    states = [a.state for p in comparison.record.site_edits if key_of(p) == key for a in p.assigns]
+    (edit, site), state = key, ", ".join(states) or None
+    message, size = f"the model does not compute what the spec says: {difference}", difference.size
+    return Finding(code="P602", message=message, edit=edit, site=site, state=state, module=module, size=size)
 
 
 def first_differing_module(comparison: Comparison, mode: ForwardMode) -> tuple[str | None, EditKey | tuple[None, None]]:
-    """The first module whose inputs differ, and the edit that causes it.
-
-    That is an edit of a rewritten module whose outputs differ before, else the last edit that
-    acted.
-    """
+    """The first module whose inputs differ, and the edit that causes it, or acted last before."""
     expected, actual = Recorder(), Recorder()
     comparison.run_reference(mode, expected)
     comparison.run_compiled(mode, actual)

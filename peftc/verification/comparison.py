@@ -73,25 +73,15 @@ def compiled_model_errors(call_base: Callable[[], object]) -> Generator[None]:
 
 @dataclass
 class CallResult:
-    """Floating-point outputs, and the gradients of a linear function of them by parameter.
-
-    `gradient_error`: why there are no gradients.
-    """
+    """Floating-point outputs, and the gradients of a linear function of them by parameter."""
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    gradient_error: str = ""
+    gradient_error: str = ""  # why there are no gradients
 
 
 class Comparison:
-    """Calls a compiled model and its reference model, with the same values of the edits'
-    parameters.
-
-    Args:
-        compiled: a copy, free to be changed.
-        reference: hooks on a copy of its base.
-        batch: the arguments of every call.
-    """
+    """Calls a copy of a compiled model and the reference model, with equal parameters of edits."""
 
     def __init__(self, compiled: nn.Module, reference: ReferenceModel, batch: Batch) -> None:
         self.compiled, self.reference, self.base, self.batch = compiled, reference, reference.base, batch
@@ -208,10 +198,7 @@ class Comparison:
 
 
 class Prompts:
-    """Prompts of one call of the base: embedded tokens before those of the input, a longer mask.
-
-    `arguments`: those of the batch, with prompts in front.
-    """
+    """Prompts of one call of the base. `arguments`: those of the batch, with prompts in front."""
 
     def __init__(
         self, base: nn.Module, site_edits: Sequence[ir.SiteEdit], interpreter: Interpreter, batch: Mapping[str, Any]
@@ -220,9 +207,8 @@ class Prompts:
         self.arguments = dict(batch)
         self.is_encoder_decoder = bool(getattr(getattr(base, "config", None), "is_encoder_decoder", False))
         self.prompt_lengths = {"": 0, "decoder": 0}
-        self.lengths = {
-            stack: batch[ids].shape[1] for stack, (ids, _, _) in STACKS.items() if ids in batch and site_edits
-        }
+        stacks = STACKS.items() if site_edits else ()
+        self.lengths = {stack: batch[ids].shape[1] for stack, (ids, _, _) in stacks if ids in batch}
         for site_edit in site_edits:
             self._prepend(site_edit)
 

@@ -24,11 +24,7 @@ Logits = tuple[Tensor, ...]  # of each new token
 
 
 def check_decoding(comparison: Comparison, results: CheckResults) -> None:
-    """Decodes a few tokens.
-
-    A form that reads all tokens of a call is another function with a cache: where the equations
-    differ, the model may, too.
-    """
+    """Decodes a few tokens. Where the equations differ with a cache, the model may, too."""
     name = "decoding with a cache equals decoding without"
     can_generate = getattr(comparison.base, "can_generate", None)
     if can_generate is None or not can_generate() or not isinstance(comparison.batch.get("input_ids"), Tensor):
@@ -38,7 +34,9 @@ def check_decoding(comparison: Comparison, results: CheckResults) -> None:
         cached, plain = (decode_compiled(comparison, cache) for cache in (True, False))
         difference = logits_difference(plain, cached)
         if comparison.unavailable or comparison.reference.prompts:
-            if difference is not None and reads_all_tokens(comparison):
+            terms = (t for edit in comparison.record.site_edits for a in edit.assigns for t in ir.subterms(a.value))
+            reads_all = any(getattr(term.shape, "per_example", False) for term in terms)  # a value for each example
+            if difference is not None and reads_all:
                 reason = "a form reads all tokens of a call, and the spec does not define its value with a cache"
                 results.skip(name, reason)
             elif difference is not None and logits_difference(*(decode_base(comparison, c) for c in (False, True))):
@@ -51,13 +49,6 @@ def check_decoding(comparison: Comparison, results: CheckResults) -> None:
             fault = logits_difference(decode_reference(comparison, cache=False), plain)
             name = f"{name}, except for forms that read all tokens of a call"
         results.compare(name, "P610", "in decoding", fault)
-
-
-def reads_all_tokens(comparison: Comparison) -> bool:
-    """Whether an equation has a value for each example, computed from all tokens of a call."""
-    assigns = (assign for site_edit in comparison.record.site_edits for assign in site_edit.assigns)
-    terms = (term for assign in assigns for term in ir.subterms(assign.value))
-    return any(getattr(term.shape, "per_example", False) for term in terms)
 
 
 def decode_reference(comparison: Comparison, cache: bool) -> Logits:
@@ -79,19 +70,10 @@ def decode_base(comparison: Comparison, cache: bool) -> Logits:
 def decode(model: Any, batch: Batch, cache: bool) -> Logits:
     inputs = {name: batch[name] for name in INPUTS if name in batch}
     pad = getattr(model.config, "pad_token_id", None)
+    greedy = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "num_beams": 1, "use_cache": cache}
+    output = {"output_logits": True, "return_dict_in_generate": True, "pad_token_id": 0 if pad is None else pad}
     with without_generation_warnings():
-        return tuple(
-            model.generate(
-                **inputs,
-                max_new_tokens=NEW_TOKENS,
-                do_sample=False,
-                num_beams=1,
-                output_logits=True,
-                return_dict_in_generate=True,
-                pad_token_id=0 if pad is None else pad,
-                use_cache=cache,
-            ).logits
-        )
+        return tuple(model.generate(**inputs, **greedy, **output).logits)
 
 
 def logits_difference(first: Logits, second: Logits) -> Difference | None:

@@ -17,14 +17,10 @@ from torch.utils import checkpoint
 
 from peftc.concurrency.interrupts import shielded
 
-DROPOUTS = frozenset(
-    {"dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"}
-)
+_DROPOUTS = "dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d feature_dropout"
 ATTENTION_DROPOUT = "dropout_p"
-RANDOM = frozenset(
-    {"rand", "randn", "rand_like", "randn_like", "bernoulli", "randint", "randperm"}
-    | {"bernoulli_", "uniform_", "normal_", "exponential_"}
-)
+_RANDOM = "rand randn rand_like randn_like bernoulli randint randperm bernoulli_ uniform_ normal_ exponential_"
+DROPOUTS, RANDOM = frozenset(_DROPOUTS.split()), frozenset(_RANDOM.split())
 
 
 @dataclass(frozen=True)
@@ -56,13 +52,9 @@ ALL_BUT_EVALUATION = (WITH_GRADIENTS, TRAINING, WITH_DROPOUT, INFERENCE)
 
 
 class Deterministic(TorchFunctionMode):
-    """Replaces dropout by the identity, or with `scale` by the factor 1 - p, and seeds each random
-    function.
+    """Replaces dropout by the identity, or the factor 1 - p, and seeds each random function."""
 
-    The factor shows whether a value is read before or after a dropout.
-    """
-
-    def __init__(self, scale: bool = False) -> None:
+    def __init__(self, scale: bool = False) -> None:  # the factor shows on which side of a dropout a value is read
         super().__init__()
         self.scale = scale
 
@@ -97,11 +89,8 @@ class Deterministic(TorchFunctionMode):
 
 @shielded
 def without_checkpointing() -> Generator[None]:
-    """Inside the block `torch.utils.checkpoint` recomputes nothing.
-
-    A reentrant checkpoint passes gradients only to its arguments, not to the parameters that hooks
-    use.
-    """
+    """Inside the block `torch.utils.checkpoint` recomputes nothing."""
+    # A reentrant checkpoint passes gradients only to its arguments, not to parameters of hooks.
 
     class CheckpointFunction:
         @staticmethod

@@ -139,16 +139,10 @@ def summary(comparison: Comparison, results: CheckResults, weights: str) -> Veri
     edits: list[VerifiedEdit] = []
     for name, count in sites.items():
         reasons = [(site, reason) for (edit, site), reason in comparison.unavailable.items() if edit == name]
-        edits.append(
-            VerifiedEdit(
-                name=name,
-                sites=count,
-                witnessed=count - len(reasons),
-                perturbed=results.perturbed[name],
-                inert=results.inert[name],
-                not_witnessed=tuple(NotWitnessed(site=site, reason=reason) for site, reason in reasons),
-            )
-        )
+        unseen = tuple(NotWitnessed(site=site, reason=reason) for site, reason in reasons)
+        counts = {"sites": count, "witnessed": count - len(reasons)}
+        counts |= {"perturbed": results.perturbed[name], "inert": results.inert[name]}
+        edits.append(VerifiedEdit(name=name, not_witnessed=unseen, **counts))
     return Verification(
         model=record.specs[0].plan.model.id,
         weights=weights,

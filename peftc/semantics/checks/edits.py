@@ -102,7 +102,13 @@ class _EquationChecker:
         elif call.function in FORMS:
             yield from bind_errors(call)
         elif call.function in (*FROZEN_MODULES, CONCAT):
-            yield from _builtin_call(call)
+            for keyword in call.kwargs:
+                yield Diagnostic("P102", f"`{call.function}` has no argument `{keyword.name}`", keyword.span)
+            is_concat, count = call.function == CONCAT, len(call.args)
+            if count < 2 if is_concat else count != 1:
+                inputs = "two or more parts" if is_concat else "one input"
+                message = f"`{call.function}` takes {inputs}, found {count or 'none'}"
+                yield Diagnostic("P108", message, call.span)
         elif call.function == SHARED:
             help_ = "bind it outside: `let NAME = shared(…)`; parameters inside an edit belong to one site"
             yield Diagnostic("P115", "`shared` stands in a `let` outside of edits", call.function_span, help=help_)
@@ -127,16 +133,6 @@ def bind_errors(call: ast.Call, shared: bool = False) -> Iterator[Diagnostic]:
         bind(call, FORMS[call.function], shared=shared)
     except PeftcError as error:
         yield from error.diagnostics
-
-
-def _builtin_call(call: ast.Call) -> Iterator[Diagnostic]:
-    """Errors of `concat(…)`, `norm(…)` and `head(…)`, which have no named arguments."""
-    for keyword in call.kwargs:
-        yield Diagnostic("P102", f"`{call.function}` has no argument `{keyword.name}`", keyword.span)
-    is_concat = call.function == CONCAT
-    if len(call.args) < 2 if is_concat else len(call.args) != 1:
-        inputs = "two or more parts" if is_concat else "one input"
-        yield Diagnostic("P108", f"`{call.function}` takes {inputs}, found {len(call.args) or 'none'}", call.span)
 
 
 def unknown_form(call: ast.Call, shared: Shared) -> Diagnostic:

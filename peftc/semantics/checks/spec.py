@@ -72,9 +72,8 @@ def _train(train: ast.Train) -> Iterator[Diagnostic]:
     for number, state in enumerate(train.states):
         if state not in PARAMETERS:
             help_ = did_you_mean(state, PARAMETERS) or "`w` is the weight, `b` the bias"
-            yield Diagnostic(
-                "P107", f"`train` takes the parameters `w` and `b`, found `{state}`", train.span, help=help_
-            )
+            message = f"`train` takes the parameters `w` and `b`, found `{state}`"
+            yield Diagnostic("P107", message, train.span, help=help_)
         elif state in train.states[:number]:
             yield Diagnostic("P104", f"`{state}` appears twice", train.span, help="remove one of them")
 
@@ -115,13 +114,8 @@ def _duplicate_assignments(spec: ast.Spec, edits: Sequence[ast.Edit]) -> Iterato
 
 
 def _has_difference(selector: ast.Selector) -> bool:
-    match selector:
-        case ast.Difference():
-            return True
-        case ast.Union(parts):
-            return any(map(_has_difference, parts))
-        case _:
-            return False
+    parts = selector.arms if isinstance(selector, ast.Union) else ()
+    return isinstance(selector, ast.Difference) or any(map(_has_difference, parts))
 
 
 # Expectations: the facts and edits exist, and the comparison makes sense

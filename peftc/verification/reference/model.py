@@ -59,16 +59,7 @@ def ignore(*args: Any) -> None:
 
 
 class ReferenceModel:
-    """Hooks and intercepted operations on `base`, for all edits whose states can be located.
-
-    Args:
-        trained: values of the base parameters that `train` names, by dotted name.
-
-    Attributes:
-        unavailable: why an edit is not evaluated at a site.
-        on_operand: called with an operand of an attention in `watched`: the path of the sub-layer,
-            `q`, `k` or `v`, and the value.
-    """
+    """Hooks and intercepted operations on `base`, for all edits whose states can be located."""
 
     def __init__(
         self,
@@ -76,7 +67,7 @@ class ReferenceModel:
         site_edits: Iterable[ir.SiteEdit],
         sites: Mapping[str, Site],
         forms: FormModules,
-        trained: Mapping[str, Tensor],
+        trained: Mapping[str, Tensor],  # values of the base parameters that `train` names, by dotted name
     ) -> None:
         self.base, self.trained = base, trained
         self.locator, self.interpreter = Locator(sites), Interpreter(forms, base)
@@ -84,9 +75,9 @@ class ReferenceModel:
         self.states: dict[Location, list[ObservedState]] = defaultdict(list)
         self.writes: dict[Location, list[StateWrite]] = defaultdict(list)
         self.prompts: list[ir.SiteEdit] = []
-        self.unavailable: dict[EditKey, str] = {}
+        self.unavailable: dict[EditKey, str] = {}  # why an edit is not evaluated at a site
         self.on_edit = ignore
-        self.on_operand: Callable[[str, str, Tensor], None] = ignore
+        self.on_operand: Callable[[str, str, Tensor], None] = ignore  # path of the sub-layer; `q`, `k`, `v`; value
         self.watched: dict[str, Location] = {}  # attentions, by the path of the sub-layer
         self.sub_layer_results: dict[Location, None] = {}  # in layers whose residual sums are edited
         self.depth: Counter[str] = Counter()  # open calls, by layer
@@ -128,9 +119,7 @@ class ReferenceModel:
     def active(self, on_edit: Callable[[EditKey, Any], None] = ignore) -> Generator[None]:
         """Inside the block the base computes what the spec says.
 
-        Args:
-            on_edit: called with an edit and a value before the edit changes it, and with None
-                before the module returns whose result it changes.
+        `on_edit` receives an edit and a value that it will change; None before its module returns.
         """
         self.on_edit, self.reached = on_edit, set()
         with ExitStack() as stack:

@@ -60,19 +60,12 @@ def model_outputs(result: Any) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that differs by more than its tolerance.
-
-    Args:
-        name: of the tensor.
-        size: the largest absolute difference.
-        scale: the largest absolute value.
-        bound: the largest difference that is allowed.
-    """
+    """A tensor that differs by more than its tolerance."""
 
     name: str
-    size: float
-    scale: float
-    bound: float
+    size: float  # the largest absolute difference
+    scale: float  # the largest absolute value
+    bound: float  # the largest difference that is allowed
 
     def __str__(self) -> str:
         return f"`{self.name}` differs by {self.size:.3g} where the largest value is {self.scale:.3g}"
@@ -81,11 +74,7 @@ class Difference:
 def first_difference(
     expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], factor: float = 1.0
 ) -> Difference | None:
-    """The first tensor that differs by more than its dtype allows.
-
-    Args:
-        factor: multiplies the tolerance of the dtype; 0 requires equal bits.
-    """
+    """The first tensor that differs by more than `factor` times what its dtype allows."""
     for name, first in expected.items():
         second = actual.get(name)
         if second is None or second.shape != first.shape:
@@ -137,17 +126,13 @@ Activations = Mapping[CallEvent, Mapping[str, Tensor]]
 
 
 class Recorder:
-    """Copies of module inputs and outputs, by event.
-
-    `edit_positions`: the number of events before an edit first acts at a site. `edit_inputs`: the
-    tensors that it changes.
-    """
+    """Copies of module inputs and outputs, by event."""
 
     def __init__(self) -> None:
         self.events: dict[CallEvent, dict[str, Tensor]] = {}
         self.tensors: dict[CallEvent, list[Tensor]] = {}
-        self.edit_positions: dict[EditKey, int] = {}
-        self.edit_inputs: dict[EditKey, list[Tensor]] = {}
+        self.edit_positions: dict[EditKey, int] = {}  # the number of events before an edit first acts at a site
+        self.edit_inputs: dict[EditKey, list[Tensor]] = {}  # the tensors that it changes
 
     def record_edit(self, key: EditKey, value: Any) -> None:
         self.edit_positions.setdefault(key, len(self.events))
@@ -160,11 +145,8 @@ class Recorder:
         self.tensors[event] = list(tensors.values())
 
     def events_before(self, keys: Collection[EditKey]) -> list[CallEvent]:
-        """The events before the first of these edits acts.
-
-        Events of the tensors that the edits change are left out: the module that returns such a
-        tensor may be the one that was rewritten.
-        """
+        """The events before the first of these edits acts, without those of tensors it changes."""
+        # The module that returns such a tensor may be the one that was rewritten.
         end = min((self.edit_positions[key] for key in keys if key in self.edit_positions), default=0)
         changed = {value.data_ptr() for key in keys for value in self.edit_inputs.get(key, ())}
         return [e for e in list(self.events)[:end] if not any(t.data_ptr() in changed for t in self.tensors[e])]
