@@ -72,7 +72,7 @@ def fuse(
     names = {edit: edit for edit in fused_edits} if edits is None else check_edit_names(edits, fused_edits)
     sites = [(site_edit, instance) for site_edit, instance in fusions if site_edit.edit in names]
     task = None if task is None else record.task.of(task)
-    modules = dict.fromkeys(name for site in sites for name in fusion_modules(record, *site, task))
+    modules = (name for site in sites for name in fusion_modules(record, *site, task))
     targets = {name: Target(cast(Fusion, model.get_submodule(name))) for name in modules}
     for site_edit, instance in sites:
         if instance.args["n"] != len(paths):

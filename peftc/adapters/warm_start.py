@@ -73,9 +73,8 @@ def warm_start(
     selected = {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] in names.values()}
     for i in range(max(map(len, targets.values()), default=1)):
         expected = {name: values[min(i, len(values) - 1)] for name, values in targets.items()}
-        needs_task = (
-            task is None and any(".tasks." in n for n in expected) and not any(".tasks." in n for n in selected)
-        )
+        per_task = [any(".tasks." in name for name in tensors) for tensors in (expected, selected)]
+        needs_task = task is None and per_task == [True, False]
         help_ = f'name the task to initialize: task="{record.task.names[0]}"' if needs_task else None
         message = f"the adapter in {directory} does not fit {join_names(names)} of the model"
         check_tensors(selected, expected, message, help_)

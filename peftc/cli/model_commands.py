@@ -9,6 +9,7 @@ import sys
 import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -36,9 +37,8 @@ from peftc.semantics.expand import expand
 from peftc.semantics.spec_argument import default_name, parse_settings
 from peftc.specialization.generated_class import GeneratedClass, captions
 from peftc.syntax import ast
-from peftc.verification.preparation import duplicate
 from peftc.verification.report import render_verification
-from peftc.verification.verify import verify
+from peftc.verification.verify import duplicate, verify
 
 
 def run_sites(args: Namespace) -> int:
@@ -147,11 +147,9 @@ def forwards(model: nn.Module) -> dict[str, str]:
         groups.setdefault(id(kind), (kind, []))[1].append(name)
     files: dict[str, str] = {}
     for kind, modules in groups.values():
-        stem = base = "forward_" + snake_case(kind.name)
-        n = 1
-        while f"{stem}.py" in files:
-            n += 1
-            stem = f"{base}_{n}"
+        base = "forward_" + snake_case(kind.name)
+        stems = (base if n == 1 else f"{base}_{n}" for n in count(1))
+        stem = next(stem for stem in stems if f"{stem}.py" not in files)
         files[f"{stem}.py"] = forward_file(kind, modules)
         if difference := forward_diff(kind, f"{stem}.py"):
             files[f"{stem}.diff"] = difference

@@ -320,7 +320,10 @@ def check_file(spec: ast.Spec, include: Include = ()) -> list[Diagnostic]:
         errors += _each_method(spec, methods, folders)
     if changes_model(spec.statements) or len(methods) <= 1:
         errors += expand_valid(spec, {}, folders)[1]
-    return _without_duplicates(errors)
+    unique: dict[object, Diagnostic] = {}  # an applied method is checked with its defaults and with its arguments
+    for error in errors:
+        unique.setdefault((error.code, error.span, error.source and error.source.path, error.message), error)
+    return sorted(unique.values(), key=lambda e: (e.source.path if e.source else "", e.span.start if e.span else -1))
 
 
 def _each_method(spec: ast.Spec, methods: Iterable[ast.Method], folders: Folders) -> list[Diagnostic]:
@@ -341,11 +344,3 @@ def _each_method(spec: ast.Spec, methods: Iterable[ast.Method], folders: Folders
         if expander.cost >= BUDGET:
             break  # each method that applies this one is too large as well
     return [*reader.errors, *errors]
-
-
-def _without_duplicates(errors: Iterable[Diagnostic]) -> list[Diagnostic]:
-    """An applied method is checked twice, with its defaults and with its arguments."""
-    unique: dict[object, Diagnostic] = {}
-    for error in errors:
-        unique.setdefault((error.code, error.span, error.source and error.source.path, error.message), error)
-    return sorted(unique.values(), key=lambda e: (e.source.path if e.source else "", e.span.start if e.span else -1))

@@ -98,11 +98,9 @@ def arms(selector: ast.Selector) -> Iterator[ast.Path | ast.Glob]:
     """The paths and patterns of a selector, the subtracted ones included."""
     match selector:
         case ast.Union(parts):
-            for part in parts:
-                yield from arms(part)
+            yield from (arm for part in parts for arm in arms(part))
         case ast.Difference(left, right):
-            yield from arms(left)
-            yield from arms(right)
+            yield from (*arms(left), *arms(right))
         case _:
             yield selector
 

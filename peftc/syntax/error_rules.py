@@ -64,10 +64,6 @@ class ErrorContext:
         return self.type in _STATEMENTS
 
     @property
-    def starts_operand(self) -> bool:
-        return self.type in {"NAME", "NUMBER", "STRING", "TRUE", "FALSE", "LPAR"}
-
-    @property
     def operand_missing(self) -> bool:
         return self.allows("NUMBER", "MINUS", "LPAR") and not self.allows("PLUS")
 
@@ -261,7 +257,8 @@ def _assignment(c: ErrorContext) -> Error | None:
 
 def _statement(c: ErrorContext) -> Error | None:
     """Arguments, statements in the wrong place, misspelled statements, missing operands."""
-    if c.allows("COMMA") and c.bracket in {"LPAR", "LSQB"} and c.starts_operand:
+    starts_operand = c.type in {"NAME", "NUMBER", "STRING", "TRUE", "FALSE", "LPAR"}
+    if starts_operand and c.allows("COMMA") and c.bracket in {"LPAR", "LSQB"}:
         return c.error("P008", f"expected `,` before {c.unexpected}", "arguments are separated by commas")
     if c.allows("EDIT") and c.type == "NAME" and c.next.type in ASSIGNMENTS:  # h += … at the top of a file
         help_ = "move it into one: `edit NAME at SELECTOR { … }`; `let` binds a constant"

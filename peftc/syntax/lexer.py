@@ -24,27 +24,19 @@ class _UnusedTerminals(PostLex):
         return stream
 
 
+_LARK = {"lexer": "basic", "start": ["spec", "expression"], "maybe_placeholders": False, "postlex": _UnusedTerminals()}
+
+
 @cache
 def lark_parser() -> Lark:
     """The LALR(1) parser of grammar/peft.lark. A conflict in the grammar raises an exception."""
-    return Lark(
-        resources.grammar(),
-        parser="lalr",
-        lexer="basic",
-        strict=True,
-        start=["spec", "expression"],
-        postlex=_UnusedTerminals(),
-        propagate_positions=True,
-        maybe_placeholders=False,
-    )
+    return Lark(resources.grammar(), parser="lalr", strict=True, propagate_positions=True, **_LARK)
 
 
 @cache
 def lark_lexer() -> Lark:
     """The terminals alone. `lark_parser().lex` would build a new lexer for every text."""
-    return Lark(
-        resources.grammar(), parser=None, lexer="basic", start=["spec", "expression"], postlex=_UnusedTerminals()
-    )
+    return Lark(resources.grammar(), parser=None, **_LARK)
 
 
 @cache

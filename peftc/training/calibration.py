@@ -234,10 +234,8 @@ def backward(loss: Tensor) -> None:
         message = f"the loss of a batch is one number that was computed by torch, not {kind}"
         raise PeftcError(Diagnostic("P541", message, help="`loss=` returns a tensor with one entry"))
     if not loss.requires_grad:
-        message = "the loss of a batch has no gradient"
-        raise PeftcError(
-            Diagnostic("P541", message, help="give the loss as it was computed, outside of inference mode")
-        )
+        help_ = "give the loss as it was computed, outside of inference mode"
+        raise PeftcError(Diagnostic("P541", "the loss of a batch has no gradient", help=help_))
     loss.backward()
 
 

@@ -19,7 +19,6 @@ from peftc.models.configs import error_summary
 from peftc.planning import ir
 from peftc.training.tasks import task
 from peftc.verification.forward_modes import EVALUATION, ForwardMode, without_checkpointing
-from peftc.verification.preparation import Batch
 from peftc.verification.reference.interpreter import Interpreter
 from peftc.verification.reference.locations import EditKey, ReferenceUnavailable, key_of
 from peftc.verification.reference.model import ReferenceModel
@@ -31,6 +30,7 @@ from peftc.verification.reference.outputs import (
     random_projection,
 )
 
+Batch = Mapping[str, Any]
 NOISE = (0.5, 0.05, 0.005)  # relative to the size of a parameter; smaller where outputs are not finite
 
 STACKS = {  # token ids, embedded tokens and mask of the decoder of an encoder-decoder model, or of any other stack

@@ -201,8 +201,7 @@ def sites_without(selector: ast.Selector, state: str) -> Iterator[str]:
     """The site names in `selector` that never have `state`."""
     match selector:
         case ast.Union(parts):
-            for part in parts:
-                yield from sites_without(part, state)
+            yield from (name for part in parts for name in sites_without(part, state))
         case ast.Difference(left, _):
             yield from sites_without(left, state)
         case ast.Path(steps) if state not in STATES_AT.get(steps[-1].name, (state,)):
