@@ -240,8 +240,8 @@ def allocate(forms: list[SVD], step: int) -> None:
 
 
 def is_finished(forms: list[SVD]) -> bool:
-    kept = sum(int(form.get_buffer("kept").sum()) for form in forms)
-    return kept <= integer(forms[0].form_args, "target") * len(forms)
+    rank = sum(int(form.get_buffer("kept").sum()) for form in forms)
+    return rank <= integer(forms[0].form_args, "target") * len(forms)
 
 
 def is_smoothed(forms: list[SVD]) -> bool:
