@@ -24,6 +24,9 @@ from peftc.models.catalogue import Head
 from peftc.models.configs import class_of, config_from, error_summary, from_code, has_code, model_class, read_values
 
 Kind = Literal["catalogue", "folder", "config.json", "hub", "config", "module"]
+_SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_SUFFIXES = (".json", ".safetensors", ".txt", ".model")  # of files that transformers may open
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,11 +130,6 @@ def _unknown(name: str, reason: str) -> Diagnostic:
     note = "it is neither a folder nor in peftc's catalogue, and its config.json is not in the hub cache"
     help_ = f"{f'did you mean {ids}? Or give' if ids else 'give'} a local folder or the path of a config.json"
     return Diagnostic("P501", f"unknown model `{name}`", notes=(note, reason), help=help_)
-
-
-_SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
-_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_SUFFIXES = (".json", ".safetensors", ".txt", ".model")  # of files that transformers may open
 
 
 def load_model(source: ModelSource) -> nn.Module:

@@ -46,6 +46,7 @@ _ABOUT_ALL_STATEMENTS = frozenset({"P114", "P117"})  # may follow from a stateme
 _ABOUT_NAMES = frozenset({"P101", "P105", "P107"})  # may follow from an invalid `let`
 _ABOUT_MODEL = frozenset({"P205", "P208", "P302"})  # the planner reports these with the sites of the model
 _QUOTED = re.compile("`([^`]*)`")
+_BUDGET_OF_METHODS = 20 * BUDGET  # statements of all methods of a file
 
 
 def expand(spec: ast.Spec, settings: Mapping[str, ast.Expr] | None = None, include: Include = ()) -> ast.Spec:
@@ -308,9 +309,6 @@ def _parameters(names: Sequence[str]) -> str:
     return f"it has {join_names(names)}" if names else "it has no parameters"
 
 
-_BUDGET = 20 * BUDGET  # statements of all methods
-
-
 def check_file(spec: ast.Spec, include: Include = ()) -> list[Diagnostic]:
     """All errors of a file: its definitions, what it applies, and its methods. See `expand`."""
     folders = folders_of(spec, include)
@@ -332,10 +330,10 @@ def _each_method(spec: ast.Spec, methods: Iterable[ast.Method], folders: Folders
     scope = reader.read(spec, {})
     expander = Expander(reader, scope, {})
     errors = [error for error in expander.diagnostics(expander.shared()) if error.code != "P114"]
-    budget = _BUDGET
+    budget = _BUDGET_OF_METHODS
     for method in methods:
         if budget <= 0:
-            message = f"checking the methods of this file takes more than {_BUDGET} statements"
+            message = f"checking the methods of this file takes more than {_BUDGET_OF_METHODS} statements"
             errors.append(Diagnostic("P120", message, method.span, spec.source, help="split the file"))
             break
         expander = Expander(reader, scope, {})

@@ -25,6 +25,7 @@ from peftc.syntax.parser import parse_text
 MAX_BYTES = 1_000_000  # of a spec
 
 Include = Iterable[str | PathLike[str]] | None
+_MAX_DEPTH = 50  # of files that use files
 
 
 def read_text(path: str | Path) -> str:
@@ -110,9 +111,6 @@ def folders_of(spec: ast.Spec, include: Include) -> Folders:
 def path_of(spec: ast.Spec) -> Path:
     """The file of a spec, with symbolic links resolved."""
     return Path(os.path.realpath(spec.source.path.replace("\0", "")))
-
-
-_MAX_DEPTH = 50  # of files that use files
 
 
 @dataclass

@@ -19,6 +19,9 @@ from peftc.syntax.printer import print_expression
 
 _UNITS = {"": Decimal(1), "%": Decimal("0.01"), "K": Decimal(1000), "M": Decimal(10**6), "B": Decimal(10**9)}
 _MAX_VALUE = Decimal(10) ** 300
+Environment = Mapping[str, ast.Expr | None]  # None: a local name hides an outer one
+_MAX_DEPTH, _MAX_SIZE = 150, 1_000
+_MAX_UNFOLDED = 5 * _MAX_SIZE  # before constant folding
 
 
 def numeric_value(number: ast.Number) -> int | float:
@@ -92,11 +95,6 @@ def with_span(value: ast.Expr, span: Span) -> ast.Expr:
         kwargs = tuple(replace(keyword, span=span) for keyword in value.kwargs)
         return replace(value, kwargs=kwargs, function_span=span, span=span)
     return replace(value, span=span)
-
-
-Environment = Mapping[str, ast.Expr | None]  # None: a local name hides an outer one
-_MAX_DEPTH, _MAX_SIZE = 150, 1_000
-_MAX_UNFOLDED = 5 * _MAX_SIZE  # before constant folding
 
 
 def substitute(value: ast.Expr, environment: Environment) -> ast.Expr:

@@ -17,6 +17,10 @@ from peftc.syntax.lexer import excerpt, keywords, span_of, spelling
 CLOSING = {"LBRACE": "RBRACE", "LPAR": "RPAR", "LSQB": "RSQB"}
 ASSIGNMENTS = frozenset({"EQUAL", "PLUS_EQUAL", "STAR_EQUAL"})
 _STATEMENTS = frozenset({"PEFT", "METHOD", "USE", "APPLY", "EDIT", "TRAIN", "EXPECT", "LET"})
+_OPEN = {"LBRACE": "`{`", "LPAR": "`(`", "LSQB": "`[`"}
+_CLOSE = frozenset(CLOSING.values())
+_TOP_LEVEL = ("method", "use", "apply", "edit", "train", "expect", "let")
+_NAMED = frozenset({"EDIT", "TRAIN", "METHOD", "LET", "USE", "APPLY", "AS", "DOT"})  # what precedes a name
 
 
 @dataclass(frozen=True)
@@ -124,11 +128,6 @@ def error_context(tokens: Sequence[Token], at: int, accepts: frozenset[str], sta
     open_brackets = tuple(bracket for bracket, _, _ in brackets)
     return ErrorContext(tokens, at, accepts, statement, open_brackets, blocks[-1] if blocks else None)
 
-
-_OPEN = {"LBRACE": "`{`", "LPAR": "`(`", "LSQB": "`[`"}
-_CLOSE = frozenset(CLOSING.values())
-_TOP_LEVEL = ("method", "use", "apply", "edit", "train", "expect", "let")
-_NAMED = frozenset({"EDIT", "TRAIN", "METHOD", "LET", "USE", "APPLY", "AS", "DOT"})  # what precedes a name
 
 Error = tuple[Diagnostic, Token]  # and the token that it underlines
 

@@ -12,6 +12,8 @@ from peftc.syntax import ast
 
 _SUM, _PRODUCT, _FACTOR = 1, 2, 3
 _PRECEDENCE = {"+": _SUM, "-": _SUM, "*": _PRODUCT, "/": _PRODUCT}
+WIDTH = 100
+_INDENT = "    "
 
 
 def print_expression(value: ast.Expr, precedence: int = 0) -> str:
@@ -64,10 +66,6 @@ def print_index(value: ast.Index) -> str:
         return str(value.start)
     start, stop = ("" if end is None else str(end) for end in (value.start, value.stop))
     return f"{start}..{stop}"
-
-
-WIDTH = 100
-_INDENT = "    "
 
 
 def print_spec(spec: ast.Spec) -> str:

@@ -42,6 +42,9 @@ from peftc.verification.report import Check, Finding
 NOWHERE = (None, None)
 FOLD_FACTOR = 10.0  # folded weights are rounded
 GRADIENT_FLOOR = {torch.float32: 1e-6, torch.float64: 1e-10}  # relative to the largest gradient; else 1e-3
+NEW_TOKENS = 3
+INPUTS = ("input_ids", "attention_mask", "inputs_embeds")
+Logits = tuple[Tensor, ...]  # of each new token
 
 
 @dataclass
@@ -79,9 +82,6 @@ class CheckResults:
             self.skip(name, f"{error.diagnostics[0].code}: {error.diagnostics[0].message}")
 
 
-# Without edits ------------------------------------------------------------------------------------
-
-
 def check_base(comparison: Comparison, original: nn.Module | None, results: CheckResults) -> None:
     """Disabled and removed edits leave the base, bit for bit."""
     compiled, name = comparison.compiled, "disabled equals the base"
@@ -108,9 +108,6 @@ def state_difference(first: nn.Module, second: nn.Module) -> Difference | None:
         if classes.get(name) is not type(module):
             return Difference(name, float("inf"), 0.0, 0.0)
     return first_difference(dict(first.state_dict()), dict(second.state_dict()), 0)
-
-
-# With edits ---------------------------------------------------------------------------------------
 
 
 def check_equations(comparison: Comparison, results: CheckResults) -> bool:
@@ -205,9 +202,6 @@ def check_fold(comparison: Comparison, results: CheckResults) -> None:
         results.compare(name, "P609", f"after folding {edits}", first_difference(before, after, FOLD_FACTOR))
 
 
-# The location of a fault --------------------------------------------------------------------------
-
-
 def locate_fault(comparison: Comparison, difference: Difference) -> Finding:
     """Names the first edit that alone differs, else the last one before a wrong module input."""
     values = comparison.values()
@@ -243,11 +237,6 @@ def first_differing_module(comparison: Comparison, mode: ForwardMode) -> tuple[s
     output = first_differing_output(expected.events, actual.events, set(modules.values()), event)
     keys = [key for key in expected.edit_positions if output is not None and modules.get(key) == output.module]
     return event.module or "the model", keys[-1] if keys else expected.last_edit_before(event) or NOWHERE
-
-
-NEW_TOKENS = 3
-INPUTS = ("input_ids", "attention_mask", "inputs_embeds")
-Logits = tuple[Tensor, ...]  # of each new token
 
 
 def check_decoding(comparison: Comparison, results: CheckResults) -> None:

@@ -36,9 +36,6 @@ def sample_of(site_edits: Sequence[ir.SiteEdit], all_sites: bool) -> list[ir.Sit
     return [kind[i] for kind in kinds.values() for i in sorted({0, len(kind) // 2, len(kind) - 1})]
 
 
-# Each edit alone ----------------------------------------------------------------------------------
-
-
 def check_perturbations(comparison: Comparison, all_sites: bool, results: CheckResults) -> None:
     """Perturbs each edit alone: the output must change, and nothing before its site."""
     name = "each edit alone moves the output, and nothing before it"

@@ -35,6 +35,7 @@ from peftc.verification.report import NotWitnessed, Verification, VerifiedEdit
 from peftc.verification.site_checks import check_perturbations, check_roles
 
 Sites = Literal["sample", "all"]
+UNSELECTED, UNFILLED = "P540", "P544"
 
 
 def verify(
@@ -161,9 +162,6 @@ def summary(comparison: Comparison, results: CheckResults, weights: str) -> Veri
     )
 
 
-UNSELECTED, UNFILLED = "P540", "P544"
-
-
 def duplicate(model: nn.Module) -> nn.Module:
     """A copy of a model with its weights. Raises: P601."""
     missing = [name for name, tensor in model.named_parameters() if not has_values(tensor)]
@@ -206,9 +204,6 @@ def require_runnable(base: nn.Module, batch: Batch) -> None:
         raise PeftcError(Diagnostic("P509", message, help="look for NaN entries in the weights of the base"))
 
 
-# Inputs -------------------------------------------------------------------------------------------
-
-
 def sample_batch(model: nn.Module, sample: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """`sample`, else random inputs like those of the tracer. Raises: P507 for unknown inputs."""
     if sample is not None:
@@ -247,9 +242,6 @@ def _vocabulary_size(module: nn.Module) -> int | None:
         return getattr(module.get_input_embeddings(), "num_embeddings", None)  # type: ignore[operator]
     except (AttributeError, NotImplementedError):  # a model of several towers, or a module of torch
         return None
-
-
-# Forms that cannot compute yet --------------------------------------------------------------------
 
 
 def fill_forms(model: nn.Module, batch: Batch) -> None:
