@@ -17,10 +17,14 @@ from torch.utils import checkpoint
 
 from peftc.concurrency.interrupts import shielded
 
-_DROPOUTS = "dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d feature_dropout"
+DROPOUTS = frozenset(
+    {"dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"}
+)
 ATTENTION_DROPOUT = "dropout_p"
-_RANDOM = "rand randn rand_like randn_like bernoulli randint randperm bernoulli_ uniform_ normal_ exponential_"
-DROPOUTS, RANDOM = frozenset(_DROPOUTS.split()), frozenset(_RANDOM.split())
+RANDOM = frozenset(
+    {"rand", "randn", "rand_like", "randn_like", "bernoulli", "randint", "randperm"}
+    | {"bernoulli_", "uniform_", "normal_", "exponential_"}
+)
 
 
 @dataclass(frozen=True)
