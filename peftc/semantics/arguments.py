@@ -50,8 +50,7 @@ def bind(call: ast.Call, form: Form, *, shared: bool = False) -> BoundArguments:
             # With a surplus input (P108), the value is probably there, without its name.
             if param.required and len(call.args) <= form.takes_input:
                 message, notes = f"`{form.name}` needs `{param.name}`: {param.doc}", (f"`{signature(form)}`",)
-                help_ = f"add `{param.name}=…`"
-                errors.append(Diagnostic("P103", message, _name_span(call), help=help_, notes=notes))
+                errors.append(Diagnostic("P103", message, _name_span(call), help=f"add `{param.name}=…`", notes=notes))
     if errors:
         raise PeftcError(errors)
     inputs = call.args if form.takes_input else ()

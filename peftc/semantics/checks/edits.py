@@ -107,8 +107,7 @@ class _EquationChecker:
             is_concat, count = call.function == CONCAT, len(call.args)
             if count < 2 if is_concat else count != 1:
                 inputs = "two or more parts" if is_concat else "one input"
-                message = f"`{call.function}` takes {inputs}, found {count or 'none'}"
-                yield Diagnostic("P108", message, call.span)
+                yield Diagnostic("P108", f"`{call.function}` takes {inputs}, found {count or 'none'}", call.span)
         elif call.function == SHARED:
             help_ = "bind it outside: `let NAME = shared(…)`; parameters inside an edit belong to one site"
             yield Diagnostic("P115", "`shared` stands in a `let` outside of edits", call.function_span, help=help_)
