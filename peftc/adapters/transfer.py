@@ -25,7 +25,7 @@ from peftc.installation.journal import copy_all
 from peftc.installation.record import Installation
 from peftc.planning import ir
 from peftc.rewriting.assembly import regions_of
-from peftc.syntax.print_expressions import print_expression
+from peftc.syntax.printer import print_expression
 
 FUSION, ADAPTER = "fusion", "adapter"
 
@@ -85,9 +85,8 @@ def warm_start(
     selected = {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] in names.values()}
     for i in range(max(map(len, targets.values()), default=1)):
         expected = {name: values[min(i, len(values) - 1)] for name, values in targets.items()}
-        needs_task = (
-            task is None and any(".tasks." in n for n in expected) and not any(".tasks." in n for n in selected)
-        )
+        per_task = [any(".tasks." in name for name in tensors) for tensors in (expected, selected)]
+        needs_task = task is None and per_task == [True, False]
         help_ = f'name the task to initialize: task="{record.task.names[0]}"' if needs_task else None
         message = f"the adapter in {directory} does not fit {join_names(names)} of the model"
         check_tensors(selected, expected, message, help_)
@@ -157,7 +156,7 @@ def fuse(
     names = {edit: edit for edit in fused_edits} if edits is None else check_edit_names(edits, fused_edits)
     sites = [(site_edit, instance) for site_edit, instance in fusions if site_edit.edit in names]
     task = None if task is None else record.task.of(task)
-    modules = dict.fromkeys(name for site in sites for name in fusion_modules(record, *site, task))
+    modules = (name for site in sites for name in fusion_modules(record, *site, task))
     targets = {name: Target(cast(Fusion, model.get_submodule(name))) for name in modules}
     for site_edit, instance in sites:
         if instance.args["n"] != len(paths):

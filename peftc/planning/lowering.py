@@ -27,11 +27,11 @@ from peftc.planning.ir import (
 from peftc.planning.lowering_context import FormInstances, LoweringContext
 from peftc.planning.selection.module_sites import body_at
 from peftc.semantics.arguments import bind
-from peftc.semantics.constants import numeric_value
+from peftc.semantics.substitute import numeric_value
 from peftc.semantics.vocabulary import FROZEN_MODULES
 from peftc.semantics.walk import names_in
 from peftc.syntax import ast
-from peftc.syntax.print_expressions import print_expression
+from peftc.syntax.printer import print_expression
 
 WRITABLE = frozenset({"h", "q", "k", "v", "kv", "z", "w", "b"})
 MAX_QUOTE = 50  # characters of an expression in a message

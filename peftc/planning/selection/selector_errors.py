@@ -13,7 +13,7 @@ from peftc.diagnostics.suggestions import join_names, nearest, plural
 from peftc.semantics.vocabulary import STACK_CHOICE_HELP
 from peftc.semantics.walk import selects_stack
 from peftc.syntax import ast
-from peftc.syntax.print_expressions import print_index, print_selector, print_step
+from peftc.syntax.printer import print_index, print_selector, print_step
 
 MAX_NAMES = 8  # in a note
 MAX_SUGGESTIONS = 12

@@ -22,7 +22,7 @@ from peftc.planning.selection import selector_errors
 from peftc.planning.selection.module_sites import module_site, modules_below
 from peftc.planning.selection.selector_errors import signed_arms, untraced_errors
 from peftc.syntax import ast
-from peftc.syntax.print_expressions import print_index, print_selector
+from peftc.syntax.printer import print_index, print_selector
 
 SitesByPath = dict[str, Site]
 
