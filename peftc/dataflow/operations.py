@@ -124,7 +124,7 @@ def name_of(node: fx.Node) -> str:
     """What PyTorch calls an operation: `add` for `a + b` and `a.add_(b)`, `T` for `x.T`."""
     if node.op not in ("call_function", "call_method"):
         return ""
-    return _plain_name(node.args[1] if node.target is getattr else node.target)
+    return _plain_name(str(node.args[1]) if node.target is getattr else node.target)
 
 
 @cache
