@@ -21,12 +21,11 @@ from peftc.installation.completeness import active_installation
 from peftc.installation.record import InstalledSpec
 from peftc.installation.spec_names import free_name, prefixed, require_tasks, task_names
 from peftc.models.configs import paused_gc
-from peftc.models.load import load_model
-from peftc.models.resolve import resolve
+from peftc.models.sources import load_model, resolve
 from peftc.planning.planner import Plan, PlanResult
 from peftc.planning.report.design import Design, design_of
 from peftc.recognition.analysis import ModelLike
-from peftc.semantics.load import Include
+from peftc.semantics.files import Include
 from peftc.semantics.spec_argument import Settings, SpecLike, default_name, flat_spec
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text

@@ -21,7 +21,7 @@ from peftc.recognition.layers import LayerType, has_parts
 from peftc.rewriting.insert import Inserter
 from peftc.rewriting.regions import LayerRegions
 from peftc.rewriting.states import node_of
-from peftc.semantics.load import Include
+from peftc.semantics.files import Include
 from peftc.semantics.spec_argument import Settings, SpecLike, flat_spec
 from peftc.specialization.code_printer import function_body
 from peftc.specialization.expressions import function

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from peftc.installation.cached_analysis import state_of
-from peftc.models.resolve import ModelSource
+from peftc.models.sources import ModelSource
 from peftc.recognition import analysis
 
 _analyses: dict[Any, list[tuple[Any, analysis.Analysis]]] = {}

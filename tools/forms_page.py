@@ -17,7 +17,7 @@ from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Shape, Tokens, Vec
 from peftc.semantics.arguments import interval, signature
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
-from peftc.syntax.print_expressions import print_expression
+from peftc.syntax.printer import print_expression
 
 HEAD = """# Forms and recipes
 

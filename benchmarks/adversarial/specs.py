@@ -13,7 +13,7 @@ from peftc.diagnostics.render import render_github, render_json, render_text
 from peftc.filesystem import resources
 from peftc.installation.compiled_model import analyse_base, plan_on
 from peftc.semantics import check_file, expand
-from peftc.semantics.load import read_spec
+from peftc.semantics.files import read_spec
 from peftc.syntax import parse_text, print_spec
 from tests import zoo
 

@@ -20,8 +20,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.codes import CODES
 from peftc.diagnostics.render import render
 from peftc.diagnostics.suggestions import did_you_mean
-from peftc.semantics.checks.spec_file import check_file
-from peftc.semantics.expand import expand
+from peftc.semantics.expand import check_file, expand
 from peftc.semantics.spec_argument import parse_settings
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_spec
@@ -186,14 +185,10 @@ def run_check(args: argparse.Namespace) -> int:
     errors = sum(d.severity == "error" for d in diagnostics)
     sys.stdout.write(render(diagnostics, args.output_format, sys.stdout))
     if args.output_format == "text":
-        print(("\n" if diagnostics else "") + summary(errors, len(diagnostics) - errors, len(files)))
+        totals = ((errors, "error"), (len(diagnostics) - errors, "warning"))
+        counts = " and ".join(f"{n} {word}{'s' * (n != 1)}" for n, word in totals if n) or "nothing wrong"
+        print(("\n" if diagnostics else "") + f"{counts} in {len(files)} file{'s' * (len(files) != 1)}")
     return 1 if errors else 0
-
-
-def summary(errors: int, warnings: int, files: int) -> str:
-    """Such as: 2 errors and 1 warning in 3 files"""
-    counts = [f"{n} {word}{'s' * (n != 1)}" for n, word in ((errors, "error"), (warnings, "warning")) if n]
-    return f"{' and '.join(counts) or 'nothing wrong'} in {files} file{'s' * (files != 1)}"
 
 
 def run_fmt(args: argparse.Namespace) -> int:

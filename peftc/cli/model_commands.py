@@ -9,6 +9,7 @@ import sys
 import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -19,27 +20,25 @@ from peftc.compiler import compile, plan_edits, sites
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.render import render, wants_color
 from peftc.fakes.tensors import fake_mode
+from peftc.filesystem.atomic import write_folder
 from peftc.filesystem.bounded_read import printable_path
-from peftc.filesystem.output_folder import write_folder
 from peftc.forms.module import checked_seed
 from peftc.installation.compiled_model import CompiledModel, analyse_base, plan_on
 from peftc.installation.record import InstalledSpec, installation_of
 from peftc.installation.spec_names import require_tasks, task_names
-from peftc.models.load import load_or_initialize
-from peftc.models.resolve import resolve
+from peftc.models.sources import load_or_initialize, resolve
 from peftc.planning.planner import PlanResult
 from peftc.planning.report.plan import percent, plain_text, render_plan
 from peftc.planning.report.site_tree import render_sites
-from peftc.planning.selection.untraced import reason_lines
+from peftc.planning.selection.selector_errors import reason_lines
 from peftc.recognition.analysis import Analysis
 from peftc.runtime import respecialize
 from peftc.semantics.expand import expand
 from peftc.semantics.spec_argument import default_name, parse_settings
 from peftc.specialization.generated_class import GeneratedClass, captions
 from peftc.syntax import ast
-from peftc.verification.preparation import duplicate
 from peftc.verification.report import render_verification
-from peftc.verification.verify import verify
+from peftc.verification.verify import duplicate, verify
 
 
 def run_sites(args: Namespace) -> int:
@@ -53,8 +52,7 @@ def run_sites(args: Namespace) -> int:
 
 def run_plan(args: Namespace) -> int:
     """Prints the plan; exit 1 if an expectation fails. Raises: P0xx–P3xx (the spec), P5xx."""
-    spec = parse_file(args.spec)
-    flat = expand(spec, parse_settings(args.set), args.include)
+    flat = expand(parse_file(args.spec), parse_settings(args.set), args.include)
     result = plan_edits(flat, args.model, tasks=args.tasks, trust_remote_code=args.trust_remote_code)
     records_only = bool(result.failed_expectations) and args.output_format == "json" and not args.json
     if args.json:
@@ -90,8 +88,7 @@ def run_verify(args: Namespace) -> int:
     spec = parse_file(args.spec)
     model, weights = load_or_initialize(resolve(args.model, args.trust_remote_code), args.seed)
     base = duplicate(model)
-    settings = parse_settings(args.set)
-    compile(spec, model, args.seed, settings=settings, include=args.include, tasks=args.tasks)
+    compile(spec, model, args.seed, settings=parse_settings(args.set), include=args.include, tasks=args.tasks)
     result = verify(model, sites=args.sites, base=base, weights=weights)
     records_only = not result.ok and args.output_format == "json" and not args.json
     if args.json:
@@ -150,11 +147,9 @@ def forwards(model: nn.Module) -> dict[str, str]:
         groups.setdefault(id(kind), (kind, []))[1].append(name)
     files: dict[str, str] = {}
     for kind, modules in groups.values():
-        stem = base = "forward_" + snake_case(kind.name)
-        n = 1
-        while f"{stem}.py" in files:
-            n += 1
-            stem = f"{base}_{n}"
+        base = "forward_" + snake_case(kind.name)
+        stems = (base if n == 1 else f"{base}_{n}" for n in count(1))
+        stem = next(stem for stem in stems if f"{stem}.py" not in files)
         files[f"{stem}.py"] = forward_file(kind, modules)
         if difference := forward_diff(kind, f"{stem}.py"):
             files[f"{stem}.diff"] = difference

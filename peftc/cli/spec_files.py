@@ -10,7 +10,7 @@ from pathlib import Path
 
 from peftc.diagnostics.suggestions import nearest
 from peftc.filesystem.atomic import replace_text
-from peftc.semantics.load import MAX_BYTES, decode, read_text
+from peftc.semantics.files import MAX_BYTES, decode, read_text
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 

@@ -1,7 +1,4 @@
-"""Every diagnostic code, as `peftc explain CODE` prints it. Codes are never reused.
-
-The texts are `explanations/P*_*.md`, one file for each hundred.
-"""
+"""Every diagnostic code, as `peftc explain CODE` prints it; never reused. See `explanations/`."""
 
 from __future__ import annotations
 

@@ -55,8 +55,7 @@ class _Painter:
             yield from self._snippet(diagnostic.source, diagnostic.span, diagnostic.label, pad, tone)
         elif diagnostic.source:
             yield f"{pad}{self._paint('-->', _BLUE)} {printable(diagnostic.source.path)}"
-        footer = [("note", note) for note in diagnostic.notes] + [("help", diagnostic.help or "")]
-        for title, text in footer:
+        for title, text in [("note", note) for note in diagnostic.notes] + [("help", diagnostic.help or "")]:
             if text or title == "note":
                 yield f"{pad} {self._paint('=', _BLUE)} {self._paint(title, _BOLD)}: {printable(text)}"
 
@@ -67,7 +66,12 @@ class _Painter:
         start = min(span.column - 1, len(line))
         end = span.end_column - 1 if span.end_line == span.line else len(line)
         end = max(start + 1, min(end, len(line) + 1))
-        excerpt, start, end = _window(line, start, end)
+        # Of a long line, the part around the span; without control characters.
+        first = max(0, min(start - _WIDTH // 3, len(line) - _WIDTH))
+        part = "".join(char if char.isprintable() else " " for char in line[first : first + _WIDTH])
+        left, right = "…" if first else "", "…" if first + _WIDTH < len(line) else ""
+        start, end = start - first + len(left), min(end - first, len(part) + 1) + len(left)
+        excerpt = left + part + right
         marks = " " * _cells(excerpt[:start]) + "^" * max(1, _cells(excerpt[start:end]))
         bar = self._paint("|", _BLUE)
         yield f"{pad}{self._paint('-->', _BLUE)} {printable(source.path)}:{span.line}:{span.column}"
@@ -84,14 +88,6 @@ def _split(text: str) -> list[str]:
     return text.split("\n")
 
 
-def _window(line: str, start: int, end: int) -> tuple[str, int, int]:
-    """The part of a long line around the span, without control characters, and the span in it."""
-    first = max(0, min(start - _WIDTH // 3, len(line) - _WIDTH))
-    part = "".join(char if char.isprintable() else " " for char in line[first : first + _WIDTH])
-    left, right = "…" if first else "", "…" if first + _WIDTH < len(line) else ""
-    return left + part + right, start - first + len(left), min(end - first, len(part) + 1) + len(left)
-
-
 def _cells(text: str) -> int:
     """The number of terminal columns of `text`."""
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
@@ -106,14 +102,9 @@ def record(diagnostic: Diagnostic) -> dict[str, Any]:
     """A diagnostic as JSON data. Positions count from 1, with an exclusive end."""
     span = diagnostic.span if diagnostic.source else None
     return {
-        "code": diagnostic.code,
-        "severity": diagnostic.severity,
-        "message": diagnostic.message,
+        **{name: getattr(diagnostic, name) for name in ("code", "severity", "message")},
         "path": diagnostic.source.path if diagnostic.source else None,
-        "line": span.line if span else None,
-        "column": span.column if span else None,
-        "end_line": span.end_line if span else None,
-        "end_column": span.end_column if span else None,
+        **{name: getattr(span, name, None) for name in ("line", "column", "end_line", "end_column")},
         "help": diagnostic.help,
     }
 

@@ -21,10 +21,9 @@ from peftc.installation.record import Installation
 from peftc.modules.instance_forward import code_class
 from peftc.modules.offload import execution_device
 from peftc.planning import ir
-from peftc.rewriting.container import CONTAINER, SHARED, Container
-from peftc.rewriting.edits import Region, module_name
+from peftc.rewriting.edits import CONTAINER, SHARED, Container, Region, module_name
 from peftc.rewriting.legality.preconditions import check_forwards, check_loaded
-from peftc.rewriting.positions import SEQUENCE, selects_positions
+from peftc.rewriting.prompts import SEQUENCE, selects_positions
 from peftc.specialization.generated_class import GeneratedClass
 from peftc.tracing.bytecode import reachable_code
 

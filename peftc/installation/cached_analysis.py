@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from peftc.concurrency.context import CHOICE
 from peftc.modules.memory import storage_id
 from peftc.recognition.analysis import Analysis
-from peftc.rewriting.container import CONTAINER, SHARED
+from peftc.rewriting.edits import CONTAINER, SHARED
 from peftc.tracing.bytecode import reachable_code
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, type)

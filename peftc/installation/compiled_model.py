@@ -19,12 +19,12 @@ from peftc.installation.journal import Journal
 from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed, joint_spec
 from peftc.installation.reinstall import Step, reinstall, uninstall
 from peftc.installation.spec_names import has_tasks, refuse_second, with_note
-from peftc.models.resolve import ModelSource, resolve
 from peftc.models.skeleton import check_runs, check_sample
+from peftc.models.sources import ModelSource, resolve
 from peftc.planning.lowering_context import DEFAULT_TASK
 from peftc.planning.planner import PlanResult, make_plan
 from peftc.recognition.analysis import Analysis, ModelLike, analyse
-from peftc.rewriting.positions import prompt_and_position_errors
+from peftc.rewriting.prompts import prompt_and_position_errors
 from peftc.semantics.checks.spec import with_origin
 from peftc.syntax import ast
 

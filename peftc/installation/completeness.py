@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from peftc.concurrency.context import CHOICE
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.installation.record import Installation, installation_of
-from peftc.rewriting.container import CONTAINER
+from peftc.rewriting.edits import CONTAINER
 
 ORIGINALS = "peftc_originals"  # the name of the first values of what `train` changes in the attributes of a module
 COMPLETENESS = "peftc_completeness"  # the name of a `Completeness` in the attributes of a compiled model

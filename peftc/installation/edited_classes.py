@@ -22,7 +22,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.installation.completeness import COMPLETENESS, ORIGINALS, Completeness, checked_call, edited_modules
 from peftc.installation.record import RECORD, Installation, installation_of, is_installed
 from peftc.modules.instance_forward import rebind_forward, replace_base, unpatched_class
-from peftc.rewriting.container import CONTAINER, SHARED
+from peftc.rewriting.edits import CONTAINER, SHARED
 from peftc.specialization.generated_class import GeneratedClass
 
 _UNDER = "_peftc_under"

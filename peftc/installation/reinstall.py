@@ -31,9 +31,9 @@ from peftc.modules.offload import offloaded_error, offloaded_parameters
 from peftc.planning.planner import PlanResult
 from peftc.recognition.layers import ModelStructure
 from peftc.rewriting.assembly import regions_of
-from peftc.rewriting.container import SHARED
+from peftc.rewriting.edits import SHARED
 from peftc.rewriting.legality.preconditions import missing_values
-from peftc.rewriting.positions import SEQUENCE
+from peftc.rewriting.prompts import SEQUENCE
 from peftc.specialization.precompile import precompile
 
 Step = Callable[[nn.Module], object]

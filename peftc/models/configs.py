@@ -71,12 +71,9 @@ def error_summary(error: BaseException) -> str:
 
 
 def _needs_code(name: str, reason: str) -> Diagnostic:
-    return Diagnostic(
-        "P504",
-        f"{name} needs code from its repository, which was not run",
-        notes=(reason, "its configuration names Python files of the repository (`auto_map`)"),
-        help="if you trust that code: `--trust-remote-code`, in Python `trust_remote_code=True`",
-    )
+    notes = (reason, "its configuration names Python files of the repository (`auto_map`)")
+    help_ = "if you trust that code: `--trust-remote-code`, in Python `trust_remote_code=True`"
+    return Diagnostic("P504", f"{name} needs code from its repository, which was not run", notes=notes, help=help_)
 
 
 def _auto_class(config: PretrainedConfig, head: Head | None) -> str | None:

@@ -49,24 +49,19 @@ def tied_groups(model: nn.Module, keep: Callable[[str], bool] = any_name) -> tup
 
 
 def overlaps(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Groups of dotted names of parameters that share memory with each other or with buffers.
-
-    Writing into one changes the others. A parameter that overlaps itself is a group of one.
-    """
+    """Groups of names whose parameters share memory, also with buffers, or overlap themselves."""
     names: dict[int, list[str]] = {}
     tensors: list[torch.Tensor] = []
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         if id(tensor) not in names:
             tensors.append(tensor)
         names.setdefault(id(tensor), []).append(name)
-    groups = ([tensors[i] for i in group] for group in overlapping(tensors))
     several = tuple(
         tuple(name for tensor in group for name in names[id(tensor)])
-        for group in groups
+        for group in ([tensors[i] for i in group] for group in overlapping(tensors))
         if any(isinstance(tensor, nn.Parameter) for tensor in group)
     )
-    alone = ((names[id(t)][0],) for t in tensors if isinstance(t, nn.Parameter) and overlaps_itself(t))
-    return (*several, *alone)
+    return (*several, *((names[id(t)][0],) for t in tensors if isinstance(t, nn.Parameter) and overlaps_itself(t)))
 
 
 def identity(model: nn.Module, keep: Callable[[str], bool] = any_name, version: int = VERSION) -> dict[str, Any]:

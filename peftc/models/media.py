@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from peftc.diagnostics import PeftcError
-from peftc.models.sample import BATCH, TOKENS, floating_dtype, sample_inputs, token_ids
+from peftc.models.skeleton import BATCH, TOKENS, floating_dtype, sample_inputs, token_ids
 
 SIDE = 4  # patches along each side of an image that comes as patches
 FRAMES = 32  # of a sound that comes as a spectrogram
@@ -39,22 +39,11 @@ class Medium:
     forms: Callable[[Any], Iterator[InputForm]]
     config_keys: tuple[str, ...]
 
-    def is_input_of(self, model: Any, first_parameter: str | None) -> bool:
-        """Whether a model's declarations, or its forward's first parameter, admit this medium."""
-        declared = model.input_modalities
-        declared = {declared} if isinstance(declared, str) else set(declared)
-        named = model.main_input_name in self.parameters or first_parameter in self.parameters
-        return named or declared == {self.feature} or model.main_input_name == "hidden_states"
-
     def inputs(
         self, model: nn.Module, parameters: Mapping[str, Any], any_name: bool = False
     ) -> Iterator[dict[str, Any]]:
-        """The arguments of a function with these parameters, in each form of the medium.
-
-        Args: `any_name`: if no parameter has a known name, the first one takes the medium.
-        """
-        first = next(iter(parameters), None) if any_name else None
-        name = next((n for n in self.parameters if n in parameters), first)
+        """The arguments of a function; with `any_name`, its first parameter may take the medium."""
+        name = next((n for n in self.parameters if n in parameters), next(iter(parameters), None) if any_name else None)
         if not name:
             return
         for form in self.forms(_section(getattr(model, "config", None), self.config_keys)):
@@ -195,10 +184,7 @@ class TowerCall:
 def run_on_sample(
     model: nn.Module, sample: Mapping[str, Any] | None, run: Callable[[Mapping[str, Any]], R]
 ) -> tuple[Mapping[str, Any], R]:
-    """Runs on `sample`, else on inputs made for the model, if need be with a medium.
-
-    Raises: what running the plain inputs raises, if none of the others run.
-    """
+    """Runs on `sample`, else on inputs made for the model. Raises: the error of the plain ones."""
     if sample is not None:
         return sample, run(sample)
     plain: Mapping[str, Any] = {}
@@ -251,8 +237,12 @@ def _medium_calls(
 
 def _calls_of(tower: PreTrainedModel) -> Iterator[TowerCall]:
     parameters = inspect.signature(tower.forward).parameters
+    declared: Any = tower.input_modalities
+    declared = {declared} if isinstance(declared, str) else set(declared)
+    names = {tower.main_input_name, next(iter(parameters), None)}
     for medium in MEDIA:
-        if medium.is_input_of(tower, next(iter(parameters), None)):
+        admits = bool(names & set(medium.parameters)) or declared == {medium.feature}
+        if admits or tower.main_input_name == "hidden_states":
             for inputs in medium.inputs(tower, parameters, any_name=True):
                 yield TowerCall(medium.modality, tower.forward, inputs)
     if "input_ids" in parameters:

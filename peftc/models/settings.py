@@ -18,9 +18,8 @@ _NAMES = """
     architectures auto_map finetuning_task id2label label2id name_or_path problem_type
     task_specific_params tokenizer_class transformers_version
 """
-_STORAGE = """
-    dtype quantization_config tie_encoder_decoder tie_word_embeddings torch_dtype use_bfloat16
-"""  # weights may be cast or quantised; ties are compared themselves
+# Weights may be cast or quantised; ties are compared themselves.
+_STORAGE = "dtype quantization_config tie_encoder_decoder tie_word_embeddings torch_dtype use_bfloat16"
 _OUTPUTS = """
     attn_implementation chunk_size_feed_forward experts_implementation gradient_checkpointing
     output_attentions output_hidden_states output_router_logits pretraining_tp return_dict
@@ -61,11 +60,7 @@ def differences(
     current: Mapping[str, Value],
     current_defaults: Mapping[str, Value],
 ) -> Iterator[tuple[str, str, str]]:
-    """Keys whose values differ, with the saved and the current value as text.
-
-    A key on one side only was added or dropped by a version of transformers: it differs unless its
-    value is a default.
-    """
+    """Keys whose values differ, with both values as text; one on one side only may be a default."""
     for key in sorted({*saved, *current}):
         if key in saved and key in current:
             if saved[key] != current[key]:

@@ -15,8 +15,8 @@ from peftc.addressing.sites import Site, SiteTable, UntracedModule
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.tensors import fake_mode
 from peftc.models.identity import VERSION, fingerprint, overlaps, parameter_count, tied_groups
-from peftc.models.resolve import ModelSource, resolve
 from peftc.models.skeleton import skeleton
+from peftc.models.sources import ModelSource, resolve
 from peftc.modules.instance_forward import instance_forward
 from peftc.recognition.layers import ModelStructure, analyze_structure, example_width
 from peftc.recognition.non_layer_sites import module_infos, untraced_modules

@@ -9,7 +9,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.semantics.vocabulary import STACKS, TOWERS
 from peftc.semantics.walk import map_children, selects_stack
 from peftc.syntax import ast
-from peftc.syntax.print_expressions import print_index, print_selector
+from peftc.syntax.printer import print_index, print_selector
 
 _QUALIFIERS = (*STACKS, *TOWERS)
 _PATTERN = "a pattern on module names cannot be restricted"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms.registry import Form, Param, Value
-from peftc.semantics.constants import constant
+from peftc.semantics.substitute import constant
 from peftc.syntax import ast
-from peftc.syntax.print_expressions import print_expression
+from peftc.syntax.printer import print_expression
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,9 @@ class BoundArguments:
 def bind(call: ast.Call, form: Form, *, shared: bool = False) -> BoundArguments:
     """Checks the arguments of `call` and adds the defaults.
 
-    Args:
-        shared: the call stands in `shared(…)`, whose uses supply the input.
-
-    Raises:
-        PeftcError: all of P102 unknown, P103 missing, P104 duplicate, P105 wrong type, P106 out of
-            range, P108 wrong number of inputs. The spans are in the text of the call.
+    In `shared(…)`, whose uses supply the input, there is none.
+    Raises: PeftcError: all of P102 unknown, P103 missing, P104 duplicate, P105 wrong type, P106 out
+        of range, P108 wrong number of inputs. The spans are in the text of the call.
     """
     errors = list(_input_errors(call, form, shared))
     args: dict[str, Value] = {}
@@ -52,11 +49,8 @@ def bind(call: ast.Call, form: Form, *, shared: bool = False) -> BoundArguments:
             args[param.name] = param.default
             # With a surplus input (P108), the value is probably there, without its name.
             if param.required and len(call.args) <= form.takes_input:
-                message = f"`{form.name}` needs `{param.name}`: {param.doc}"
-                help_ = f"add `{param.name}=…`"
-                errors.append(
-                    Diagnostic("P103", message, _name_span(call), help=help_, notes=(f"`{signature(form)}`",))
-                )
+                message, notes = f"`{form.name}` needs `{param.name}`: {param.doc}", (f"`{signature(form)}`",)
+                errors.append(Diagnostic("P103", message, _name_span(call), help=f"add `{param.name}=…`", notes=notes))
     if errors:
         raise PeftcError(errors)
     inputs = call.args if form.takes_input else ()

@@ -12,10 +12,19 @@ from dataclasses import replace
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.semantics.applied_method import prefix_names, restrict
-from peftc.semantics.checks.definitions import bound_twice
+from peftc.semantics.checks.definitions import bound_twice, check_definitions
 from peftc.semantics.checks.spec import check, with_origin
-from peftc.semantics.load import Folders, Include, folders_of
-from peftc.semantics.scope import Definition, Scope, ScopeReader, changes_model, check_constant, collect_errors
+from peftc.semantics.files import (
+    Definition,
+    Folders,
+    Include,
+    Scope,
+    ScopeReader,
+    changes_model,
+    check_constant,
+    collect_errors,
+    folders_of,
+)
 from peftc.semantics.substitute import (
     Environment,
     child_environment,
@@ -26,8 +35,7 @@ from peftc.semantics.substitute import (
 from peftc.semantics.walk import is_shared, names_in, names_in_statements, values, walk
 from peftc.syntax import ast
 from peftc.syntax.lexer import excerpt
-from peftc.syntax.print_expressions import print_expression
-from peftc.syntax.printer import print_statement
+from peftc.syntax.printer import print_expression, print_statement
 
 BUDGET = 1_000  # statements of an expanded spec
 _NODES_PER_STATEMENT = 20  # a large expression counts as several statements
@@ -38,6 +46,7 @@ _ABOUT_ALL_STATEMENTS = frozenset({"P114", "P117"})  # may follow from a stateme
 _ABOUT_NAMES = frozenset({"P101", "P105", "P107"})  # may follow from an invalid `let`
 _ABOUT_MODEL = frozenset({"P205", "P208", "P302"})  # the planner reports these with the sites of the model
 _QUOTED = re.compile("`([^`]*)`")
+_BUDGET_OF_METHODS = 20 * BUDGET  # statements of all methods of a file
 
 
 def expand(spec: ast.Spec, settings: Mapping[str, ast.Expr] | None = None, include: Include = ()) -> ast.Spec:
@@ -298,3 +307,38 @@ def _cost(statement: ast.Statement) -> int:
 
 def _parameters(names: Sequence[str]) -> str:
     return f"it has {join_names(names)}" if names else "it has no parameters"
+
+
+def check_file(spec: ast.Spec, include: Include = ()) -> list[Diagnostic]:
+    """All errors of a file: its definitions, what it applies, and its methods. See `expand`."""
+    folders = folders_of(spec, include)
+    errors = list(check_definitions(spec))
+    methods = [statement for statement in spec.statements if isinstance(statement, ast.Method)]
+    if changes_model(spec.statements) or len(methods) > 1:
+        errors += _each_method(spec, methods, folders)
+    if changes_model(spec.statements) or len(methods) <= 1:
+        errors += expand_valid(spec, {}, folders)[1]
+    unique: dict[object, Diagnostic] = {}  # an applied method is checked with its defaults and with its arguments
+    for error in errors:
+        unique.setdefault((error.code, error.span, error.source and error.source.path, error.message), error)
+    return sorted(unique.values(), key=lambda e: (e.source.path if e.source else "", e.span.start if e.span else -1))
+
+
+def _each_method(spec: ast.Spec, methods: Iterable[ast.Method], folders: Folders) -> list[Diagnostic]:
+    """The errors of each method with its defaults, and of the shared parameters."""
+    reader = ScopeReader(folders)
+    scope = reader.read(spec, {})
+    expander = Expander(reader, scope, {})
+    errors = [error for error in expander.diagnostics(expander.shared()) if error.code != "P114"]
+    budget = _BUDGET_OF_METHODS
+    for method in methods:
+        if budget <= 0:
+            message = f"checking the methods of this file takes more than {_BUDGET_OF_METHODS} statements"
+            errors.append(Diagnostic("P120", message, method.span, spec.source, help="split the file"))
+            break
+        expander = Expander(reader, scope, {})
+        errors += expander.diagnostics(expander.method(method.name))
+        budget -= expander.cost
+        if expander.cost >= BUDGET:
+            break  # each method that applies this one is too large as well
+    return [*reader.errors, *errors]

@@ -8,9 +8,9 @@ from os import PathLike, fspath
 from pathlib import Path
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.semantics.constants import fold_constants
 from peftc.semantics.expand import expand
-from peftc.semantics.load import Include, read_spec
+from peftc.semantics.files import Include, read_spec
+from peftc.semantics.substitute import fold_constants
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_expression, parse_text
 

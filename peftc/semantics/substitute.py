@@ -1,22 +1,100 @@
-"""Substitution: parameters and constants are replaced by their values."""
+"""Substitution: names are replaced by their values, and arithmetic on numbers is folded, exact for
+decimal fractions.
+"""
 
 from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
+from decimal import Decimal, DivisionByZero, InvalidOperation, Overflow, localcontext
 from typing import cast
 
-from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.semantics.checks.definitions import bound_twice, reserved
-from peftc.semantics.constants import constant, fold_operation, with_span
 from peftc.semantics.vocabulary import EDIT_FACTS, STATES
 from peftc.semantics.walk import fits, map_children, names_in, walk
 from peftc.syntax import ast
+from peftc.syntax.printer import print_expression
 
+_UNITS = {"": Decimal(1), "%": Decimal("0.01"), "K": Decimal(1000), "M": Decimal(10**6), "B": Decimal(10**9)}
+_MAX_VALUE = Decimal(10) ** 300
 Environment = Mapping[str, ast.Expr | None]  # None: a local name hides an outer one
 _MAX_DEPTH, _MAX_SIZE = 150, 1_000
 _MAX_UNFOLDED = 5 * _MAX_SIZE  # before constant folding
+
+
+def numeric_value(number: ast.Number) -> int | float:
+    """The value of a literal: `27.4M` is 27400000, `6.8%` is 0.068. Whole numbers are ints."""
+    return _to_python(Decimal(repr(number.value)) * _UNITS[number.unit])
+
+
+def constant(value: ast.Expr) -> int | float | None:
+    """The value of a number with its sign; None for other expressions."""
+    number = _signed(value)
+    return None if number is None else _to_python(number[0] * _UNITS[number[1]])
+
+
+def fold_constants(value: ast.Expr) -> ast.Expr:
+    """`value` with its operations on numbers evaluated. Raises: PeftcError P120."""
+    if isinstance(value, ast.Binary | ast.Negative):
+        return fold_operation(map_children(value, fold_constants))
+    return value
+
+
+def fold_operation(value: ast.Expr) -> ast.Expr:
+    """`value`, evaluated if it is an operation on numbers. Raises: PeftcError P120."""
+    match value:
+        case ast.Negative(ast.Negative(ast.Number() as number)):
+            return number
+        case ast.Binary(_, left, right):
+            first, second = _signed(left), _signed(right)
+        case _:
+            return value
+    if first is None or second is None:
+        return value
+    (a, unit_a), (b, unit_b) = first, second
+    # Percentages are added, or scaled by a plain number.
+    percentages = [("%", "%")] if value.op in "+-" else [("%", ""), ("", "%")] if value.op == "*" else [("%", "")]
+    is_percentage = (unit_a, unit_b) in percentages
+    if not is_percentage:
+        a, b = a * _UNITS[unit_a], b * _UNITS[unit_b]
+    with localcontext() as context:
+        context.prec = 60
+        try:
+            result = {"+": a.__add__, "-": a.__sub__, "*": a.__mul__, "/": a.__truediv__}[value.op](b)
+        except (DivisionByZero, InvalidOperation, Overflow):
+            raise _error(value, "divides by zero" if value.op == "/" else "cannot be computed") from None
+    if abs(result) > _MAX_VALUE:
+        raise _error(value, "is too large a number")
+    number = ast.Number(_to_python(abs(result)), "%" if is_percentage else "", span=value.span)
+    return ast.Negative(number, span=value.span) if result < 0 else number
+
+
+def _signed(value: ast.Expr) -> tuple[Decimal, str] | None:
+    """A number with its sign, and its unit; None for other expressions."""
+    number = value.operand if isinstance(value, ast.Negative) else value
+    if not isinstance(number, ast.Number):
+        return None
+    size = Decimal(repr(number.value))
+    return (size if number is value else -size), number.unit
+
+
+def _to_python(value: Decimal) -> int | float:
+    return int(value) if abs(value) < Decimal(10) ** 25 and value == value.to_integral_value() else float(value)
+
+
+def _error(value: ast.Expr, problem: str) -> PeftcError:
+    return PeftcError(Diagnostic("P120", f"`{print_expression(value)}` {problem}", value.span))
+
+
+def with_span(value: ast.Expr, span: Span) -> ast.Expr:
+    """`value` with all of its spans replaced, as if it were written at `span`."""
+    value = map_children(value, lambda child: with_span(child, span))
+    if isinstance(value, ast.Call):
+        kwargs = tuple(replace(keyword, span=span) for keyword in value.kwargs)
+        return replace(value, kwargs=kwargs, function_span=span, span=span)
+    return replace(value, span=span)
 
 
 def substitute(value: ast.Expr, environment: Environment) -> ast.Expr:
@@ -25,8 +103,7 @@ def substitute(value: ast.Expr, environment: Environment) -> ast.Expr:
         result = _substitute(value, environment)
         if fits(result, _MAX_DEPTH, _MAX_SIZE):
             return result
-    message = "this expression becomes too large when its names are replaced"
-    raise PeftcError(Diagnostic("P120", message, value.span))
+    raise PeftcError(Diagnostic("P120", "this expression becomes too large when its names are replaced", value.span))
 
 
 def child_environment(environment: Environment) -> MutableMapping[str, ast.Expr | None]:

@@ -68,11 +68,8 @@ def is_shared(value: ast.Expr) -> bool:
 
 def names_in(value: ast.Expr) -> Iterator[str]:
     """All names in `value`, those of functions included."""
-    for node in walk(value):
-        if isinstance(node, ast.Name):
-            yield node.id
-        elif isinstance(node, ast.Call):
-            yield node.function
+    nodes = (node for node in walk(value) if isinstance(node, ast.Name | ast.Call))
+    return (node.id if isinstance(node, ast.Name) else node.function for node in nodes)
 
 
 def values(statement: ast.Statement) -> Iterator[ast.Expr]:
@@ -101,16 +98,13 @@ def arms(selector: ast.Selector) -> Iterator[ast.Path | ast.Glob]:
     """The paths and patterns of a selector, the subtracted ones included."""
     match selector:
         case ast.Union(parts):
-            for part in parts:
-                yield from arms(part)
+            yield from (arm for part in parts for arm in arms(part))
         case ast.Difference(left, right):
-            yield from arms(left)
-            yield from arms(right)
+            yield from (*arms(left), *arms(right))
         case _:
             yield selector
 
 
 def selects_stack(steps: Sequence[ast.Step], number: int) -> bool:
     """Whether a step is the `input` of `input.embed` or the `output` of `output.layer[*]`."""
-    below = [step.name for step in steps[number + 1 : number + 2]]
-    return below == [STACK_CHOICES.get(steps[number].name)]
+    return [step.name for step in steps[number + 1 : number + 2]] == [STACK_CHOICES.get(steps[number].name)]

@@ -16,7 +16,7 @@ from peftc.fakes.data_answers import fake_tensor_errors_unlogged
 from peftc.fakes.tensors import fake_copy, new_mode
 from peftc.models.configs import error_summary
 from peftc.modules.instance_forward import replace_base
-from peftc.rewriting.container import CONTAINER
+from peftc.rewriting.edits import CONTAINER
 from peftc.runtime import recheck_guard
 from peftc.runtime.guards import SMALLER
 from peftc.specialization import guards

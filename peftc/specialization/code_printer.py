@@ -19,7 +19,7 @@ from peftc.dataflow.operations import is_size
 from peftc.diagnostics import PeftcError
 from peftc.rewriting.boundary import base_call
 from peftc.rewriting.edits import EQUATIONS
-from peftc.rewriting.in_place_writes import REPLACES
+from peftc.rewriting.states import REPLACES
 from peftc.runtime import untraced
 from peftc.specialization.expressions import INFIX, PREFIX, Expressions, indented, wrapped
 from peftc.specialization.names import GlobalNames, LocalNames, unpacked_count, variable_of

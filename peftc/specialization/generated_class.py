@@ -19,8 +19,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.diagnostic import printable
 from peftc.modules.instance_forward import FORWARD, GENERATED, replace_base, with_generated_forward
 from peftc.rewriting.boundary import boundary_graph
-from peftc.rewriting.container import own_children, own_length
-from peftc.rewriting.edits import RegionEdit
+from peftc.rewriting.edits import RegionEdit, own_children, own_length
 from peftc.rewriting.insert import Inserter
 from peftc.specialization.call_paths import CallPaths, CallTraces
 from peftc.specialization.code_printer import OtherPath, function_body

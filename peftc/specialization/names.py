@@ -21,7 +21,7 @@ from torch import fx, nn
 from peftc import runtime
 from peftc.dataflow.nodes import is_edit
 from peftc.rewriting.boundary import base_call
-from peftc.rewriting.in_place_writes import REPLACES
+from peftc.rewriting.states import REPLACES
 from peftc.tracing.bytecode import instructions_of
 
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_DEREF", "STORE_ATTR", "STORE_GLOBAL")

@@ -80,10 +80,7 @@ Expr = Number | Boolean | Name | String | Call | Negative | Binary
 
 @dataclass(frozen=True)
 class Index(Node):
-    """`3` (start = stop), `0..5` (inclusive), `6..` (no stop), `..5` (no start), `*` (neither).
-
-    Negative numbers count from the end.
-    """
+    """`3` (start = stop), `0..5` (inclusive), `6..`, `..5`, `*` (neither), `-1` (from the end)."""
 
     start: int | None
     stop: int | None
@@ -128,19 +125,12 @@ Selector = Path | Glob | Union | Difference
 
 @dataclass(frozen=True, kw_only=True)
 class Statement(Node):
-    """A statement with its comments.
-
-    Args:
-        leading: the comment lines above, "" for a blank line.
-        trailing: the comment at the end of the first line.
-        origin: the text that the spans refer to; None for the text of the enclosing `Spec`.
-        via: the `apply` statements that expanded to this one, as notes for messages.
-    """
+    """A statement with its comments, above ("" for a blank line) and behind its first line."""
 
     leading: tuple[str, ...] = field(default=(), compare=False, repr=False)
     trailing: str | None = field(default=None, compare=False, repr=False)
-    origin: Source | None = field(default=None, compare=False, repr=False)
-    via: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    origin: Source | None = field(default=None, compare=False, repr=False)  # of the spans; None: the `Spec`'s
+    via: tuple[str, ...] = field(default=(), compare=False, repr=False)  # `apply`s that expanded to it, as notes
 
 
 @dataclass(frozen=True)

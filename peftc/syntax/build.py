@@ -8,13 +8,61 @@ from itertools import zip_longest
 from math import isfinite
 from typing import Any, Literal, cast
 
-from lark import Token
+from lark import Token, Tree
 
 from peftc.diagnostics import Diagnostic, Source, Span
 from peftc.syntax import ast
-from peftc.syntax.comments import CommentCursor
-from peftc.syntax.lexer import excerpt, span_of
-from peftc.syntax.parse_tree import Parse, child, dotted_name, optional_child, optional_token, span, token, trees
+from peftc.syntax.lexer import CommentCursor, excerpt, span_of
+
+Parse = Tree[Token]
+
+
+def span(item: Parse | Token) -> Span:
+    if isinstance(item, Token):
+        return span_of(item)
+    at = item.meta
+    return Span(at.start_pos, at.end_pos, at.line, at.column, at.end_line, at.end_column)
+
+
+def trees(item: Parse) -> list[Parse]:
+    """The children that are trees."""
+    return [child for child in item.children if isinstance(child, Tree)]
+
+
+def optional_child(item: Parse, *rules: str) -> Parse | None:
+    return next((child for child in trees(item) if child.data in rules), None)
+
+
+def child(item: Parse, *rules: str) -> Parse:
+    """The child of one of the grammar rules; the grammar guarantees that it exists."""
+    return next(child for child in trees(item) if child.data in rules)
+
+
+def optional_token(item: Parse, *types: str) -> Token | None:
+    return next((child for child in item.children if isinstance(child, Token) and child.type in types), None)
+
+
+def token(item: Parse, *types: str) -> Token:
+    """The first child that is a token of one of `types`; the grammar guarantees that it exists."""
+    return next(child for child in item.children if isinstance(child, Token) and child.type in types)
+
+
+def dotted_name(item: Parse) -> str:
+    """The text of a `name`: `enc.qv`."""
+    return "".join(str(child) for child in item.children)
+
+
+def deeper_than(item: Parse, limit: int) -> Parse | Token | None:
+    """A descendant more than `limit` levels down. Not recursive: a text may nest without bound."""
+    stack: list[tuple[Parse | Token, int]] = [(item, 0)]
+    while stack:
+        node, level = stack.pop()
+        if level > limit:
+            return node
+        if isinstance(node, Tree):
+            stack.extend((child, level + 1) for child in node.children)
+    return None
+
 
 _STATEMENTS = frozenset({"method", "use", "apply", "let", "edit", "train", "expect", "equation"})
 _SELECTORS = ("path", "glob", "union", "difference", "selection")
@@ -73,14 +121,11 @@ class Builder:
         body = tuple(self._statement(child, first=not number) for number, child in enumerate(children))
         comments = self._comments.closing(closing.start, first=not body)
         last = self._comments.trailing(closing)
-        if trailing is None:
-            trailing = last
-        elif last is not None:
+        if trailing and last:
             comments += (last,)
-        block = (
-            self._edit(item, body) if item.data == "edit" else ast.Method(str(token(item, "NAME")), parameters, body)
-        )
-        return replace(block, leading=leading, trailing=trailing, closing=comments, span=span(item))
+        method = item.data == "method"
+        block = ast.Method(str(token(item, "NAME")), parameters, body) if method else self._edit(item, body)
+        return replace(block, leading=leading, trailing=trailing or last, closing=comments, span=span(item))
 
     def _edit(self, item: Parse, body: tuple[Any, ...]) -> ast.Edit:
         name, per_task = child(item, "name"), optional_child(item, "per_task")

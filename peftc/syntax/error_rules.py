@@ -5,17 +5,129 @@ tests/syntax/malformed.py has examples of each. A comment shows one where the ru
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from lark import Token
 
 from peftc.diagnostics import Diagnostic
 from peftc.diagnostics.suggestions import nearest
-from peftc.syntax.error_context import ASSIGNMENTS, CLOSING, ErrorContext
-from peftc.syntax.lexer import keywords
+from peftc.syntax.lexer import excerpt, keywords, span_of, spelling
 
+CLOSING = {"LBRACE": "RBRACE", "LPAR": "RPAR", "LSQB": "RSQB"}
+ASSIGNMENTS = frozenset({"EQUAL", "PLUS_EQUAL", "STAR_EQUAL"})
+_STATEMENTS = frozenset({"PEFT", "METHOD", "USE", "APPLY", "EDIT", "TRAIN", "EXPECT", "LET"})
 _OPEN = {"LBRACE": "`{`", "LPAR": "`(`", "LSQB": "`[`"}
 _CLOSE = frozenset(CLOSING.values())
 _TOP_LEVEL = ("method", "use", "apply", "edit", "train", "expect", "let")
 _NAMED = frozenset({"EDIT", "TRAIN", "METHOD", "LET", "USE", "APPLY", "AS", "DOT"})  # what precedes a name
+
+
+@dataclass(frozen=True)
+class ErrorContext:
+    """`tokens[at]` is unexpected: the parser accepts only the terminals in `accepts`."""
+
+    tokens: Sequence[Token]
+    at: int
+    accepts: frozenset[str]
+    statement: str  # its keyword's terminal, "EQUATION" in an equation, "" between statements
+    open_brackets: tuple[Token, ...]  # innermost last
+    block: Token | None  # the `edit` or `method` keyword that the innermost brace belongs to
+
+    @property
+    def token(self) -> Token:
+        return self.tokens[self.at]
+
+    @property
+    def type(self) -> str:
+        return self.token.type
+
+    @property
+    def previous(self) -> Token | None:
+        return self.tokens[self.at - 1] if self.at else None
+
+    @property
+    def previous_type(self) -> str:
+        return self.previous.type if self.previous is not None else ""
+
+    @property
+    def next(self) -> Token:
+        return self.tokens[min(self.at + 1, len(self.tokens) - 1)]
+
+    @property
+    def bracket(self) -> str:
+        """The type of the innermost open bracket."""
+        return self.open_brackets[-1].type if self.open_brackets else ""
+
+    @property
+    def is_keyword(self) -> bool:
+        return self.type in keywords()
+
+    @property
+    def starts_statement(self) -> bool:
+        return self.type in _STATEMENTS
+
+    @property
+    def operand_missing(self) -> bool:
+        return self.allows("NUMBER", "MINUS", "LPAR") and not self.allows("PLUS")
+
+    def allows(self, *terminals: str) -> bool:
+        """Whether the parser accepts each of `terminals`."""
+        return self.accepts.issuperset(terminals)
+
+    def allows_only(self, *terminals: str) -> bool:
+        return self.accepts == frozenset(terminals)
+
+    @property
+    def unexpected(self) -> str:
+        return "the end of the text" if self.type == "$END" else f"`{excerpt(str(self.token))}`"
+
+    @property
+    def preceding(self) -> str:
+        return "the start" if self.previous is None else f"`{excerpt(str(self.previous))}`"
+
+    @property
+    def expected(self) -> str:
+        """The accepted terminals as text."""
+        names = sorted(spelling(terminal) for terminal in self.accepts)
+        return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+    def expectation(self, wanted: str | None = None) -> str:
+        return f"expected {wanted or self.expected}, found {self.unexpected}"
+
+    def error(
+        self, code: str, message: str, help_: str | None = None, label: str = "", at: Token | None = None
+    ) -> tuple[Diagnostic, Token]:
+        """A diagnostic that underlines `at`, or the unexpected token; and that token."""
+        token = self.token if at is None else at
+        return Diagnostic(code, message, span_of(token), help=help_, label=label), token
+
+
+def error_context(tokens: Sequence[Token], at: int, accepts: frozenset[str], stack: Sequence[object]) -> ErrorContext:
+    """The context of `tokens[at]`; `stack` has the tokens and trees that are not reduced yet."""
+    statement = ""
+    brackets: list[tuple[Token, str, Token | None]] = []  # with the statement and the block around each
+    block: Token | None = None
+    previous: object = None
+    for item in stack:
+        if not isinstance(item, Token):
+            pass
+        elif item.type in _STATEMENTS:
+            statement = item.type
+            block = item if item.type in {"EDIT", "METHOD"} else block
+        elif item.type in CLOSING:
+            brackets.append((item, statement, block))
+            statement = "" if item.type == "LBRACE" else statement
+        elif item.type in CLOSING.values():
+            _, outer, _ = brackets.pop()
+            statement = "" if item.type == "RBRACE" else outer
+        elif item.type in ASSIGNMENTS and isinstance(previous, Token):  # `let` and `train` have a tree before their `=`
+            statement = "EQUATION" if not brackets or brackets[-1][0].type == "LBRACE" else statement
+        previous = item
+    blocks = [block for bracket, _, block in brackets if bracket.type == "LBRACE"]
+    open_brackets = tuple(bracket for bracket, _, _ in brackets)
+    return ErrorContext(tokens, at, accepts, statement, open_brackets, blocks[-1] if blocks else None)
+
 
 Error = tuple[Diagnostic, Token]  # and the token that it underlines
 
@@ -23,31 +135,24 @@ Error = tuple[Diagnostic, Token]  # and the token that it underlines
 def syntax_error(c: ErrorContext) -> Error:
     """The diagnostic of the unexpected token, and the token that it underlines."""
     rules = (_header, _brackets, _edit_head, _selector, _train_use_method, _expect, _assignment, _statement)
-    unexpected = f"unexpected {c.unexpected} after {c.preceding}"
-    return next(
-        (error for rule in rules if (error := rule(c))),
-        c.error("P023", c.expectation() if len(c.accepts) <= 4 else unexpected),
-    )
+    message = c.expectation() if len(c.accepts) <= 4 else f"unexpected {c.unexpected} after {c.preceding}"
+    return next((error for rule in rules if (error := rule(c))), c.error("P023", message))
 
 
 def _header(c: ErrorContext) -> Error | None:
     if c.at == 0 and c.allows("PEFT"):
         label = "a spec begins with its language version"
         return c.error("P001", c.expectation("`peft 1`"), "write `peft 1` on the first line", label)
-    if c.previous_type == "PEFT":
-        return c.error(
-            "P002", c.expectation("the language version after `peft`"), "this is language version 1: `peft 1`"
-        )
-    return None
+    expectation = c.expectation("the language version after `peft`")
+    return c.error("P002", expectation, "this is language version 1: `peft 1`") if c.previous_type == "PEFT" else None
 
 
 def _brackets(c: ErrorContext) -> Error | None:
     if c.open_brackets and _is_unclosed(c):
         line = "" if c.type == "$END" else f" in line {c.token.line}"
-        contents = (
-            "; an edit contains equations and `let`, no other statement" if line and c.bracket == "LBRACE" else ""
-        )
-        help_ = f"close it before {c.unexpected}{line}{contents}"
+        help_ = f"close it before {c.unexpected}{line}"
+        if line and c.bracket == "LBRACE":
+            help_ += "; an edit contains equations and `let`, no other statement"
         return c.error("P006", f"this {_OPEN[c.bracket]} is never closed", help_, "opened here", c.open_brackets[-1])
     if c.type in _CLOSE and not c.open_brackets:
         return c.error("P007", f"unmatched {c.unexpected}", "remove it")
@@ -89,8 +194,7 @@ def _selector(c: ErrorContext) -> Error | None:
     if c.allows("BAR", "MINUS") and c.type in {"COMMA", "PLUS"}:
         return c.error("P016", f"{c.unexpected} does not join selectors", "`a | b` is both, `a - b` is `a` without `b`")
     if c.allows("LBRACE") and c.statement in {"EDIT", "METHOD"} and c.bracket in {"", "LBRACE"}:
-        label = f"the body of the {c.statement.lower()} stands in braces"
-        return c.error("P010", c.expectation("`{`"), label=label)
+        return c.error("P010", c.expectation("`{`"), label=f"the body of the {c.statement.lower()} stands in braces")
     if c.allows("DOUBLE_STAR") and (c.allows("STRING") or c.previous_type == "DOT"):  # at { … }; layer.*
         help_ = f"`{c.token}` is a keyword" if c.is_keyword and c.next.type != "NAME" else None
         if c.type == "STAR":
@@ -152,7 +256,8 @@ def _assignment(c: ErrorContext) -> Error | None:
 
 def _statement(c: ErrorContext) -> Error | None:
     """Arguments, statements in the wrong place, misspelled statements, missing operands."""
-    if c.allows("COMMA") and c.bracket in {"LPAR", "LSQB"} and c.starts_operand:
+    starts_operand = c.type in {"NAME", "NUMBER", "STRING", "TRUE", "FALSE", "LPAR"}
+    if starts_operand and c.allows("COMMA") and c.bracket in {"LPAR", "LSQB"}:
         return c.error("P008", f"expected `,` before {c.unexpected}", "arguments are separated by commas")
     if c.allows("EDIT") and c.type == "NAME" and c.next.type in ASSIGNMENTS:  # h += … at the top of a file
         help_ = "move it into one: `edit NAME at SELECTOR { … }`; `let` binds a constant"

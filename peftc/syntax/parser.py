@@ -8,12 +8,9 @@ from lark import Token, Tree
 
 from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
 from peftc.syntax import ast
-from peftc.syntax.build import Builder
-from peftc.syntax.comments import CommentCursor
-from peftc.syntax.error_context import error_context
-from peftc.syntax.error_rules import syntax_error
-from peftc.syntax.lexer import lark_parser, repair_tokens, span_of, tokenize
-from peftc.syntax.parse_tree import deeper_than, span, trees
+from peftc.syntax.build import Builder, deeper_than, span, trees
+from peftc.syntax.error_rules import error_context, syntax_error
+from peftc.syntax.lexer import CommentCursor, lark_parser, repair_tokens, span_of, tokenize
 from peftc.syntax.recovery import accepted_terminals, feed, resume
 
 MAX_ERRORS = 20
@@ -59,8 +56,7 @@ def _raise(errors: Sequence[Diagnostic], source: Source) -> None:
 def _parse(source: Source, start: str) -> tuple[Tree[Token], Builder]:
     stream = tokenize(source.text)
     tokens, errors = repair_tokens(stream.tokens)
-    bracket = _excess_bracket(tokens)
-    if bracket:
+    if bracket := _excess_bracket(tokens):
         _raise([*errors, _too_deep(span_of(bracket))], source)
     tree = _parse_tokens(tokens, errors, start)
     _raise(errors, source)
@@ -85,29 +81,20 @@ def _parse_tokens(tokens: Sequence[Token], errors: list[Diagnostic], start: str)
         # A token that was repaired or removed, here or directly before, may be the cause.
         window = range((tokens[at - 2].start_pos or 0) if at > 1 else 0, (tokens[at].end_pos or 0) + 1)
         if at >= quiet_until and not any(start in window for start in lexical_errors):
-            errors += _diagnose(tokens, at, accepts, state.value_stack, first=not errors)
+            context = error_context(tokens, at, accepts, state.value_stack)
+            error, token = syntax_error(context)
+            is_inserted = not token and token is not context.token  # by recovery
+            # Only the first error may be the end of the text: a later one follows from the others.
+            is_consequence = token is context.token and context.type == "$END" and errors
+            errors += [] if is_consequence or is_inserted else [error]
         quiet_until = at + _QUIET_TOKENS
         resumptions += 1
         give_up = len(errors) >= MAX_ERRORS or resumptions >= _MAX_RESUMPTIONS
         resumption = None if give_up else resume(parser, tokens, at, accepts)
         if resumption is None:
             break
-        parser, at = resumption.parser, resumption.at
+        parser, at = resumption
     return parser.parser_state.value_stack[-1] if not errors else Tree("spec", [])
-
-
-def _diagnose(
-    tokens: Sequence[Token], at: int, accepts: frozenset[str], stack: Sequence[object], first: bool
-) -> list[Diagnostic]:
-    """The diagnostic of the unexpected `tokens[at]`; none for a token that recovery has inserted.
-
-    Only the `first` error may be the end of the text: a later one follows from the others.
-    """
-    context = error_context(tokens, at, accepts, stack)
-    error, token = syntax_error(context)
-    at_token = token is context.token
-    is_consequence = at_token and context.type == "$END" and not first
-    return [] if is_consequence or not (token or at_token) else [error]
 
 
 def _excess_bracket(tokens: Sequence[Token]) -> Token | None:

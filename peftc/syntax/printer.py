@@ -1,4 +1,4 @@
-"""The formatter behind `peftc fmt`: AST to text in one layout.
+"""The formatter behind `peftc fmt`: AST to text in one layout, with the fewest parentheses.
 
 Laws (tests/syntax): parse(print(s)) == s, print(parse(print(s))) == print(s), and the output
 contains every comment exactly once.
@@ -9,10 +9,63 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from peftc.syntax import ast
-from peftc.syntax.print_expressions import print_expression, print_selector
 
+_SUM, _PRODUCT, _FACTOR = 1, 2, 3
+_PRECEDENCE = {"+": _SUM, "-": _SUM, "*": _PRODUCT, "/": _PRODUCT}
 WIDTH = 100
 _INDENT = "    "
+
+
+def print_expression(value: ast.Expr, precedence: int = 0) -> str:
+    """`value` where an operand of at least `precedence` is expected: 0 is anything."""
+    match value:
+        case ast.Number(amount, unit):
+            return f"{amount!r}{unit}"
+        case ast.Boolean(truth):
+            return "true" if truth else "false"
+        case ast.Name(name):
+            return name
+        case ast.String(text):
+            return f'"{text}"'
+        case ast.Call(function, args, kwargs):
+            named = (f"{keyword.name}={print_expression(keyword.value)}" for keyword in kwargs)
+            return f"{function}({', '.join([*map(print_expression, args), *named])})"
+        case ast.Negative(operand):
+            return f"-{print_expression(operand, _FACTOR)}"
+        case ast.Binary(op, left, right):
+            own = _PRECEDENCE[op]
+            text = f"{print_expression(left, own)} {op} {print_expression(right, own + 1)}"
+            return f"({text})" if own < precedence else text
+
+
+def print_selector(value: ast.Selector, nested: bool = False) -> str:
+    """`value`; if `nested` in another selector, a union or difference stands in parentheses."""
+    match value:
+        case ast.Path(steps):
+            return ".".join(map(print_step, steps))
+        case ast.Glob(pattern):
+            return f'"{pattern}"'
+        case ast.Union(arms):
+            text = " | ".join(print_selector(arm, nested=True) for arm in arms)
+        case ast.Difference(left, right):
+            first = print_selector(left, nested=not isinstance(left, ast.Difference))
+            text = f"{first} - {print_selector(right, nested=True)}"
+    return f"({text})" if nested else text
+
+
+def print_step(value: ast.Step) -> str:
+    """`layer[0, 3..5]`"""
+    return value.name if value.indices is None else f"{value.name}[{', '.join(map(print_index, value.indices))}]"
+
+
+def print_index(value: ast.Index) -> str:
+    """`*`, `3`, `0..5`, `6..`, `..5`"""
+    if value.start is None and value.stop is None:
+        return "*"
+    if value.start == value.stop:
+        return str(value.start)
+    start, stop = ("" if end is None else str(end) for end in (value.start, value.stop))
+    return f"{start}..{stop}"
 
 
 def print_spec(spec: ast.Spec) -> str:
@@ -36,8 +89,14 @@ def print_statement(statement: ast.Statement) -> str:
 
 
 def _statement(statement: ast.Statement, indent: str) -> list[str]:
-    lines = [*_without_extra_blanks(statement.leading), *_lines(statement, WIDTH - len(indent))]
-    return _indented(lines, indent)
+    match statement:
+        case ast.Method():
+            lines = _method(statement, WIDTH - len(indent))
+        case ast.Edit():
+            lines = _edit(statement, WIDTH - len(indent))
+        case _:
+            lines = [_with_comment(_line(statement), statement.trailing)]
+    return _indented([*_without_extra_blanks(statement.leading), *lines], indent)
 
 
 def _indented(lines: Sequence[str], indent: str) -> list[str]:
@@ -57,16 +116,6 @@ def _trimmed(comments: Sequence[str]) -> list[str]:
 
 def _with_comment(line: str, comment: str | None) -> str:
     return f"{line}  {comment}" if comment else line
-
-
-def _lines(statement: ast.Statement, width: int) -> list[str]:
-    match statement:
-        case ast.Method():
-            return _method(statement, width)
-        case ast.Edit():
-            return _edit(statement, width)
-        case _:
-            return [_with_comment(_line(statement), statement.trailing)]
 
 
 def _line(statement: ast.Statement) -> str:
@@ -99,17 +148,12 @@ def _edit(edit: ast.Edit, width: int) -> list[str]:
         whole = _with_comment(f"{head} {{ {body}}}", edit.trailing)
         if len(whole) <= width:
             return [whole]
-    return [*_edit_head(edit, head, tail, width), *_block(edit.body, edit.closing)]
-
-
-def _edit_head(edit: ast.Edit, head: str, tail: str, width: int) -> list[str]:
-    """One line, or one line for each arm of a long union."""
-    whole = _with_comment(f"{head} {{", edit.trailing)
-    if len(whole) <= width or not isinstance(edit.selector, ast.Union):
-        return [whole]
-    first, *others = (print_selector(arm, nested=True) for arm in edit.selector.arms)
-    arms = [f"edit {edit.name} at {first}", *(f"{_INDENT}| {arm}" for arm in others)]
-    return [*arms[:-1], _with_comment(f"{arms[-1]}{tail} {{", edit.trailing)]
+    heads = [_with_comment(f"{head} {{", edit.trailing)]
+    if len(heads[0]) > width and isinstance(edit.selector, ast.Union):  # one line for each arm
+        first, *others = (print_selector(arm, nested=True) for arm in edit.selector.arms)
+        heads = [f"edit {edit.name} at {first}", *(f"{_INDENT}| {arm}" for arm in others)]
+        heads[-1] = _with_comment(f"{heads[-1]}{tail} {{", edit.trailing)
+    return [*heads, *_block(edit.body, edit.closing)]
 
 
 def _block(body: Sequence[ast.Statement], closing: Sequence[str]) -> Iterator[str]:
@@ -126,8 +170,7 @@ def _block(body: Sequence[ast.Statement], closing: Sequence[str]) -> Iterator[st
 
 def _method(method: ast.Method, width: int) -> list[str]:
     params = [f"{param.name} = {print_expression(param.default)}" for param in method.params]
-    head = f"method {method.name}({', '.join(params)}) {{"
-    lines = [_with_comment(head, method.trailing)]
+    lines = [_with_comment(f"method {method.name}({', '.join(params)}) {{", method.trailing)]
     if len(lines[0]) > width or any(param.leading or param.trailing for param in method.params):
         lines = [f"method {method.name}("]
         for param, text in zip(method.params, params, strict=True):

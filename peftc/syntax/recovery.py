@@ -9,14 +9,14 @@ parser's stack to a state that accepts it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 
 from lark import Token
 from lark.exceptions import UnexpectedToken
 from lark.parsers.lalr_interactive_parser import InteractiveParser
 
 from peftc.diagnostics.suggestions import nearest
-from peftc.syntax.error_context import ASSIGNMENTS
+from peftc.syntax.error_rules import ASSIGNMENTS
 from peftc.syntax.lexer import keywords
 
 _LOOKAHEAD = 16  # tokens by which a repair is judged
@@ -26,12 +26,7 @@ _BRACES = {"LBRACE": 1, "RBRACE": -1}
 _INVALID = frozenset({"BAD_NUMBER", "OPEN_STRING", "STRAY", "COMMENT"})
 
 
-@dataclass(frozen=True)
-class Resumption:
-    """The parser after recovery, and the index of its next token."""
-
-    parser: InteractiveParser
-    at: int
+Resumption = tuple[InteractiveParser, int]  # the parser after recovery, and the index of its next token
 
 
 def feed(parser: InteractiveParser, token: Token) -> bool:
@@ -62,7 +57,9 @@ def _copy(parser: InteractiveParser) -> InteractiveParser:
 def _repair(parser: InteractiveParser, tokens: Sequence[Token], at: int, accepts: frozenset[str]) -> Resumption | None:
     best: Resumption | None = None
     best_score = -1
-    for inserted in (None, *_insertions(tokens[at], accepts)):
+    spellings = {text: terminal for terminal, text in keywords().items() if terminal in accepts}
+    similar = spellings.get(nearest(str(tokens[at]), spellings) or "")  # the keyword to try first
+    for inserted in (None, *sorted(accepts - {"$END"}, key=lambda terminal: (terminal != similar, terminal))):
         for skip in (0, 1):
             if (inserted is None and not skip) or at + skip >= len(tokens):
                 continue
@@ -73,47 +70,26 @@ def _repair(parser: InteractiveParser, tokens: Sequence[Token], at: int, accepts
             progress = next((number for number, token in enumerate(window) if not feed(probe, token)), len(window))
             score = 2 * progress - skip
             if progress >= min(_MIN_PROGRESS, len(tokens) - at - skip) and score > best_score:
-                best, best_score = Resumption(trial, at + skip), score
+                best, best_score = (trial, at + skip), score
     return best
-
-
-def _insertions(token: Token, accepts: frozenset[str]) -> list[str]:
-    """The terminals to try, first the keyword that `token` resembles."""
-    spellings = {text: terminal for terminal, text in keywords().items() if terminal in accepts}
-    suggestion = spellings.get(nearest(str(token), spellings) or "")
-    return sorted(accepts - {"$END"}, key=lambda terminal: (terminal != suggestion, terminal))
 
 
 def _skip(parser: InteractiveParser, tokens: Sequence[Token], at: int) -> Resumption | None:
     while at < len(tokens):
         token = tokens[at]
-        if token.type == "LBRACE":
-            at = _closing_brace(tokens, at) + 1
+        if token.type == "LBRACE":  # continues after the brace that closes it
+            depths = accumulate(_BRACES.get(token.type, 0) for token in tokens[at:])
+            at += 1 + next((length for length, depth in enumerate(depths) if not depth), len(tokens) - 1 - at)
             continue
-        equation = _starts_equation(tokens, at)
+        first_of_line = at == 0 or tokens[at - 1].end_line != token.line
+        equation = first_of_line and token.type == "NAME" and tokens[at + 1].type in ASSIGNMENTS
         if token.type in _STATEMENTS or token.type == "RBRACE" or equation:
             # The assignment must fit, too: a name alone would continue the expression before it.
             unwound = _unwind(parser, tokens[at : at + 1 + equation])
             if unwound:
-                return Resumption(unwound, at)
+                return unwound, at
         at += 1
     return None
-
-
-def _closing_brace(tokens: Sequence[Token], at: int) -> int:
-    """The index of the brace that closes the one at `at`, or of the last token."""
-    depth = 0
-    for index in range(at, len(tokens)):
-        depth += _BRACES.get(tokens[index].type, 0)
-        if not depth:
-            return index
-    return len(tokens) - 1
-
-
-def _starts_equation(tokens: Sequence[Token], at: int) -> bool:
-    """Whether a line begins here with a name and an assignment."""
-    first_of_line = at == 0 or tokens[at - 1].end_line != tokens[at].line
-    return first_of_line and tokens[at].type == "NAME" and tokens[at + 1].type in ASSIGNMENTS
 
 
 def _unwind(parser: InteractiveParser, tokens: Sequence[Token]) -> InteractiveParser | None:

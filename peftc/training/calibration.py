@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -28,6 +28,12 @@ from peftc.planning import ir
 Batch = Mapping[str, Any]
 SELECTORS = (SparseValues, Lines, MaskedSites)
 Loss = Callable[[nn.Module, Batch], Tensor]
+NOT_FINITE = ("scores are NaN or infinite", "the loss of each batch, and its gradients, must be finite")
+ALL_ZERO = (
+    "all scores are zero",
+    "write `w += …`: the change starts at zero, and as a factor it hides what it multiplies. Or the "
+    "loss of these batches does not depend on the sites",
+)
 
 
 def calibrate(
@@ -74,20 +80,21 @@ def calibrate(
     criteria = {selector.module.way for selector in selectors}
     if criteria - {"magnitude", "value"}:
         if not batches:
-            help_ = "calibrate(model, batches)"
-            raise PeftcError(Diagnostic("P541", "there are no batches to select by", help=help_))
+            raise PeftcError(Diagnostic("P541", "there are no batches to select by", help="calibrate(model, batches)"))
         if len(record.task.names) > 1 and record.task.present is None:
             block = f'with peftc.task(model, "{record.task.names[0]}"): peftc.calibrate(model, batches)'
             message = "a batch is of one task, and no task is selected"
             raise PeftcError(Diagnostic("P533", message, help=f"{block}, and so for each task"))
     loss = loss or model_loss
-    scores = {c: SCORES[c](model, leaves_of(selectors, c), batches, loss, lr) for c in sorted(criteria - {"value"})}
+    scores = {c: scores_by(c, model, selectors, batches, loss, lr) for c in sorted(criteria - {"value"})}
     selections: list[Tensor] = []
     for selector in selectors:
         units = selector.units(scores.get(selector.module.way, {}))
         is_finite = bool(torch.isfinite(units).all())
         if not is_finite or not bool(units.any()):
-            raise PeftcError(_no_ranking(selector.edit, is_finite))
+            message = f"`{selector.edit}`: the scores do not rank its entries"
+            note, help_ = ALL_ZERO if is_finite else NOT_FINITE
+            raise PeftcError(Diagnostic("P541", message, notes=(note,), help=help_))
         selections.append(units.topk(selector.module.count)[1])
     counts = Counter[str]()
     with Deferral():  # selects for all edits or for none
@@ -95,18 +102,6 @@ def calibrate(
             selector.module.choose(selection)
             counts[selector.edit] += len(selection)
     return dict(counts)
-
-
-def _no_ranking(edit: str, is_finite: bool) -> Diagnostic:
-    message = f"`{edit}`: the scores do not rank its entries"
-    if not is_finite:
-        help_ = "the loss of each batch, and its gradients, must be finite"
-        return Diagnostic("P541", message, notes=("scores are NaN or infinite",), help=help_)
-    help_ = (
-        "write `w += …`: the change starts at zero, and as a factor it hides what it multiplies. Or the "
-        "loss of these batches does not depend on the sites"
-    )
-    return Diagnostic("P541", message, notes=("all scores are zero",), help=help_)
 
 
 def _check_arguments(data: Iterable[Batch], loss: Loss | None, lr: float) -> list[Batch]:
@@ -135,21 +130,13 @@ def model_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class Selector:
-    """A form module that selects what it trains.
+    """A form module that selects what it trains: entries of weights, or its own values."""
 
-    Args:
-        edit: the first edit that uses it.
-        name: its dotted name.
-        module: the form module.
-        weights: the weights and biases of which it trains entries, in the order of its sites.
-        scored: those by whose scores it selects. A module that prunes its own values has neither.
-    """
-
-    edit: str
+    edit: str  # the first that uses it
     name: str
     module: SparseValues | Lines | MaskedSites
-    weights: list[WeightRef] = field(default_factory=list[WeightRef])
-    scored: list[WeightRef] = field(default_factory=list[WeightRef])
+    weights: list[WeightRef] = field(default_factory=list[WeightRef])  # in the order of its sites
+    scored: list[WeightRef] = field(default_factory=list[WeightRef])  # those by whose scores it selects
 
     def units(self, scores: Mapping[str, Tensor]) -> Tensor:
         if isinstance(self.module, MaskedSites):
@@ -163,7 +150,12 @@ def selectors_of(model: nn.Module, record: Installation) -> list[Selector]:
     """All selectors but the random ones; of the current task alone if there is one."""
     selectors: dict[str, Selector] = {}
     for site_edit in record.site_edits:
-        calls = list(form_calls(site_edit))
+        terms = ((assign, term) for assign in site_edit.assigns for term in ir.subterms(assign.value))
+        first: dict[int, tuple[ir.Assign, ir.FormInstance]] = {}  # the first use of each form
+        for assign, term in terms:
+            if isinstance(term, ir.FormCall):
+                first.setdefault(id(term.instance), (assign, term.instance))
+        calls = list(first.values())
         row_states = [a.state for a, one in calls if one.form.name == "lines" and one.args["by"] == "row"]
         for assign, instance in calls:
             for task, suffix in instance.task_suffixes():
@@ -187,55 +179,36 @@ def selectors_of(model: nn.Module, record: Installation) -> list[Selector]:
     return list(selectors.values())
 
 
-def form_calls(site_edit: ir.SiteEdit) -> Iterator[tuple[ir.Assign, ir.FormInstance]]:
-    seen = set[int]()
-    for assign in site_edit.assigns:
-        for term in ir.subterms(assign.value):
-            if isinstance(term, ir.FormCall) and id(term.instance) not in seen:
-                seen.add(id(term.instance))
-                yield assign, term.instance
-
-
-@dataclass(frozen=True)
-class Leaves:
-    """The tensors that one criterion scores: base parameters, and values to prune, by name."""
-
-    base: tuple[str, ...]
-    pruned: Mapping[str, PrunedValues]
-
-
-def leaves_of(selectors: Iterable[Selector], criterion: str) -> Leaves:
-    scored = [selector for selector in selectors if selector.module.way == criterion]
-    base = dict.fromkeys(key(ref) for selector in scored for ref in (*selector.weights, *selector.scored))
-    pruned = {selector.name: selector.module for selector in scored if isinstance(selector.module, PrunedValues)}
-    return Leaves(tuple(base), pruned)
-
-
 def key(ref: WeightRef) -> str:
     return f"{ref.module}.{ref.attribute}".lstrip(".")
 
 
 @shielded
 def differentiable(
-    model: nn.Module, leaves: Leaves, training: bool, values: dict[str, Tensor] | None = None
+    model: nn.Module, selectors: Sequence[Selector], values: dict[str, Tensor] | None = None
 ) -> Generator[dict[str, Tensor]]:
-    """Yields the leaves unpruned and with gradients, and restores the model (and `values`)."""
-    parameters: dict[str, Tensor] = {name: model.get_parameter(name) for name in leaves.base}
-    refuse_quantised(parameters, leaves.base)
-    dense = {name: module.first().requires_grad_() for name, module in leaves.pruned.items()}
+    """Yields what is scored, unpruned and with gradients, by name, and restores the model.
+
+    With `values` the model trains; they receive copies, which are restored.
+    """
+    base = tuple(dict.fromkeys(key(ref) for s in selectors for ref in (*s.weights, *s.scored)))
+    pruned = {s.name: s.module for s in selectors if isinstance(s.module, PrunedValues)}
+    parameters: dict[str, Tensor] = {name: model.get_parameter(name) for name in base}
+    refuse_quantised(parameters, base)
+    dense = {name: module.first().requires_grad_() for name, module in pruned.items()}
     parameters |= dense
-    if values is not None:  # receives copies, which are restored
+    if values is not None:
         values |= {name: p.detach().clone() for name, p in parameters.items()}
     flags = {n: (p.requires_grad, p.grad) for n, p in model.named_parameters()}
     modes = {n: m.training for n, m in model.named_modules()}
-    model.train(training)
+    model.train(values is not None)
     for module in model.modules():
         if isinstance(module, FormModule):
             module.training = False  # a form refuses to train before its selection
     for name, parameter in model.named_parameters():
         parameter.grad = None
         parameter.requires_grad_(name in parameters)
-    for name, module in leaves.pruned.items():
+    for name, module in pruned.items():
         module.dense = dense[name]
     try:
         with torch.enable_grad():
@@ -244,7 +217,7 @@ def differentiable(
         with torch.no_grad():
             for name, value in (values or {}).items():
                 parameters[name].copy_(value)
-        for module in leaves.pruned.values():
+        for module in pruned.values():
             module.dense = None
         for name, parameter in model.named_parameters():
             flag, grad = flags[name]
@@ -261,57 +234,36 @@ def backward(loss: Tensor) -> None:
         message = f"the loss of a batch is one number that was computed by torch, not {kind}"
         raise PeftcError(Diagnostic("P541", message, help="`loss=` returns a tensor with one entry"))
     if not loss.requires_grad:
-        message = "the loss of a batch has no gradient"
-        raise PeftcError(
-            Diagnostic("P541", message, help="give the loss as it was computed, outside of inference mode")
-        )
+        help_ = "give the loss as it was computed, outside of inference mode"
+        raise PeftcError(Diagnostic("P541", "the loss of a batch has no gradient", help=help_))
     loss.backward()
 
 
-def summed_gradients(
-    model: nn.Module, parameters: Mapping[str, Tensor], batches: list[Batch], loss: Loss, squared: bool = False
+def scores_by(
+    criterion: str, model: nn.Module, selectors: Iterable[Selector], batches: list[Batch], loss: Loss, lr: float
 ) -> dict[str, Tensor]:
-    total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
-    for batch in batches:
-        for parameter in parameters.values():
-            parameter.grad = None
-        backward(loss(model, batch))
-        for name, parameter in parameters.items():
-            if parameter.grad is not None:
-                gradient = parameter.grad.float()
-                total[name] += gradient.square() if squared else gradient
-    return total
-
-
-def fisher(model: nn.Module, leaves: Leaves, batches: list[Batch], loss: Loss, lr: float) -> dict[str, Tensor]:
-    """Σ (∂loss)² over the batches, in evaluation mode."""
-    with differentiable(model, leaves, training=False) as parameters:
-        return summed_gradients(model, parameters, batches, loss, squared=True)
-
-
-def snip(model: nn.Module, leaves: Leaves, batches: list[Batch], loss: Loss, lr: float) -> dict[str, Tensor]:
-    """|θ · Σ ∂loss| over the batches, in evaluation mode."""
-    with differentiable(model, leaves, training=False) as parameters:
-        total = summed_gradients(model, parameters, batches, loss)
-        return {name: (p.detach().float() * total[name]).abs() for name, p in parameters.items()}
-
-
-def change(model: nn.Module, leaves: Leaves, batches: list[Batch], loss: Loss, lr: float) -> dict[str, Tensor]:
-    """|θ₁ − θ₀| after one pass of AdamW without decay."""
+    """The scores that `calibrate` defines, by name, for the selectors with this criterion."""
+    selectors = [selector for selector in selectors if selector.module.way == criterion]
     before: dict[str, Tensor] = {}
-    with differentiable(model, leaves, training=True, values=before) as parameters:
-        optimizer = torch.optim.AdamW(parameters.values(), lr=lr, weight_decay=0.0)
+    with differentiable(model, selectors, before if criterion == "change" else None) as parameters:
+        if criterion == "magnitude":
+            return {name: p.detach().abs().float() for name, p in parameters.items()}
+        if criterion == "change":
+            optimizer = torch.optim.AdamW(parameters.values(), lr=lr, weight_decay=0.0)
+            for batch in batches:
+                optimizer.zero_grad()
+                backward(loss(model, batch))
+                optimizer.step()
+            return {name: (p.detach() - before[name]).abs().float() for name, p in parameters.items()}
+        total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
         for batch in batches:
-            optimizer.zero_grad()
+            for parameter in parameters.values():
+                parameter.grad = None
             backward(loss(model, batch))
-            optimizer.step()
-        return {name: (p.detach() - before[name]).abs().float() for name, p in parameters.items()}
-
-
-def magnitude(model: nn.Module, leaves: Leaves, batches: list[Batch], loss: Loss, lr: float) -> dict[str, Tensor]:
-    """|θ|"""
-    with differentiable(model, leaves, training=False) as parameters:
-        return {name: p.detach().abs().float() for name, p in parameters.items()}
-
-
-SCORES = {"fisher": fisher, "change": change, "magnitude": magnitude, "snip": snip}
+            for name, parameter in parameters.items():
+                if parameter.grad is not None:
+                    gradient = parameter.grad.float()
+                    total[name] += gradient.square() if criterion == "fisher" else gradient
+        if criterion == "fisher":
+            return total
+        return {name: (p.detach().float() * total[name]).abs() for name, p in parameters.items()}  # snip

@@ -151,9 +151,8 @@ def _check_forward(inputs: Mapping[str, Any] | None, logits: Tensor | None) -> N
         raise PeftcError(Diagnostic("P545", message))
     if logits is not None and not (isinstance(logits, Tensor) and logits.is_floating_point() and logits.ndim > 1):  # pyright: ignore[reportUnnecessaryIsInstance]
         kind = f"{list(logits.shape)}, {logits.dtype}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise PeftcError(
-            Diagnostic("P545", f"`logits` are a tensor (…, classes) of floating-point numbers, not {kind}")
-        )
+        message = f"`logits` are a tensor (…, classes) of floating-point numbers, not {kind}"
+        raise PeftcError(Diagnostic("P545", message))
 
 
 def penalised_forms(model: nn.Module, record: Installation) -> dict[str, list[MaskedSites]]:
@@ -174,10 +173,7 @@ def penalised_forms(model: nn.Module, record: Installation) -> dict[str, list[Ma
 
 
 def consistency(logits: Tensor, others: Tensor) -> Tensor:
-    """(KL(p‖p') + KL(p'‖p)) / 2, averaged over all but the classes.
-
-    Source: Wang et al. 2022, arXiv:2205.12410, Eq. 5.
-    """
+    """(KL(p‖p') + KL(p'‖p)) / 2, averaged over all but the classes: Wang et al. 2022, Eq. 5."""
     p, q = F.log_softmax(logits.flatten(0, -2), -1), F.log_softmax(others.flatten(0, -2), -1)
     one, other = (F.kl_div(a, b, reduction="batchmean", log_target=True) for a, b in ((p, q), (q, p)))
     return (one + other) / 2
@@ -215,13 +211,8 @@ def task_of(name: str, record: Installation) -> str | None:
 
 @torch.no_grad()
 def allocate(forms: list[SVD], step: int) -> None:
-    """One round of AdaLoRA over all sites of an edit.
-
-    The budget falls as a cube from all ranks to `target` per site. The least important triplets of
-    all sites lose their λ.
-
-    Source: Zhang et al. 2023, algorithm 1.
-    """
+    """One round of AdaLoRA over all sites of an edit: Zhang et al. 2023, algorithm 1."""
+    # The budget falls as a cube from all ranks to `target` per site. The least important lose λ.
     args = forms[0].form_args
     target, every, warmup = (integer(args, name) for name in ("target", "every", "warmup"))
     last = forms[0].last_round()
@@ -249,9 +240,8 @@ def allocate(forms: list[SVD], step: int) -> None:
 
 
 def is_finished(forms: list[SVD]) -> bool:
-    return sum(int(form.get_buffer("kept").sum()) for form in forms) <= integer(forms[0].form_args, "target") * len(
-        forms
-    )
+    rank = sum(int(form.get_buffer("kept").sum()) for form in forms)
+    return rank <= integer(forms[0].form_args, "target") * len(forms)
 
 
 def is_smoothed(forms: list[SVD]) -> bool:

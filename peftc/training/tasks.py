@@ -1,6 +1,4 @@
-"""Tasks of a compiled model: choosing one, or one for each row of a batch; adding and dropping
-them.
-"""
+"""Tasks of a compiled model: choosing one, or one for each row of a batch; adding and dropping."""
 
 from __future__ import annotations
 
@@ -123,8 +121,7 @@ def add_task(model: nn.Module, name: str, *, like: str | None = None) -> nn.Modu
                     value.copy_(values[own.sub(rf"\g<1>{source}", saved)])
         reload_forms(model)
 
-    finish = None if source is None else copy_values
-    return CompiledModel(model).set_tasks((*present, name), finish)
+    return CompiledModel(model).set_tasks((*present, name), None if source is None else copy_values)
 
 
 def drop_task(model: nn.Module, name: str) -> nn.Module:

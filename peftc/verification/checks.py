@@ -1,28 +1,50 @@
-"""Checks the whole model: its outputs and gradients, disabled, removed and folded edits."""
+"""Checks the whole model: outputs, gradients, disabled, removed and folded edits, and decoding."""
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import PeftcError
 from peftc.folding import fold
 from peftc.installation.disable import disabled
-from peftc.verification.comparison import CallResult, Comparison, CompiledModelError, unavailable_on_error
+from peftc.planning import ir
+from peftc.verification.comparison import (
+    Batch,
+    CallResult,
+    Comparison,
+    CompiledModelError,
+    compiled_model_errors,
+    unavailable_on_error,
+)
 from peftc.verification.forward_modes import ALL_BUT_EVALUATION, EVALUATION, ForwardMode, training_mode
 from peftc.verification.reference.locations import EditKey, ReferenceUnavailable, key_of
-from peftc.verification.reference.outputs import GRADIENT_FACTOR, Difference, first_difference, model_outputs
-from peftc.verification.reference.recorder import Recorder, first_differing_input, first_differing_output
+from peftc.verification.reference.outputs import (
+    GRADIENT_FACTOR,
+    Difference,
+    Recorder,
+    first_difference,
+    first_differing_input,
+    first_differing_output,
+    model_outputs,
+)
 from peftc.verification.report import Check, Finding
 
 NOWHERE = (None, None)
 FOLD_FACTOR = 10.0  # folded weights are rounded
 GRADIENT_FLOOR = {torch.float32: 1e-6, torch.float64: 1e-10}  # relative to the largest gradient; else 1e-3
+NEW_TOKENS = 3
+INPUTS = ("input_ids", "attention_mask", "inputs_embeds")
+Logits = tuple[Tensor, ...]  # of each new token
 
 
 @dataclass
@@ -60,9 +82,6 @@ class CheckResults:
             self.skip(name, f"{error.diagnostics[0].code}: {error.diagnostics[0].message}")
 
 
-# Without edits ------------------------------------------------------------------------------------
-
-
 def check_base(comparison: Comparison, original: nn.Module | None, results: CheckResults) -> None:
     """Disabled and removed edits leave the base, bit for bit."""
     compiled, name = comparison.compiled, "disabled equals the base"
@@ -91,15 +110,11 @@ def state_difference(first: nn.Module, second: nn.Module) -> Difference | None:
     return first_difference(dict(first.state_dict()), dict(second.state_dict()), 0)
 
 
-# With edits ---------------------------------------------------------------------------------------
-
-
 def check_equations(comparison: Comparison, results: CheckResults) -> bool:
     """Compares outputs and gradients: at the present parameters, after noise, in every mode."""
     if comparison.unavailable:
         for name in ("outputs", "gradients", "ways of calling"):
-            reason = f"{len(comparison.unavailable)} sites could not be witnessed"
-            results.skip(f"{name} equal the equations", reason)
+            results.skip(f"{name} equal the equations", f"{len(comparison.unavailable)} sites could not be witnessed")
         return False
     name = "outputs equal the equations"
     for check, is_random in ((name, False), (f"{name}, parameters moved", True)):
@@ -165,8 +180,7 @@ def check_gradients(
             break
     results.add(name, *findings, detail=f"{len(expected.gradients)} parameters")
     edited = {id(p) for p in comparison.parameters.values()}
-    parameters = comparison.compiled.named_parameters()
-    others = [n for n, p in parameters if id(p) not in edited and p.grad is not None]
+    others = [n for n, p in comparison.compiled.named_parameters() if id(p) not in edited and p.grad is not None]
     more = f", and {len(others) - 1} more" if others[1:] else ""
     message = f"`{others[0]}` of the base has a gradient{more}" if others else ""
     findings = [Finding(code="P611", message=message, module=name) for name in others[:1]]
@@ -188,17 +202,13 @@ def check_fold(comparison: Comparison, results: CheckResults) -> None:
         results.compare(name, "P609", f"after folding {edits}", first_difference(before, after, FOLD_FACTOR))
 
 
-# The location of a fault --------------------------------------------------------------------------
-
-
 def locate_fault(comparison: Comparison, difference: Difference) -> Finding:
     """Names the first edit that alone differs, else the last one before a wrong module input."""
     values = comparison.values()
     module, key = first_differing_module(comparison, EVALUATION)
     comparison.reset()
     # If the initial values differ already, no perturbation singles out an edit.
-    site_edits = comparison.record.site_edits if comparison.output_difference() is None else ()
-    for site_edit in site_edits:
+    for site_edit in comparison.record.site_edits if comparison.output_difference() is None else ():
         comparison.reset()
         comparison.perturb(comparison.parameters_of(site_edit))
         if comparison.output_difference() is not None:
@@ -206,23 +216,13 @@ def locate_fault(comparison: Comparison, difference: Difference) -> Finding:
             break
     comparison.reset(values)
     states = [a.state for p in comparison.record.site_edits if key_of(p) == key for a in p.assigns]
-    return Finding(
-        code="P602",
-        message=f"the model does not compute what the spec says: {difference}",
-        edit=key[0],
-        site=key[1],
-        state=", ".join(states) or None,
-        module=module,
-        size=difference.size,
-    )
+    (edit, site), state = key, ", ".join(states) or None
+    message, size = f"the model does not compute what the spec says: {difference}", difference.size
+    return Finding(code="P602", message=message, edit=edit, site=site, state=state, module=module, size=size)
 
 
 def first_differing_module(comparison: Comparison, mode: ForwardMode) -> tuple[str | None, EditKey | tuple[None, None]]:
-    """The first module whose inputs differ, and the edit that causes it.
-
-    That is an edit of a rewritten module whose outputs differ before, else the last edit that
-    acted.
-    """
+    """The first module whose inputs differ, and the edit that causes it, or acted last before."""
     expected, actual = Recorder(), Recorder()
     comparison.run_reference(mode, expected)
     comparison.run_compiled(mode, actual)
@@ -237,3 +237,78 @@ def first_differing_module(comparison: Comparison, mode: ForwardMode) -> tuple[s
     output = first_differing_output(expected.events, actual.events, set(modules.values()), event)
     keys = [key for key in expected.edit_positions if output is not None and modules.get(key) == output.module]
     return event.module or "the model", keys[-1] if keys else expected.last_edit_before(event) or NOWHERE
+
+
+def check_decoding(comparison: Comparison, results: CheckResults) -> None:
+    """Decodes a few tokens. Where the equations differ with a cache, the model may, too."""
+    name = "decoding with a cache equals decoding without"
+    can_generate = getattr(comparison.base, "can_generate", None)
+    if can_generate is None or not can_generate() or not isinstance(comparison.batch.get("input_ids"), Tensor):
+        results.skip(name, "the model does not generate from this batch")
+        return
+    with comparison.selected_task(), EVALUATION.applied_to(comparison.compiled), results.attempt(name, "P610"):
+        cached, plain = (decode_compiled(comparison, cache) for cache in (True, False))
+        difference = logits_difference(plain, cached)
+        if comparison.unavailable or comparison.reference.prompts:
+            terms = (t for edit in comparison.record.site_edits for a in edit.assigns for t in ir.subterms(a.value))
+            reads_all = any(getattr(term.shape, "per_example", False) for term in terms)  # a value for each example
+            if difference is not None and reads_all:
+                reason = "a form reads all tokens of a call, and the spec does not define its value with a cache"
+                results.skip(name, reason)
+            elif difference is not None and logits_difference(*(decode_base(comparison, c) for c in (False, True))):
+                results.skip(name, "the model without its edits computes something else with a cache")
+            else:
+                results.compare(name, "P610", "decoding with a cache", difference)
+            return
+        fault = logits_difference(decode_reference(comparison, cache=True), cached)
+        if fault is None and difference is not None:
+            fault = logits_difference(decode_reference(comparison, cache=False), plain)
+            name = f"{name}, except for forms that read all tokens of a call"
+        results.compare(name, "P610", "in decoding", fault)
+
+
+def decode_reference(comparison: Comparison, cache: bool) -> Logits:
+    with EVALUATION.applied_to(comparison.base), comparison.reference.active():
+        return decode_base(comparison, cache)
+
+
+def decode_compiled(comparison: Comparison, cache: bool) -> Logits:
+    with compiled_model_errors(lambda: decode_base(comparison, cache)):
+        return decode(comparison.compiled, comparison.batch, cache)
+
+
+def decode_base(comparison: Comparison, cache: bool) -> Logits:
+    with unavailable_on_error("the model does not generate in this way: "):
+        return decode(comparison.base, comparison.batch, cache)
+
+
+@torch.no_grad()
+def decode(model: Any, batch: Batch, cache: bool) -> Logits:
+    inputs = {name: batch[name] for name in INPUTS if name in batch}
+    pad = getattr(model.config, "pad_token_id", None)
+    greedy = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "num_beams": 1, "use_cache": cache}
+    output = {"output_logits": True, "return_dict_in_generate": True, "pad_token_id": 0 if pad is None else pad}
+    with without_generation_warnings():
+        return tuple(model.generate(**inputs, **greedy, **output).logits)
+
+
+def logits_difference(first: Logits, second: Logits) -> Difference | None:
+    """The first step whose logits differ. After another token the steps have other inputs."""
+    for i, (a, b) in enumerate(zip(first, second, strict=False)):
+        difference = first_difference({f"logits of token {i}": a}, {f"logits of token {i}": b})
+        if difference is not None or not torch.equal(a.argmax(-1), b.argmax(-1)):
+            return difference
+    return None
+
+
+@shielded
+def without_generation_warnings() -> Generator[None]:
+    log = logging.getLogger("transformers")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)

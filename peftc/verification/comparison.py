@@ -19,13 +19,18 @@ from peftc.models.configs import error_summary
 from peftc.planning import ir
 from peftc.training.tasks import task
 from peftc.verification.forward_modes import EVALUATION, ForwardMode, without_checkpointing
-from peftc.verification.preparation import Batch
 from peftc.verification.reference.interpreter import Interpreter
 from peftc.verification.reference.locations import EditKey, ReferenceUnavailable, key_of
 from peftc.verification.reference.model import ReferenceModel
-from peftc.verification.reference.outputs import Difference, first_difference, model_outputs, random_projection
-from peftc.verification.reference.recorder import Recorder
+from peftc.verification.reference.outputs import (
+    Difference,
+    Recorder,
+    first_difference,
+    model_outputs,
+    random_projection,
+)
 
+Batch = Mapping[str, Any]
 NOISE = (0.5, 0.05, 0.005)  # relative to the size of a parameter; smaller where outputs are not finite
 
 STACKS = {  # token ids, embedded tokens and mask of the decoder of an encoder-decoder model, or of any other stack
@@ -68,25 +73,15 @@ def compiled_model_errors(call_base: Callable[[], object]) -> Generator[None]:
 
 @dataclass
 class CallResult:
-    """Floating-point outputs, and the gradients of a linear function of them by parameter.
-
-    `gradient_error`: why there are no gradients.
-    """
+    """Floating-point outputs, and the gradients of a linear function of them by parameter."""
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    gradient_error: str = ""
+    gradient_error: str = ""  # why there are no gradients
 
 
 class Comparison:
-    """Calls a compiled model and its reference model, with the same values of the edits'
-    parameters.
-
-    Args:
-        compiled: a copy, free to be changed.
-        reference: hooks on a copy of its base.
-        batch: the arguments of every call.
-    """
+    """Calls a copy of a compiled model and the reference model, with equal parameters of edits."""
 
     def __init__(self, compiled: nn.Module, reference: ReferenceModel, batch: Batch) -> None:
         self.compiled, self.reference, self.base, self.batch = compiled, reference, reference.base, batch
@@ -157,8 +152,7 @@ class Comparison:
         return result
 
     def output_difference(self) -> Difference | None:
-        expected = self.run_reference(EVALUATION)
-        return first_difference(expected.outputs, self.run_compiled(EVALUATION).outputs)
+        return first_difference(self.run_reference(EVALUATION).outputs, self.run_compiled(EVALUATION).outputs)
 
     # Values of parameters -------------------------------------------------------------------------
 
@@ -204,10 +198,7 @@ class Comparison:
 
 
 class Prompts:
-    """Prompts of one call of the base: embedded tokens before those of the input, a longer mask.
-
-    `arguments`: those of the batch, with prompts in front.
-    """
+    """Prompts of one call of the base. `arguments`: those of the batch, with prompts in front."""
 
     def __init__(
         self, base: nn.Module, site_edits: Sequence[ir.SiteEdit], interpreter: Interpreter, batch: Mapping[str, Any]
@@ -216,9 +207,8 @@ class Prompts:
         self.arguments = dict(batch)
         self.is_encoder_decoder = bool(getattr(getattr(base, "config", None), "is_encoder_decoder", False))
         self.prompt_lengths = {"": 0, "decoder": 0}
-        self.lengths = {
-            stack: batch[ids].shape[1] for stack, (ids, _, _) in STACKS.items() if ids in batch and site_edits
-        }
+        stacks = STACKS.items() if site_edits else ()
+        self.lengths = {stack: batch[ids].shape[1] for stack, (ids, _, _) in stacks if ids in batch}
         for site_edit in site_edits:
             self._prepend(site_edit)
 
@@ -233,8 +223,7 @@ class Prompts:
         if embeds not in self.arguments:
             if ids not in self.arguments:
                 raise ReferenceUnavailable(f"the batch has no `{ids}`")
-            embedding = self.base.get_submodule(site_edit.site.module)
-            self.arguments[embeds] = embedding(self.arguments.pop(ids))
+            self.arguments[embeds] = self.base.get_submodule(site_edit.site.module)(self.arguments.pop(ids))
         value = next(iter(site_edit.assigns)).value
         assert isinstance(value, ir.Concat)
         h = self.arguments[embeds]

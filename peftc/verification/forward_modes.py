@@ -56,13 +56,9 @@ ALL_BUT_EVALUATION = (WITH_GRADIENTS, TRAINING, WITH_DROPOUT, INFERENCE)
 
 
 class Deterministic(TorchFunctionMode):
-    """Replaces dropout by the identity, or with `scale` by the factor 1 - p, and seeds each random
-    function.
+    """Replaces dropout by the identity, or the factor 1 - p, and seeds each random function."""
 
-    The factor shows whether a value is read before or after a dropout.
-    """
-
-    def __init__(self, scale: bool = False) -> None:
+    def __init__(self, scale: bool = False) -> None:  # the factor shows on which side of a dropout a value is read
         super().__init__()
         self.scale = scale
 
@@ -97,11 +93,8 @@ class Deterministic(TorchFunctionMode):
 
 @shielded
 def without_checkpointing() -> Generator[None]:
-    """Inside the block `torch.utils.checkpoint` recomputes nothing.
-
-    A reentrant checkpoint passes gradients only to its arguments, not to the parameters that hooks
-    use.
-    """
+    """Inside the block `torch.utils.checkpoint` recomputes nothing."""
+    # A reentrant checkpoint passes gradients only to its arguments, not to parameters of hooks.
 
     class CheckpointFunction:
         @staticmethod

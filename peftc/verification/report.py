@@ -144,7 +144,9 @@ STYLE = {"holds": "green", "fails": "bold red", "not checked": "yellow"}
 
 def render_verification(verification: Verification) -> RenderableType:
     """A header, the sites of every edit, the checks, and the findings."""
-    parts: list[RenderableType] = [_header(verification), Text(), _edits(verification), Text(), _checks(verification)]
+    batch = ", ".join(f"{name} {list(shape)}" for name, shape in verification.batch.items())
+    header = Text.assemble((verification.model, "bold"), f"\n{verification.weights}; {batch}")
+    parts: list[RenderableType] = [header, Text(), _edits(verification), Text(), _checks(verification)]
     reasons = Counter(site.reason for edit in verification.edits for site in edit.not_witnessed)
     if reasons:
         lines = [f"{count} × {reason}" for reason, count in reasons.items()]
@@ -153,11 +155,6 @@ def render_verification(verification: Verification) -> RenderableType:
         message = "\n  ".join([finding.message, *finding.diagnostic().notes])
         parts += [Text(), Text.assemble((f"{finding.code}: ", "bold red"), message)]
     return Group(*parts)
-
-
-def _header(verification: Verification) -> Text:
-    batch = ", ".join(f"{name} {list(shape)}" for name, shape in verification.batch.items())
-    return Text.assemble((verification.model, "bold"), f"\n{verification.weights}; {batch}")
 
 
 def _edits(verification: Verification) -> Table:

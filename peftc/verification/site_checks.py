@@ -19,8 +19,7 @@ from peftc.verification.forward_modes import EVALUATION, WITH_GRADIENTS
 from peftc.verification.reference.interpreter import features, with_features
 from peftc.verification.reference.locations import Location, ReferenceUnavailable
 from peftc.verification.reference.model import ReferenceModel
-from peftc.verification.reference.outputs import first_difference, first_tensor, with_first_tensor
-from peftc.verification.reference.recorder import CallEvent, Recorder
+from peftc.verification.reference.outputs import CallEvent, Recorder, first_difference, first_tensor, with_first_tensor
 from peftc.verification.report import Finding
 
 ROLES = {"q": "queries", "k": "keys", "v": "values"}
@@ -35,9 +34,6 @@ def sample_of(site_edits: Sequence[ir.SiteEdit], all_sites: bool) -> list[ir.Sit
     for site_edit in site_edits:
         kinds[site_edit.edit, re.sub(r"\[\d+\]", "[*]", site_edit.site.path)].append(site_edit)
     return [kind[i] for kind in kinds.values() for i in sorted({0, len(kind) // 2, len(kind) - 1})]
-
-
-# Each edit alone ----------------------------------------------------------------------------------
 
 
 def check_perturbations(comparison: Comparison, all_sites: bool, results: CheckResults) -> None:

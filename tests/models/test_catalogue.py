@@ -6,9 +6,8 @@ import torch
 from peftc.fakes.tensors import fake_mode
 from peftc.models import catalogue
 from peftc.models.identity import fingerprint, parameter_count, tied_groups
-from peftc.models.resolve import resolve
-from peftc.models.sample import sample_inputs
-from peftc.models.skeleton import skeleton
+from peftc.models.skeleton import sample_inputs, skeleton
+from peftc.models.sources import resolve
 
 IDS = tuple(catalogue.catalogue())
 

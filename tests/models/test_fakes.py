@@ -15,9 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from peftc.fakes.data_answers import fake_tensor_patches
 from peftc.fakes.tensors import as_fake, fake_copy, fake_mode, new_mode
 from peftc.models.identity import fingerprint, parameter_count, tied_groups
-from peftc.models.resolve import resolve
-from peftc.models.sample import sample_inputs
-from peftc.models.skeleton import skeleton
+from peftc.models.skeleton import sample_inputs, skeleton
+from peftc.models.sources import resolve
 from tests import zoo
 
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from peftc.models.identity import fingerprint, parameter_count, tied_groups
-from peftc.models.load import load_model
-from peftc.models.resolve import resolve
 from peftc.models.skeleton import skeleton
+from peftc.models.sources import load_model, resolve
 from tests import zoo
 
 

@@ -7,9 +7,8 @@ import torch
 
 from peftc.diagnostics import PeftcError
 from peftc.models.identity import fingerprint, parameter_count
-from peftc.models.load import load_model
-from peftc.models.resolve import resolve
 from peftc.models.skeleton import skeleton
+from peftc.models.sources import load_model, resolve
 from tests import zoo
 
 

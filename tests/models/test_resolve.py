@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.models.resolve import resolve
 from peftc.models.skeleton import skeleton
+from peftc.models.sources import resolve
 from tests import zoo
 
 
@@ -116,6 +116,6 @@ def test_values_that_do_not_fit_together(tmp_path: Path) -> None:
 
 def test_a_config_in_the_hub_cache_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, zoo.config("gpt2").to_dict())
-    monkeypatch.setattr("peftc.models.resolve.try_to_load_from_cache", lambda repo, file: str(path))
+    monkeypatch.setattr("peftc.models.sources.try_to_load_from_cache", lambda repo, file: str(path))
     source = resolve("somebody/some-gpt2")
     assert (source.id, source.kind, source.type) == ("somebody/some-gpt2", "hub", "gpt2")

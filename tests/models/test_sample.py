@@ -6,7 +6,7 @@ from torch import nn
 
 from peftc.diagnostics import PeftcError
 from peftc.fakes.tensors import fake_copy, fake_mode
-from peftc.models.sample import sample_inputs
+from peftc.models.skeleton import sample_inputs
 from tests import zoo
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AlbertConfig, AlbertModel
 
 from peftc.fakes.tensors import fake_copy, fake_mode
-from peftc.models.sample import sample_inputs
+from peftc.models.skeleton import sample_inputs
 from peftc.observation.sample_forward import Recorder
 from peftc.recognition.layer_candidates import repeated_blocks
 from tests import zoo

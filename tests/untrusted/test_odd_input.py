@@ -20,7 +20,7 @@ from peftc.cli.main import main
 from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
 from peftc.diagnostics.render import render_github, render_text
 from peftc.semantics import check_file, read_spec
-from peftc.semantics.checks.spec_file import check_file as check
+from peftc.semantics.expand import check_file as check
 from peftc.syntax import parse_text, print_spec
 from tests.layers import Layers
 

@@ -23,10 +23,9 @@ from peftc.cli.main import main
 from peftc.diagnostics import PeftcError
 from peftc.diagnostics.render import render_text
 from peftc.models.configs import read_values
-from peftc.models.load import load_model
-from peftc.models.resolve import resolve
+from peftc.models.sources import load_model, resolve
 from peftc.semantics import check_file, expand, read_spec
-from peftc.semantics.load import MAX_BYTES
+from peftc.semantics.files import MAX_BYTES
 from peftc.syntax import parse_text
 
 METHOD = "peft 1\nmethod m(r = 4) { edit a at layer[*].attn.q { h += lora(x, r=r) } }\n"

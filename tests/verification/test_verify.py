@@ -16,7 +16,7 @@ import peftc
 from peftc.cli.main import main
 from peftc.planning import ir
 from peftc.planning.report.plan import plain_text
-from peftc.verification.reference.recorder import CallEvent, Recorder
+from peftc.verification.reference.outputs import CallEvent, Recorder
 from peftc.verification.report import render_verification
 from tests import zoo
 from tests.laws.harness import Before

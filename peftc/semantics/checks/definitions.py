@@ -69,5 +69,4 @@ def bound_twice(let: ast.Let) -> Diagnostic:
 
 
 def reserved(state: str, span: Span) -> Diagnostic:
-    message = f"`{state}` is reserved: it is {STATES[state]}"
-    return Diagnostic("P121", message, span, help="use another name")
+    return Diagnostic("P121", f"`{state}` is reserved: it is {STATES[state]}", span, help="use another name")

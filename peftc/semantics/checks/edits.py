@@ -23,7 +23,7 @@ from peftc.semantics.vocabulary import (
 )
 from peftc.semantics.walk import arms, children, selects_stack
 from peftc.syntax import ast
-from peftc.syntax.print_expressions import print_expression
+from peftc.syntax.printer import print_expression
 
 Shared = Mapping[str, ast.Let]
 _OWNERS = {  # state -> a site that has it, and an example
@@ -102,11 +102,15 @@ class _EquationChecker:
         elif call.function in FORMS:
             yield from bind_errors(call)
         elif call.function in (*FROZEN_MODULES, CONCAT):
-            yield from _builtin_call(call)
+            for keyword in call.kwargs:
+                yield Diagnostic("P102", f"`{call.function}` has no argument `{keyword.name}`", keyword.span)
+            is_concat, count = call.function == CONCAT, len(call.args)
+            if count < 2 if is_concat else count != 1:
+                inputs = "two or more parts" if is_concat else "one input"
+                yield Diagnostic("P108", f"`{call.function}` takes {inputs}, found {count or 'none'}", call.span)
         elif call.function == SHARED:
             help_ = "bind it outside: `let NAME = shared(…)`; parameters inside an edit belong to one site"
-            message = "`shared` stands in a `let` outside of edits"
-            yield Diagnostic("P115", message, call.function_span, help=help_)
+            yield Diagnostic("P115", "`shared` stands in a `let` outside of edits", call.function_span, help=help_)
         else:
             yield unknown_form(call, self._shared)
 
@@ -128,16 +132,6 @@ def bind_errors(call: ast.Call, shared: bool = False) -> Iterator[Diagnostic]:
         bind(call, FORMS[call.function], shared=shared)
     except PeftcError as error:
         yield from error.diagnostics
-
-
-def _builtin_call(call: ast.Call) -> Iterator[Diagnostic]:
-    """Errors of `concat(…)`, `norm(…)` and `head(…)`, which have no named arguments."""
-    for keyword in call.kwargs:
-        yield Diagnostic("P102", f"`{call.function}` has no argument `{keyword.name}`", keyword.span)
-    is_concat = call.function == CONCAT
-    if len(call.args) < 2 if is_concat else len(call.args) != 1:
-        inputs = "two or more parts" if is_concat else "one input"
-        yield Diagnostic("P108", f"`{call.function}` takes {inputs}, found {len(call.args) or 'none'}", call.span)
 
 
 def unknown_form(call: ast.Call, shared: Shared) -> Diagnostic:
@@ -175,8 +169,7 @@ def _path(path: ast.Path) -> Iterator[Diagnostic]:
             help_ = STACK_CHOICE_HELP.get(step.name) or did_you_mean(step.name, below) or did_you_mean(step.name, SITES)
             # In one of these parts, any other name may be that of a Linear without a role.
             if help_ or above not in PARTS:
-                message = f"there is no site named `{step.name}`"
-                yield Diagnostic("P208", message, span, help=help_ or _choices(above))
+                yield Diagnostic("P208", f"there is no site named `{step.name}`", span, help=help_ or _choices(above))
             return
         if step.name not in below:
             help_ = did_you_mean(step.name, below) or _choices(above)
@@ -207,8 +200,7 @@ def sites_without(selector: ast.Selector, state: str) -> Iterator[str]:
     """The site names in `selector` that never have `state`."""
     match selector:
         case ast.Union(parts):
-            for part in parts:
-                yield from sites_without(part, state)
+            yield from (name for part in parts for name in sites_without(part, state))
         case ast.Difference(left, _):
             yield from sites_without(left, state)
         case ast.Path(steps) if state not in STATES_AT.get(steps[-1].name, (state,)):

@@ -13,7 +13,7 @@ from peftc.semantics.checks.edits import bind_errors, check_edit, check_selector
 from peftc.semantics.vocabulary import CONCAT, EDIT_FACTS, FROZEN_MODULES, PARAMETERS, PLAN_COUNTS, PREDICATES
 from peftc.semantics.walk import arms, children, is_shared, walk
 from peftc.syntax import ast
-from peftc.syntax.print_expressions import print_expression, print_selector
+from peftc.syntax.printer import print_expression, print_selector
 
 
 def check(spec: ast.Spec) -> list[Diagnostic]:
@@ -72,9 +72,8 @@ def _train(train: ast.Train) -> Iterator[Diagnostic]:
     for number, state in enumerate(train.states):
         if state not in PARAMETERS:
             help_ = did_you_mean(state, PARAMETERS) or "`w` is the weight, `b` the bias"
-            yield Diagnostic(
-                "P107", f"`train` takes the parameters `w` and `b`, found `{state}`", train.span, help=help_
-            )
+            message = f"`train` takes the parameters `w` and `b`, found `{state}`"
+            yield Diagnostic("P107", message, train.span, help=help_)
         elif state in train.states[:number]:
             yield Diagnostic("P104", f"`{state}` appears twice", train.span, help="remove one of them")
 
@@ -115,13 +114,8 @@ def _duplicate_assignments(spec: ast.Spec, edits: Sequence[ast.Edit]) -> Iterato
 
 
 def _has_difference(selector: ast.Selector) -> bool:
-    match selector:
-        case ast.Difference():
-            return True
-        case ast.Union(parts):
-            return any(map(_has_difference, parts))
-        case _:
-            return False
+    parts = selector.arms if isinstance(selector, ast.Union) else ()
+    return isinstance(selector, ast.Difference) or any(map(_has_difference, parts))
 
 
 # Expectations: the facts and edits exist, and the comparison makes sense
@@ -133,8 +127,7 @@ _ALL_FACTS = f"there are {join_names(PLAN_COUNTS)}, and {join_names([f'{name}(ed
 def check_expect(expect: ast.Expect, edits: Collection[str]) -> Iterator[Diagnostic]:
     """P116 for unknown facts and meaningless comparisons, P117 for unknown edits."""
     sides = [expect.left] if expect.right is None else [expect.left, expect.right]
-    errors = [error for side in sides for error in _fact(side, edits)]
-    yield from errors or _comparison(expect)
+    yield from [error for side in sides for error in _fact(side, edits)] or _comparison(expect)
 
 
 def _comparison(expect: ast.Expect) -> Iterator[Diagnostic]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import add, mul, sub, truediv
 from typing import Any, cast
 
 import torch
@@ -17,12 +17,7 @@ from peftc.installation.record import Installation
 from peftc.planning import ir
 from peftc.verification.reference.locations import ReferenceUnavailable
 
-OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
-}
+OPERATORS: dict[str, Callable[[Any, Any], Any]] = {"+": add, "-": sub, "*": mul, "/": truediv}
 
 
 class FormModules:
@@ -55,15 +50,11 @@ class FormModules:
 
 @dataclass(frozen=True)
 class KeyValues:
-    """Keys and values of an attention, and the rows that are concatenated to them.
+    """Keys and values of an attention, and the rows that are concatenated to them."""
 
-    Shapes: key, value: (batch, heads, tokens, d_head); each of `rows`: a pair of (batch, kv_heads,
-    rows, d_head).
-    """
-
-    key: Tensor
-    value: Tensor
-    rows: tuple[tuple[Tensor, Tensor], ...] = ()
+    key: Tensor  # (batch, heads, tokens, d_head)
+    value: Tensor  # like the key
+    rows: tuple[tuple[Tensor, Tensor], ...] = ()  # pairs of (batch, kv_heads, rows, d_head)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> KeyValues:
         rows = tuple((function(k), function(v)) for k, v in self.rows)
@@ -118,7 +109,10 @@ class Interpreter:
             case ir.Arithmetic(op=op, left=left, right=right):
                 return calculate(op, *(self.evaluate(site_edit, side, current) for side in (left, right)))
             case ir.Concat(parts=parts):
-                return concatenated([self.evaluate(site_edit, part, current) for part in parts])
+                values = [self.evaluate(site_edit, part, current) for part in parts]
+                pair = next(value for value in values if isinstance(value, KeyValues))
+                # Every query attends to every row, so the order of rows does not matter.
+                return replace(pair, rows=(*pair.rows, *(value for value in values if value is not pair)))
 
 
 def calculate(op: str, left: Any, right: Any) -> Any:
@@ -134,12 +128,6 @@ def calculate(op: str, left: Any, right: Any) -> Any:
     if isinstance(left, tuple) and isinstance(right, tuple):
         return tuple(function(a, b) for a, b in zip(left, right, strict=True))
     return function(left, right)
-
-
-def concatenated(parts: Sequence[Any]) -> KeyValues:
-    """Adds rows. Every query attends to every row, so their order does not matter."""
-    state = next(part for part in parts if isinstance(part, KeyValues))
-    return replace(state, rows=(*state.rows, *(part for part in parts if part is not state)))
 
 
 # Slices of values ---------------------------------------------------------------------------------

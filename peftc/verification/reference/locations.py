@@ -84,14 +84,11 @@ class Locator:
             case _, ("h" | "res"):
                 return self.residual_sum(site, SUMS[name])
             case _:
-                return self._linear_input(site, name)
-
-    def _linear_input(self, site: Site, name: str) -> Location:
-        if (child := self._child(site, *LINEARS.get(name, ()))) is not None:
-            return self.at_module(child, "input")
-        if name != "x" or site.module == site.root:
-            raise ReferenceUnavailable(f"`{name}` of `{site.path}` is not the input of a module")
-        return Location("input", site.module, site.root)
+                if (child := self._child(site, *LINEARS.get(name, ()))) is not None:
+                    return self.at_module(child, "input")
+                if name != "x" or site.module == site.root:
+                    raise ReferenceUnavailable(f"`{name}` of `{site.path}` is not the input of a module")
+                return Location("input", site.module, site.root)
 
     def residual_sum(self, site: Site, kind: Kind) -> Location:
         child = self._child(site, "o", "down")

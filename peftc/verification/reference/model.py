@@ -59,16 +59,7 @@ def ignore(*args: Any) -> None:
 
 
 class ReferenceModel:
-    """Hooks and intercepted operations on `base`, for all edits whose states can be located.
-
-    Args:
-        trained: values of the base parameters that `train` names, by dotted name.
-
-    Attributes:
-        unavailable: why an edit is not evaluated at a site.
-        on_operand: called with an operand of an attention in `watched`: the path of the sub-layer,
-            `q`, `k` or `v`, and the value.
-    """
+    """Hooks and intercepted operations on `base`, for all edits whose states can be located."""
 
     def __init__(
         self,
@@ -76,7 +67,7 @@ class ReferenceModel:
         site_edits: Iterable[ir.SiteEdit],
         sites: Mapping[str, Site],
         forms: FormModules,
-        trained: Mapping[str, Tensor],
+        trained: Mapping[str, Tensor],  # values of the base parameters that `train` names, by dotted name
     ) -> None:
         self.base, self.trained = base, trained
         self.locator, self.interpreter = Locator(sites), Interpreter(forms, base)
@@ -84,9 +75,9 @@ class ReferenceModel:
         self.states: dict[Location, list[ObservedState]] = defaultdict(list)
         self.writes: dict[Location, list[StateWrite]] = defaultdict(list)
         self.prompts: list[ir.SiteEdit] = []
-        self.unavailable: dict[EditKey, str] = {}
+        self.unavailable: dict[EditKey, str] = {}  # why an edit is not evaluated at a site
         self.on_edit = ignore
-        self.on_operand: Callable[[str, str, Tensor], None] = ignore
+        self.on_operand: Callable[[str, str, Tensor], None] = ignore  # path of the sub-layer; `q`, `k`, `v`; value
         self.watched: dict[str, Location] = {}  # attentions, by the path of the sub-layer
         self.sub_layer_results: dict[Location, None] = {}  # in layers whose residual sums are edited
         self.depth: Counter[str] = Counter()  # open calls, by layer
@@ -119,8 +110,7 @@ class ReferenceModel:
             if all(s.site.path != site_edit.site.path or s.state != name for s in self.states[location]):
                 self.states[location].append(ObservedState(site_edit.site, name, rows[name]))
         for index, assign in enumerate(site_edit.assigns):
-            order = sum(map(len, self.writes.values()))
-            write = StateWrite(site_edit, index, rows[assign.state], order)
+            write = StateWrite(site_edit, index, rows[assign.state], sum(map(len, self.writes.values())))
             self.writes[locations[assign.state]].append(write)
 
     # Hooks ----------------------------------------------------------------------------------------
@@ -129,9 +119,7 @@ class ReferenceModel:
     def active(self, on_edit: Callable[[EditKey, Any], None] = ignore) -> Generator[None]:
         """Inside the block the base computes what the spec says.
 
-        Args:
-            on_edit: called with an edit and a value before the edit changes it, and with None
-                before the module returns whose result it changes.
+        `on_edit` receives an edit and a value that it will change; None before its module returns.
         """
         self.on_edit, self.reached = on_edit, set()
         with ExitStack() as stack:
@@ -157,15 +145,13 @@ class ReferenceModel:
             def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:  # paused: an equation calls the module
                 return None if self.operations.paused else function((args, kwargs))
 
-            module = self.base.get_submodule(name)
-            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            stack.callback(self.base.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True).remove)
 
         def on_output(name: str, function: Callable[[Any], Any], always: bool = False) -> None:
             def hook(_: nn.Module, args: Any, result: Any) -> Any:
                 return None if self.operations.paused else function(result)
 
-            module = self.base.get_submodule(name)
-            stack.callback(module.register_forward_hook(hook, always_call=always).remove)
+            stack.callback(self.base.get_submodule(name).register_forward_hook(hook, always_call=always).remove)
 
         # The hooks of one module run in the order of their registration.
         locations = self._all_locations()
@@ -208,8 +194,7 @@ class ReferenceModel:
         """Labels a module's result, so that the operation that uses it can be identified."""
         value = first_tensor(result)
         if value is not None and self.depth[location.root]:
-            kind = "query" if location.kind in ATTENTION_KINDS else "sum"
-            self.operations.label(value, Label(kind, location.owner))
+            self.operations.label(value, Label("query" if location.kind in ATTENTION_KINDS else "sum", location.owner))
 
     # Values ---------------------------------------------------------------------------------------
 

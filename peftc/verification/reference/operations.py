@@ -1,5 +1,4 @@
-"""Intercepts torch functions of a running model: the residual sum after a module, and the attention
-whose queries it computes.
+"""Intercepts torch functions of a running model: residual sums and attentions.
 
 Tensors are labelled, and an operation passes the labels of its operands to its result, until the
 operation that is searched for is reached.
@@ -55,15 +54,12 @@ class OperationHandler(Protocol):
 
 
 class OperationInterceptor(TorchFunctionMode):
-    """Propagates labels through torch functions.
-
-    With `identify_roles`, attention scores require gradients, by which queries and keys are told
-    apart.
-    """
+    """Propagates labels through torch functions."""
 
     def __init__(self, handler: OperationHandler) -> None:
         super().__init__()
-        self.handler, self.paused, self.identify_roles = handler, False, False
+        self.handler, self.paused = handler, False
+        self.identify_roles = False  # attention scores require gradients, which tell queries from keys
         self.active: set[Label] = set()
         self.labels: dict[int, Labels] = {}  # by tensor id
         self.references: list[Tensor] = []  # keeps labelled tensors alive, so that ids stay unique
@@ -183,15 +179,13 @@ class OperationInterceptor(TorchFunctionMode):
     def _edit_summands(self, value: Tensor, labels: Labels) -> Tensor:
         """A sub-layer's result, or a sum of several, after the edits of each."""
         if (operands := self.pending_sums.get(id(value))) is not None:
-            first, second = (
-                self._edit_summands(operand, self.labels.get(id(operand), frozenset()) & labels) for operand in operands
-            )
+            own = (self.labels.get(id(operand), frozenset[Label]()) & labels for operand in operands)
+            first, second = map(self._edit_summands, operands, own)
             return first + second
         owners = sorted(label.owner for label in labels if label.kind == "sum")
         if len(owners) > 1 and any(self.handler.observes("residual", owner) for owner in owners):
-            raise ReferenceUnavailable(
-                "an equation reads the residual, but the sum of two sub-layers is changed before it is added"
-            )
+            reason = "an equation reads the residual, but the sum of two sub-layers is changed before it is added"
+            raise ReferenceUnavailable(reason)
         for owner in owners:
             value = self.handler.edit("sum", [owner], value)
         return value
@@ -215,15 +209,13 @@ class OperationInterceptor(TorchFunctionMode):
         arguments = {**dict(zip(ATTENTION_ARGUMENTS, args, strict=False)), **kwargs}
         for state, name in zip("qkv", ATTENTION_ARGUMENTS, strict=False):
             self.handler.on_operand(label.owner, state, arguments[name])
-        operands = (arguments[name] for name in ATTENTION_ARGUMENTS[:3])
-        query, pair = self._edit_operands(label.owner, *operands)
+        query, pair = self._edit_operands(label.owner, *(arguments[name] for name in ATTENTION_ARGUMENTS[:3]))
         arguments |= {"query": query, "key": pair.key, "value": pair.value}
         if pair.rows:
             key, value = rows_per_head(pair)
             mask = arguments.get("attn_mask")
             if mask is None and arguments.get("is_causal"):
-                shape = (query.shape[-2], pair.key.shape[-2])
-                mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
+                mask = torch.ones((query.shape[-2], pair.key.shape[-2]), dtype=torch.bool, device=query.device).tril()
             arguments |= {"key": torch.cat([key, pair.key], -2), "value": torch.cat([value, pair.value], -2)}
             mask = None if mask is None else pad_columns(mask, key.shape[-2])
             arguments |= {"attn_mask": mask, "is_causal": False}
