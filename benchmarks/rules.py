@@ -1,10 +1,11 @@
-"""What each rule of role inference is for: the sites of all model types, with one rule disabled after the other.
+"""What each rule of role inference is for: the sites of all model types without one rule.
 
-    python -m benchmarks.rules [--rules "parallel sub-layers,…"] [--enough 8] [--jobs 2] [--journal rules.jsonl]
+    python -m benchmarks.rules [--rules "parallel sub-layers,…"] [--enough 8] [--jobs 2]
+                               [--journal rules.jsonl]
 
-A first run records for which model types a rule decides anything. A second one disables each rule on these types alone,
-until the sites of enough types have changed. The journal is written line by line; what it holds already is not run again.
-Writes results/rules.json and .md.
+A first run records for which model types a rule decides anything. A second one disables each rule
+on these types alone, until the sites of enough types have changed. The journal is written line by
+line; what it holds is not run again. Writes results/rules.json and .md.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.metadata import version
 from multiprocessing import Pool
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -240,10 +242,11 @@ def write(rules: list[str], keys: list[Key], journal: Journal) -> None:
         for rule in order
     }
     about = (
-        f"Each rule of role inference disabled, on the model types in which it decides anything ({len(keys)} pairs in all),\n"
-        "until the sites of enough types are others.\n\n"
+        f"Each rule of role inference disabled, on the model types (of {len(keys)} pairs) in which it decides\n"
+        "anything, until the sites of enough types are others.\n\n"
     )
-    save("rules", {"rules": results}, about + table(head, lines), provenance())
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    save("rules", {"rules": results}, about + table(head, lines), provenance() | versions)
 
 
 def types(keys: Iterable[Key]) -> list[str]:
@@ -303,7 +306,7 @@ def sites_of(mapping: str, type_: str) -> str:
 
 @contextmanager
 def recorded(fired: set[str]) -> Iterator[None]:
-    """Inside the block the name of each rule is added whose result is not that of the disabled one."""
+    """Inside the block each rule is added whose result is not that of the disabled one."""
 
     def watching(name: str, original: Callable[..., Any], without: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:

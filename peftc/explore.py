@@ -23,8 +23,8 @@ from peftc.rewriting.regions import LayerRegions
 from peftc.rewriting.states import node_of
 from peftc.semantics.files import Include
 from peftc.semantics.spec_argument import Settings, SpecLike, flat_spec
-from peftc.specialization.code_layout import function
 from peftc.specialization.code_printer import function_body
+from peftc.specialization.expressions import function
 from peftc.specialization.names import GlobalNames
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text

@@ -30,8 +30,7 @@ MODULES = frozenset({"torch", "operator", "nn", "functional", "F"})
 VOCABULARY = {
     "peftc/dataflow/operations.py": "the vocabulary",
     "peftc/tracing/in_place.py": "how in-place operators are printed",
-    "peftc/tracing/patches.py": "functions that a trace patches",
-    "peftc/tracing/context_managers.py": "context managers that a trace keeps",
+    "peftc/tracing/patches.py": "functions and context managers that a trace patches",
     "peftc/specialization/expressions.py": "how operators are printed",
     "peftc/verification/forward_modes.py": "functions that draw numbers; verification shares no code with the rewriter",
 }

@@ -15,7 +15,7 @@ import peftc
 from peftc.addressing.sites import ActivationRef, ModuleInfo, Site, SiteTable, State, UntracedModule, WeightRef
 from peftc.diagnostics.diagnostic import Source, Span
 from peftc.explore import TracedRegion
-from peftc.folding import caches
+from peftc.folding import dispatch
 from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.installation.contents import InstalledRegion
 from peftc.planning.report import plan
@@ -65,7 +65,7 @@ RESULTS: dict[str, tuple[type, ...]] = {
     ),
     "Of `sites`": (SiteTable, Site, State, ActivationRef, WeightRef, ModuleInfo, UntracedModule),
     "Of `design`": (Design,),
-    "Of `fold`": (FoldReport, Folded, Refused, Change, caches.State),
+    "Of `fold`": (FoldReport, Folded, Refused, Change, dispatch.State),
     "Of `verify`": (Verification, VerifiedEdit, NotWitnessed, Check, Finding),
     "Of `trace` and `graphs`": (TracedRegion, InstalledRegion),
 }

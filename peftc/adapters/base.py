@@ -1,20 +1,34 @@
-"""The base model of an adapter: its description, and how another model differs from it."""
+"""The base model of an adapter: its description, samples of weights, and how another differs.
+
+Weights may have no values, be offloaded, or be sharded over processes (FSDP2).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import hashlib
+import math
+import struct
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from peftc.adapters.metadata import Base, BaseTensor
-from peftc.adapters.weight_access import dtype_name
-from peftc.adapters.weight_sample import VALUES, Distance, distance, finite, samples
+from peftc.adapters.metadata import Base, BaseTensor, WeightsDigest
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms.module import has_values
 from peftc.installation.record import Installation, installation_of, is_installed
 from peftc.models import settings
 from peftc.models.identity import VERSION, any_name, fingerprint_of, identity, parameter_count
-from peftc.rewriting.container import CONTAINER, SHARED
+from peftc.modules.offload import offloaded_error, offloaded_parameters
+from peftc.rewriting.edits import CONTAINER, SHARED
 
 _LISTED = 5  # differences of the configuration
+VALUES = 16  # of each parameter, at equal distances from the first to the last
+_HALF = 2.0**-7  # the largest relative difference between float16 and bfloat16 of one number
+Sample = tuple[float, ...]
 
 
 def base_of(model: nn.Module, record: Installation) -> Base:
@@ -62,10 +76,15 @@ def differences(base: Base, model: nn.Module) -> list[str]:
     facts = identity(model, keep, base.fingerprint_version)
     if fingerprint_of(facts) == base.fingerprint:
         return []
+    notes: list[str] = []
     if facts["type"] != base.type:
         notes = [f"it was saved for a model of type {base.type}, this is {facts['type']}"]
-    else:
-        notes = _configuration_differences(base, facts.get("configuration", {}), model)
+    elif base.fingerprint_version > 1:  # newer transformers may have more keys, at the defaults of their classes
+        here, defaults = facts.get("configuration", {}), settings.defaults(model)
+        keys = settings.differences(base.configuration, frozenset(base.configured), here, defaults)
+        notes = [f"`{key}` of the configuration is {saved} there and {value} here" for key, saved, value in keys]
+        more = len(notes) - _LISTED
+        notes[_LISTED:] = [f"and {more} more keys of the configuration"] if more > 0 else []
     for name in {**base.facts, **facts["facts"]}:
         saved, here = base.facts.get(name), facts["facts"].get(name)
         if saved != here and name not in base.configuration:
@@ -76,19 +95,6 @@ def differences(base: Base, model: nn.Module) -> list[str]:
     if not notes and base.fingerprint_version == 1:
         notes.append("its fingerprint differs")
     return notes
-
-
-def _configuration_differences(base: Base, here: Mapping[str, settings.Value], model: nn.Module) -> list[str]:
-    """The differences from version 2 of the fingerprint on.
-
-    A newer version of transformers may have more keys, at the defaults of their classes.
-    """
-    if base.fingerprint_version == 1:
-        return []
-    keys = settings.differences(base.configuration, frozenset(base.configured), here, settings.defaults(model))
-    notes = [f"`{key}` of the configuration is {saved} there and {value} here" for key, saved, value in keys]
-    more = len(notes) - _LISTED
-    return notes[:_LISTED] + ([f"and {more} more keys of the configuration"] if more > 0 else [])
 
 
 def _shape_differences(saved: Mapping[str, list[int]], here: Mapping[str, list[int]]) -> Iterator[str]:
@@ -113,3 +119,133 @@ def distance_from(base: Base, model: nn.Module) -> Distance:
     """The distance of a model's weights, before any training, from the described ones."""
     originals = installation_of(model).originals if is_installed(model) else dict[str, Tensor]()
     return distance(base.tensors, {name: originals.get(name, p.detach()) for name, p in model.named_parameters()})
+
+
+class Distance(NamedTuple):
+    """The distance of a model's weights from saved samples."""
+
+    changed: tuple[str, ...]  # parameters with other values
+    unreadable: tuple[str, ...]  # parameters that cannot be compared, since they are quantised
+    compared: int  # the number of parameters that were compared
+    relative: float  # ‖here − there‖ / ‖there‖ over all samples
+    farthest: tuple[str, float]  # the parameter with the largest relative distance, and this distance
+
+
+def samples(parameters: Mapping[str, Tensor], counts: Mapping[str, int]) -> dict[str, Sample | None]:
+    """As many values of each parameter as `counts` says; None if quantised, fake or integer.
+
+    Values are copied once per device and dtype.
+    """
+    result: dict[str, Sample | None] = dict.fromkeys(counts)
+    pieces: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+    for name, count in counts.items():
+        parameter = parameters[name]
+        values = whole(parameter.detach())
+        is_plain = type(values.data) is torch.Tensor and has_values(parameter) and parameter.is_floating_point()
+        if is_plain and parameter.element_size() >= 2 and parameter.numel() > 0:
+            places = torch.linspace(0, values.numel() - 1, count, dtype=torch.float64).long()
+            piece = torch.take(values, places.to(values.device))
+            pieces.setdefault((values.device, values.dtype), {})[name] = piece
+    for group in pieces.values():
+        flat: list[float] = torch.cat(list(group.values())).cpu().double().tolist()
+        start = 0
+        for name, piece in group.items():
+            result[name] = tuple(flat[start : start + piece.numel()])
+            start += piece.numel()
+    return result
+
+
+def finite(sample: Sample | None) -> Sample:
+    return sample if sample is not None and all(map(math.isfinite, sample)) else ()
+
+
+def digest_of(tensors: Mapping[str, BaseTensor]) -> WeightsDigest:
+    """sha256 over names and samples. It depends on the dtype of the base."""
+    sha = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        if tensor.sample:
+            sha.update(f"{name}\0".encode() + struct.pack(f"<{len(tensor.sample)}d", *tensor.sample))
+    return WeightsDigest(values=VALUES, sha256=sha.hexdigest())
+
+
+def distance(tensors: Mapping[str, BaseTensor], parameters: Mapping[str, Tensor]) -> Distance:
+    """Compares samples to parameters, up to a cast to another dtype."""
+    counts = {name: len(t.sample) for name, t in tensors.items() if t.sample and name in parameters}
+    changed, unreadable = list[str](), list[str]()
+    total, norm, farthest = 0.0, 0.0, ("", 0.0)
+    for name, here in samples(parameters, counts).items():
+        saved = tensors[name]
+        if here is None:
+            unreadable.append(name)
+            continue
+        size = math.fsum(value * value for value in saved.sample)
+        norm += size
+        if not _is_same(saved, here, parameters[name].dtype):
+            changed.append(name)
+            square = sum((a - b) ** 2 for a, b in zip(here, saved.sample, strict=True))
+            total += square
+            farthest = max(farthest, (name, _ratio(square, size)), key=lambda pair: pair[1])
+    return Distance(tuple(changed), tuple(unreadable), len(counts) - len(unreadable), _ratio(total, norm), farthest)
+
+
+def _ratio(square: float, norm: float) -> float:
+    if not math.isfinite(square) or not norm:
+        return math.inf if square else 0.0
+    return math.sqrt(square / norm)
+
+
+def _is_same(saved: BaseTensor, here: Sample, dtype: torch.dtype) -> bool:
+    saved_dtype = getattr(torch, saved.dtype, None)
+    if here == saved.sample or not isinstance(saved_dtype, torch.dtype) or saved_dtype == dtype:
+        return here == saved.sample
+    a, b = torch.tensor(saved.sample, dtype=torch.float64), torch.tensor(here, dtype=torch.float64)
+    if torch.equal(a.to(dtype).double(), b) or torch.equal(b.to(saved_dtype).double(), a):
+        return True
+    is_half = {saved_dtype, dtype} == {torch.float16, torch.bfloat16}
+    return is_half and torch.allclose(a, b, rtol=_HALF, atol=2.0**-24)
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def require_values(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises: P527 for a tensor without values."""
+    missing = [name for name, tensor in tensors if not has_values(tensor)]
+    if missing:
+        message = f"{len(missing)} of the parameters have no values, such as `{missing[0]}`"
+        raise PeftcError(Diagnostic("P527", message, help="load the weights of the model first"))
+
+
+def require_base(model: nn.Module) -> None:
+    """Raises: P566 for offloaded weights, P527 for weights without values."""
+    if elsewhere := offloaded_parameters(model):
+        raise PeftcError(offloaded_error(elsewhere, "weights are changed in the places where they are"))
+    require_values(model.named_parameters())
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gathers a sharded tensor. A collective call: every process makes it, in the same order."""
+    dtensor: Any = tensor
+    return dtensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+@contextmanager
+def elect_writer(tensors: Iterable[Tensor]) -> Generator[bool]:
+    """Whether this process writes; others wait for rank 0 if tensors are sharded. Raises: P526."""
+    if not (any(map(is_sharded, tensors)) and dist.is_initialized()):
+        yield True
+        return
+    done = [False]
+    try:
+        yield dist.get_rank() == 0
+        done = [True]
+    finally:
+        dist.broadcast_object_list(done, src=0)
+    if not done[0]:
+        message = "the adapter has not been saved: the process that writes it has failed"
+        raise PeftcError(Diagnostic("P526", message, help="the error of rank 0 says why"))

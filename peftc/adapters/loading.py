@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peftc.adapters.base import differences, distance_from
+from peftc.adapters.base import Distance, differences, distance_from, dtype_name, require_values
 from peftc.adapters.files import listed_tensors, path_of, read
 from peftc.adapters.metadata import METADATA, Adapter, Base
-from peftc.adapters.weight_access import dtype_name, require_values
-from peftc.adapters.weight_sample import Distance
 from peftc.diagnostics import Diagnostic, PeftcError, warn
 from peftc.forms.module import FormModule, build, build_of_all, build_owner
 from peftc.installation.compiled_model import CompiledModel
@@ -110,8 +108,7 @@ def notify_forms(model: nn.Module) -> None:
 def check_base(adapter: Adapter, model: nn.Module, other_weights: bool = False, strict: bool = False) -> None:
     """Compares a model to the base of an adapter. Warns of other weights (P524) unless expected.
 
-    Raises: P523 (another architecture), P524 (other weights, if `strict`), P527 (no weights), P545
-    (arguments that exclude each other).
+    Raises: P523 (another architecture), P524 (if `strict`), P527 (no weights), P545 (arguments).
     """
     if other_weights and strict:
         message = "`strict` refuses other weights, and `other_weights` expects them"
@@ -195,10 +192,7 @@ def _form_modules(planned: PlanResult, analysis: Analysis) -> Iterator[tuple[str
 
 
 def adapter_tasks(adapter: Adapter, directory: Path) -> tuple[str, ...]:
-    """The tasks that the tensors of an adapter are of. It may list more, of other specs.
-
-    Raises: P525 if there are more tasks than tensors.
-    """
+    """The tasks of an adapter's tensors. It may list more, of other specs. Raises: P525."""
     if not any(isinstance(s, ast.Edit) and s.per_task for s in expanded_spec(adapter, directory).statements):
         return ()
     if len(adapter.tasks) > len(adapter.tensors):

@@ -1,29 +1,43 @@
-"""Saves the trained parameters of a model, with all that is needed to load them."""
+"""Saves the trained parameters of a model, with all that is needed to load them.
+
+Some forms are saved in an export form: a reparametrised prefix or prompt as its rows, a mixture of
+adapters as their mean, a masked change as its sparse entries. The saved spec has a direct prefix,
+an adapter or a sparse change in their place.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
+from typing import NamedTuple, cast
 
-from torch import nn
+from torch import Tensor, nn
 
-from peftc.adapters.base import base_of
-from peftc.adapters.export_form import stored_spec, stored_tensors
-from peftc.adapters.files import listing, path_of
+from peftc.adapters.base import base_of, digest_of, elect_writer, require_values, whole
+from peftc.adapters.files import listing, path_of, write
 from peftc.adapters.metadata import Adapter, tensors_name
-from peftc.adapters.weight_access import elect_writer, require_values, whole
-from peftc.adapters.weight_sample import digest_of
-from peftc.adapters.writing import write
-from peftc.diagnostics import PeftcError
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms import FORMS
 from peftc.forms.fusion_module import Fusion
 from peftc.forms.lines_module import Lines
+from peftc.forms.module import FormModule
 from peftc.forms.sparse_module import SparseValues, refuse_unchosen
+from peftc.installation.builder import shared_name
 from peftc.installation.completeness import active_installation
-from peftc.installation.contents import parameters
+from peftc.installation.contents import parameters, states
 from peftc.installation.record import Installation, joint_spec
 from peftc.installation.spec_names import with_note
+from peftc.planning.ir import SiteEdit
+from peftc.semantics.arguments import bind
+from peftc.semantics.walk import is_shared, walk
+from peftc.syntax import ast
 from peftc.syntax.printer import print_spec
+
+TRAINING_ARGUMENTS = ("reparam", "keep", "intrinsic")  # which an export form does not have
 
 
 def save(model: nn.Module, directory: str | PathLike[str], name: str | None = None) -> Path:
@@ -102,3 +116,133 @@ def _require_initialized(model: nn.Module, record: Installation, edit: str) -> N
     if missing is not None:
         with with_note(f"`{edit}` has its initial values: there is nothing to save"):
             raise missing
+
+
+class Export(NamedTuple):
+    """A form that is saved in its export form."""
+
+    name: str  # of the form in the saved adapter
+    prefix: str  # of the names of parameters that are not saved
+    module: str  # the dotted name of the form module
+    position: int  # of the site among those that share the module
+
+
+def stored_tensors(model: nn.Module, record: Installation, name: str | None = None) -> dict[str, Tensor]:
+    """The trained parameters of a spec (of all without `name`) and their states, by saved name."""
+    edits = {edit for spec in record.selected(name) for edit in spec.edits}
+    site_edits = [site_edit for site_edit in record.site_edits if site_edit.edit in edits]
+    exports = [export for site_edit in site_edits for export in _exports(record, site_edit)]
+    prefixes = tuple(export.prefix for export in exports)
+    values = {**parameters(model, name), **states(model, name)}
+    names = {old: new for site_edit in site_edits for old, new in _saved_names(site_edit).items()}
+    tensors: dict[str, Tensor] = {}
+    for saved, parameter in values.items():
+        if not saved.startswith(prefixes):
+            place, _, last = saved.rpartition("/")
+            key, _, tensor = last.partition(".")
+            form = names.get(f"{place}/{key}")
+            tensors[saved if form is None else f"{form}.{tensor}"] = parameter.detach()
+    for export in {export.name: export for export in exports}.values():  # sites may be saved together
+        module = cast(FormModule, model.get_submodule(export.module))
+        with with_note(f"it is of the edit `{export.name.partition('/')[0]}`"):
+            tensors |= {f"{export.name}.{n}": tensor for n, tensor in module.collapsed_at(export.position).items()}
+    return tensors
+
+
+def stored_spec(spec: ast.Spec) -> str:
+    """The spec whose parameters `stored_tensors` are, without expectations.
+
+    A `shared` binding is inlined unless its export form has shared parameters, too. Raises: P528.
+    """
+    bindings = {let.name: let.value for let in spec.statements if isinstance(let, ast.Let)}
+    bound = {n: v.args[0] if is_shared(v) and isinstance(v, ast.Call) else v for n, v in bindings.items()}
+    exported = {name: _export_form(value) for name, value in bound.items()}
+    inlined = {name: bound[name] for name, form in exported.items() if form is not None and not _is_shared(form)}
+    statements: list[ast.Statement] = []
+    for statement in spec.statements:
+        if isinstance(statement, ast.Expect) or getattr(statement, "name", "") in inlined:
+            continue
+        if isinstance(statement, ast.Edit):
+            statement = _export_edit(statement, inlined)
+        elif isinstance(statement, ast.Let):
+            statement = replace(statement, value=_export(statement.value, inlined))
+        statements.append(statement)
+    return print_spec(replace(spec, statements=tuple(statements)))
+
+
+def _exports(record: Installation, site_edit: SiteEdit) -> Iterator[Export]:
+    names = _saved_names(site_edit)
+    for instance in site_edit.instances:
+        form = instance.form.collapses(instance.form.fill(instance.args))
+        if form is None:
+            continue
+        name = f"{site_edit.edit}/{site_edit.site.path}/{instance.key}"
+        for task, suffix in instance.task_suffixes():
+            owner = instance.owner_of(task)
+            if owner is None:
+                module = f"{record.form_modules[name]}{suffix}"
+                yield Export(names[name] + suffix, f"{name}{suffix}.", module, instance.index)
+                continue
+            module = shared_name(owner)
+            shared = next(saved for saved, place in record.form_modules.items() if place == module)
+            if not _is_shared(form):
+                yield Export(names[name] + suffix, f"{shared}.", module, instance.index)
+                continue
+            key = names[name].rpartition("/")[2]
+            is_own = instance.owner == f"{site_edit.edit}.{instance.key}"
+            exported_owner = f"{site_edit.edit}.{key}" if is_own else instance.owner
+            exported = replace(instance, form=FORMS[form], owner=exported_owner)
+            place = f"{shared.partition('/')[0]}/{exported.owner_of(task)}/{key}"
+            yield Export(place, f"{shared}.", module, instance.index)
+            yield Export(place, f"{name}{suffix}.", module, instance.index)
+
+
+def _is_shared(form: str) -> bool:
+    return FORMS[form].common_count is not None and FORMS[form].common(FORMS[form].fill({})) is not None
+
+
+def _saved_names(site_edit: SiteEdit) -> dict[str, str]:
+    """The saved names of an edit's forms at a site: `mixture` becomes `adapter`."""
+    counts, names = Counter[str](), dict[str, str]()
+    for instance in site_edit.instances:
+        form = instance.form.collapses(instance.form.fill(instance.args)) or instance.form.name
+        counts[form] += 1
+        key = form if counts[form] == 1 else f"{form}_{counts[form]}"
+        place = f"{site_edit.edit}/{site_edit.site.path}"
+        names[f"{place}/{instance.key}"] = f"{place}/{key}"
+    return names
+
+
+def _export_form(value: ast.Expr) -> str | None:
+    form = FORMS.get(value.function) if isinstance(value, ast.Call) else None
+    if form is None or not isinstance(value, ast.Call):
+        return None
+    return form.collapses(bind(value, form, shared=not value.args).args)
+
+
+def _export_edit(edit: ast.Edit, inlined: dict[str, ast.Expr]) -> ast.Edit:
+    calls = [e.function for line in edit.body for e in walk(line.value) if isinstance(e, ast.Call)]
+    for name in inlined:
+        if calls.count(name) > 1:
+            message = f"`{edit.name}` uses the shared `{name}` more than once, which rows cannot express"
+            help_ = "write `keep=true` where it is bound, so that its MLP is saved"
+            raise PeftcError(Diagnostic("P528", message, help=help_))
+    return replace(edit, body=tuple(replace(line, value=_export(line.value, inlined)) for line in edit.body))
+
+
+def _export(value: ast.Expr, inlined: dict[str, ast.Expr]) -> ast.Expr:
+    match value:
+        case ast.Call(function, args, kwargs):
+            if isinstance(form := inlined.get(function), ast.Call):
+                return _export(replace(form, kwargs=(*form.kwargs, *kwargs)), {})
+            call = replace(value, args=tuple(_export(arg, inlined) for arg in args))
+            if (name := _export_form(value)) is None:
+                return call
+            params = {param.name for param in FORMS[name].params}.difference(TRAINING_ARGUMENTS)
+            return replace(call, function=name, kwargs=tuple(k for k in kwargs if k.name in params))
+        case ast.Negative(operand):
+            return replace(value, operand=_export(operand, inlined))
+        case ast.Binary(_, left, right):
+            return replace(value, left=_export(left, inlined), right=_export(right, inlined))
+        case _:
+            return value

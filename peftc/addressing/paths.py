@@ -39,10 +39,7 @@ def stack_steps(names: Sequence[str]) -> int:
 
 
 def align(written: Sequence[str], names: Sequence[str], *, whole: bool = True) -> tuple[int, ...] | None:
-    """The position in `names` (the steps of a site) of each written step; None without a match.
-
-    Args: `whole`: False if the written steps need only match the beginning of the site's path.
-    """
+    """The position in `names` of each written step, or None. `whole`: False matches beginnings."""
     norm = whole and bool(written) and written[-1] == "norm"
     stack = stack_steps(names)
 
@@ -135,10 +132,7 @@ class SitePaths:
                 yield Match(site, positions)
 
     def _end_matches(self, steps: Sequence[ast.Step], choice: int, whole: bool) -> Iterator[Match]:
-        """Matches where step `choice` is `input` or `output`.
-
-        `input.embed` is the first embedding; `output.layer` the layers of the last stack.
-        """
+        """Matches where step `choice` is `input`, the first stack, or `output`, the last."""
         before, after = tuple(steps[:choice]), tuple(steps[choice + 1 :])
         end = -1 if steps[choice].name == "output" else 0
         parents = [match.step_list(choice).parent for match in self.matches((*before, after[0]), whole=False)]
@@ -177,9 +171,6 @@ def in_range(index: ast.Index, size: int) -> bool:
 def step_lists(matches: Iterable[Match], written: int) -> tuple[StepList, ...]:
     """The distinct lists that a written step stands for, in model order."""
     return tuple(dict.fromkeys(match.step_list(written) for match in matches))
-
-
-# Lists of paths
 
 
 def index_ranges(numbers: Sequence[int]) -> str:

@@ -20,8 +20,8 @@ from peftc.compiler import compile, plan_edits, sites
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.render import render, wants_color
 from peftc.fakes.tensors import fake_mode
+from peftc.filesystem.atomic import write_folder
 from peftc.filesystem.bounded_read import printable_path
-from peftc.filesystem.output_folder import write_folder
 from peftc.forms.module import checked_seed
 from peftc.installation.compiled_model import CompiledModel, analyse_base, plan_on
 from peftc.installation.record import InstalledSpec, installation_of
@@ -30,7 +30,7 @@ from peftc.models.sources import load_or_initialize, resolve
 from peftc.planning.planner import PlanResult
 from peftc.planning.report.plan import percent, plain_text, render_plan
 from peftc.planning.report.site_tree import render_sites
-from peftc.planning.selection.untraced import reason_lines
+from peftc.planning.selection.selector_errors import reason_lines
 from peftc.recognition.analysis import Analysis
 from peftc.runtime import respecialize
 from peftc.semantics.expand import expand

@@ -72,11 +72,7 @@ _variables: weakref.WeakValueDictionary[int, ChoiceVar] = weakref.WeakValueDicti
 
 
 class ChoiceVar:
-    """The choice variable of one model. A copy of the model has its own, with the same default.
-
-    Args:
-        default: the choice outside all blocks; copied and pickled with the model.
-    """
+    """The choice variable of one model; `default` acts outside blocks. A copy has its own."""
 
     def __init__(self, default: Choice = NO_CHOICE) -> None:
         self.default = default
@@ -184,11 +180,8 @@ def bind_context(function: Callable[..., T]) -> Callable[..., T]:
 
 @cache
 def preserve_choices() -> None:
-    """From now on, what `torch.utils.checkpoint` recomputes has the choices of its first run.
-
-    torch preserves random states and autocast for the recomputation, and has no hook for more: the
-    two constructors that store the function are wrapped.
-    """
+    """From now on, what `torch.utils.checkpoint` recomputes has the choices of its first run."""
+    # torch has no hook for that: the two constructors that store the function are wrapped.
     reentrant: Any = checkpoint.CheckpointFunction
     frame: Any = vars(checkpoint)["_CheckpointFrame"]
     reentrant.forward = staticmethod(_bind_second(reentrant.forward))

@@ -21,13 +21,11 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 class Interrupts:
-    """The SIGINT handler during a change or a patch. It calls the previous handler, now or later.
-
-    `deferrals` counts the open blocks that defer signals, `shields` those whose exit must not be
-    interrupted. Python runs handlers only in the main thread, so other threads are not counted.
-    """
+    """The SIGINT handler during a change or a patch. It calls the previous one, now or later."""
 
     def __init__(self) -> None:
+        # Open blocks that defer signals, or whose exit must not be interrupted. Only of the main
+        # thread, in which Python runs handlers.
         self.deferrals = self.shields = 0
         self.pending = False
         self.handler: Handler | None = None
@@ -59,18 +57,14 @@ class Interrupts:
             signal.signal(signal.SIGINT, self.handler)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        if self.deferrals or _is_closing(frame):
+        running = frame
+        while running is not None and running.f_code is not Shielded.__exit__.__code__:
+            running = running.f_back
+        if self.deferrals or running is not None:  # a shielded block exits: from its first instruction on
             self.pending = True
         elif self.handler is not None:
             self.restore()
             self.handler(number, frame)
-
-
-def _is_closing(frame: FrameType | None) -> bool:
-    """Whether a shielded block is exiting, from the first instruction of `__exit__` on."""
-    while frame is not None and frame.f_code is not Shielded.__exit__.__code__:
-        frame = frame.f_back
-    return frame is not None
 
 
 INTERRUPTS = Interrupts()

@@ -17,9 +17,15 @@ class LayerGraph:
 
     def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
         self.graph, self.root = graph, root
+        self._modules: dict[str, nn.Module] = {}
 
     def module(self, node: fx.Node) -> nn.Module | None:
-        return self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if node.op != "call_module":
+            return None
+        name = str(node.target)
+        if name not in self._modules:
+            self._modules[name] = self.root.get_submodule(name)
+        return self._modules[name]
 
     def op(self, node: fx.Node) -> Op:
         if (module := self.module(node)) is None:

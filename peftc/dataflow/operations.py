@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from enum import Enum, auto
+from functools import cache
 
 import torch
 from torch import fx, nn
@@ -123,8 +124,12 @@ def name_of(node: fx.Node) -> str:
     """What PyTorch calls an operation: `add` for `a + b` and `a.add_(b)`, `T` for `x.T`."""
     if node.op not in ("call_function", "call_method"):
         return ""
-    name = str(node.args[1]) if node.target is getattr else str(getattr(node.target, "__name__", node.target))
-    name = name.removeprefix("fft_")
+    return _plain_name(node.args[1] if node.target is getattr else node.target)
+
+
+@cache
+def _plain_name(target: object) -> str:
+    name = str(getattr(target, "__name__", target)).removeprefix("fft_")
     return name if name.endswith("__") else name.removesuffix("_")
 
 
@@ -159,9 +164,13 @@ def is_size(node: fx.Node) -> bool:
 
 def is_in_place(node: fx.Node) -> bool:
     """Whether the spelling of an operation says that it writes into its first operand."""
-    name = str(getattr(node.target, "__name__", node.target))
-    spelled = name == "setitem" or node.target in AUGMENTED or (name.endswith("_") and not name.endswith("__"))
-    return node.op in ("call_function", "call_method") and spelled
+    return node.op in ("call_function", "call_method") and _writes_first(node.target)
+
+
+@cache
+def _writes_first(target: object) -> bool:
+    name = str(getattr(target, "__name__", target))
+    return name == "setitem" or target in AUGMENTED or (name.endswith("_") and not name.endswith("__"))
 
 
 def has_side_effects(node: fx.Node) -> bool:

@@ -1,11 +1,14 @@
-"""Suggestions for misspelled names, and lists of names in messages."""
+"""Suggestions for misspelled names, lists of names, and other common parts of messages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import islice
+
+from peftc.diagnostics.diagnostic import Diagnostic
 
 # Names of this language, and their synonyms in papers, Hugging Face and other libraries.
 _SYNONYMS = {
@@ -45,6 +48,7 @@ ALIASES: Mapping[str, str] = {alias: name for name, aliases in _SYNONYMS.items()
 # A search takes longer for longer and for more names, which may be untrusted.
 _MAX_LENGTH = 80
 _MAX_NAMES = 200
+FEW_NAMES = 4
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -77,3 +81,22 @@ def join_names(names: Iterable[str], last: str = "and") -> str:
     if len(quoted) > _MAX_NAMES:
         quoted = [*quoted[:_MAX_NAMES], f"{len(quoted) - _MAX_NAMES:,} more"]
     return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} {last} {quoted[-1]}" if quoted else "none"
+
+
+def plural(number: int, noun: str) -> str:
+    """`1 site`, `2 sites`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def first_names(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    if len(names) <= FEW_NAMES:
+        return join_names(names)
+    return f"{', '.join(f'`{name}`' for name in names[:FEW_NAMES])} and {len(names) - FEW_NAMES} more"
+
+
+def for_sites(diagnostics: Iterable[Diagnostic], of: str = "") -> Diagnostic:
+    """One message for what is wrong at many sites: the first, with how many more there are."""
+    first, *others = diagnostics
+    note = f"the same at {plural(len(others), 'more site')}{of}"
+    return replace(first, notes=(*first.notes, note)) if others else first

@@ -1,12 +1,13 @@
 """Answers data-dependent questions of code that runs on fake tensors.
 
-A mixture of experts asks which experts were hit, a mask whether it masks anything, packed inputs
-how long each piece is. In a sample forward only shapes matter, so any answer will do.
+A mixture of experts asks which experts were hit, packed inputs how long each piece is. In a sample
+forward only shapes matter, so any answer will do. But small values that depend on no weight or
+activation, such as grids of patches, answer for themselves: their data is kept beside the fake
+tensors, and each operation on these is repeated on the data.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Generator
@@ -14,16 +15,84 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
+)
 from torch.utils._pytree import tree_map
 
 from peftc.concurrency.interrupts import shielded
-from peftc.fakes.constant_propagation import ConstantPropagation, fake_constant
 from peftc.fakes.tensors import tensors_in
 
 aten = torch.ops.aten
+LARGEST = 1 << 20  # elements of a constant
+_KEY = "peftc_constant"
+
+
+def constant_of(value: Any) -> Any:
+    """The data of a constant tensor, or None. A tensor that is not fake is its own constant."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    if not isinstance(value, FakeTensor):
+        return value if value.numel() <= LARGEST and not value.is_meta else None
+    return vars(value).get(_KEY)
+
+
+def fake_constant(data: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    fake = mode.from_tensor(data)
+    vars(fake)[_KEY] = data
+    return fake
+
+
+class ConstantPropagation:
+    """The constants of one forward."""
+
+    def __init__(self) -> None:
+        # Something unknown was written into them. Kept, so that no other tensor gets their memory.
+        self.overwritten: list[torch.Tensor] = []
+
+    def of(self, value: Any) -> Any:
+        data = constant_of(value)
+        return None if data is None or memory_id(data) in map(memory_id, self.overwritten) else data
+
+    def all(self, args: Any) -> bool:
+        return all(self.of(t) is not None for t in tensors_in(args))
+
+    def compute(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The operation on the data of constants, on the CPU."""
+        kwargs = {name: torch.device("cpu") if name == "device" and v is not None else v for name, v in kwargs.items()}
+        args, kwargs = tree_map(lambda v: self.of(v) if isinstance(v, torch.Tensor) else v, (args, kwargs))
+        with _disable_current_modes(), torch.no_grad():
+            return func(*args, **kwargs)
+
+    def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Keeps the data of an operation's results, or notes which constants it overwrites."""
+        if any(isinstance(a, FakeTensor) and _KEY not in vars(a) for a in args) and not func._schema.is_mutable:
+            return  # the quick way out for nearly every operation
+        results = list(tensors_in(out))
+        if not results or torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._schema.name:
+            return
+        if not self.all((args, kwargs)):
+            if func._schema.is_mutable:
+                self.overwritten += [data for t in tensors_in(args) if (data := self.of(t)) is not None]
+            return
+        if any(t.numel() > LARGEST or not isinstance(t, FakeTensor) for t in results):
+            return
+        data = list(tensors_in(self.compute(func, args, kwargs)))
+        if len(data) == len(results):
+            for fake, value in zip(results, data, strict=True):
+                vars(fake)[_KEY] = value
+
+
+def memory_id(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 @shielded
@@ -33,22 +102,24 @@ def fake_data_answers() -> Generator[None]:
     Constants answer for themselves. Else a number is 1, a truth value is True, a selection is one
     element.
     """
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # it repeats what exceptions say
-    disabled, log.disabled = log.disabled, True
-    try:
-        with _DataAnswers(), _ScalarAnswers(), _answers(True), fake_tensor_patches():
-            yield
-    finally:
-        log.disabled = disabled
-
-
-def no_data_answers() -> contextlib.AbstractContextManager[None]:
-    """Inside the block, data questions raise, even within `fake_data_answers`."""
-    return _answers(False)
+    with fake_tensor_errors_unlogged(), _DataAnswers(), _ScalarAnswers(), data_answers(True), fake_tensor_patches():
+        yield
 
 
 @shielded
-def _answers(enabled: bool) -> Generator[None]:
+def fake_tensor_errors_unlogged() -> Generator[None]:
+    """Inside the block, torch does not log operations on fake tensors that fail."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # it repeats what exceptions say
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+@shielded
+def data_answers(enabled: bool) -> Generator[None]:
+    """Inside the block, data questions have answers, or raise, even within `fake_data_answers`."""
     before, _thread.answers = _thread.answers, enabled
     try:
         yield
@@ -72,9 +143,8 @@ _original_to: Any = nn.Module.to
 def fake_tensor_patches() -> Generator[None]:
     """Inside the block, modules of fake tensors can run, by two patches for this thread.
 
-    `.to(dtype)` is a no-op if the dtype already matches, since parameters without data cannot be
-    replaced. Transformer modules of torch call their children instead of a fused kernel, and make
-    no nested tensors.
+    `.to(dtype)` is a no-op if the dtype matches: parameters without data cannot be replaced.
+    Transformer modules of torch call their children, no fused kernel, and nest no tensors.
     """
     global _patches, _original_to
     module = cast("Any", nn.Module)

@@ -35,10 +35,7 @@ def new_mode() -> FakeTensorMode:
 
 
 def fake_mode(model: nn.Module) -> FakeTensorMode:
-    """The mode of a skeleton: enter it to call the skeleton.
-
-    Raises: ValueError if the model holds no fake tensor.
-    """
+    """The mode of a skeleton: enter it to call that. Raises: ValueError for other models."""
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, FakeTensor):
             return tensor.fake_mode
@@ -53,10 +50,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def as_fake(
     tensor: torch.Tensor, mode: FakeTensorMode, widen: bool = False, device: torch.device | None = None
 ) -> torch.Tensor:
-    """A fake tensor or parameter of the same shape, strides, dtype, device and `requires_grad`.
+    """A fake tensor or parameter of the same layout and `requires_grad`; of meta tensors on CPU.
 
-    Call it outside of modes. A meta tensor becomes a fake tensor on the CPU.
-    Args: `widen`: float32 instead of half precision. `device`: instead of the tensor's own.
+    Call it outside of modes. `widen`: float32 instead of half precision.
     """
     if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
         return tensor
@@ -75,11 +71,8 @@ def as_fake(
 def fake_copy(value: T, mode: FakeTensorMode | None = None, *, widen: bool = False, whole: bool = False) -> T:
     """A deep copy of a model, a cache or arguments in which every tensor is fake.
 
-    The copy keeps ties, training flags and `requires_grad`. It has no hooks, and the `forward` of
-    its class instead of one assigned to the instance. No data is read, so the size of tensors
-    costs nothing.
-    Args: `whole`: `value` is a whole model; if accelerate has dispatched it, the copy is on the
-        CPU.
+    It keeps ties, training flags and `requires_grad`, and has neither hooks nor assigned forwards.
+    `whole`: of a whole model; if accelerate has dispatched it, the copy is on the CPU.
     """
     mode = mode or new_mode()
     with _disable_current_modes():  # an active mode would intercept every tensor that is made
@@ -122,7 +115,9 @@ def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """`copy.deepcopy(module, memo)` in a tenth of the time for most modules."""
     if id(module) in memo:
         return memo[id(module)]
-    cls = _without_fsdp(type(module))
+    # FSDP2 puts a class in front, which refuses to be copied.
+    sharded: type | tuple[()] = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    cls: type[nn.Module] = next(c for c in type(module).__mro__ if not issubclass(c, sharded))
     generated = hasattr(cls, "_peftc_kind") or hasattr(cls, "_peftc_over")  # have copy methods that are not needed here
     special = not generated and any(getattr(cls, n, None) is not getattr(nn.Module, n, None) for n in _COPY_METHODS)
     if special and cls is type(module):
@@ -134,13 +129,6 @@ def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     own = {name: value for name, value in attributes.items() if not name.startswith("__composable_api")}
     vars(new).update((name, _copy_attribute(value, memo)) for name, value in own.items())
     return new
-
-
-def _without_fsdp(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class without the one that FSDP2 puts in front of it, which refuses to be copied."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    sharded: type | tuple[()] = getattr(fsdp, "FSDPModule", ())
-    return next(c for c in cls.__mro__ if not issubclass(c, sharded))
 
 
 def _copy_attribute(value: Any, memo: dict[int, Any]) -> Any:

@@ -30,11 +30,9 @@ def read_regular(path: str | PathLike[str], limit: int) -> bytes:
 
 
 def open_regular(path: str | PathLike[str], limit: int) -> BufferedReader:
-    """Opens a regular file. Nothing else is opened, so that no read can block.
+    """Opens a regular file of at most `limit` bytes, and nothing else: no read can block.
 
-    Args: `limit`: bytes.
-    Raises: P026 for a directory, a pipe, a socket, a device or an invalid path; P027 for a larger
-        file; OSError.
+    Raises: P026 for any other kind of file or an invalid path, P027 for a larger file, OSError.
     """
     check_path(path)
     check_regular(path, os.stat(path))

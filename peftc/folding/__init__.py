@@ -1,7 +1,6 @@
 """Folding edits into what the base has: weights, the width of a feed-forward network, caches."""
 
-from peftc.folding.caches import State
-from peftc.folding.dispatch import fold
+from peftc.folding.dispatch import State, fold
 from peftc.folding.report import FoldReport
 
 __all__ = ["FoldReport", "State", "fold"]

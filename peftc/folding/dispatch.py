@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, overload
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast, overload
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.folding.caches import State, fold_into_state
 from peftc.folding.ffn_width import fold_and_widen
 from peftc.folding.report import FoldReport
-from peftc.folding.weights import Folding
+from peftc.folding.weights import NOT_SELECTED, Folding
+from peftc.forms.module import Pair
+from peftc.forms.shapes import KeyValue
+from peftc.planning import ir
+from peftc.rewriting.prompts import is_prompt, selects_positions
+from peftc.runtime.positions import starts_of
+from peftc.runtime.prompts import insert_rows
+from peftc.tracing.module_calls import forward_signature
+
+PAST, MASK, POSITIONS, EMBEDS = "past_key_values", "attention_mask", "position_ids", "inputs_embeds"
+USE = "use_cache"
 
 
 @overload
@@ -89,3 +101,147 @@ def fold(
     if widen:
         return fold_and_widen(model, only, name, sample, dequantize)
     return Folding(model, only, name, sample, dequantize).run()
+
+
+@dataclass
+class State:
+    """Takes the place of an edit that adds keys and values, or tokens.
+
+    Attributes:
+        model: the model, now without the edit.
+        folded: the name of the edit.
+        refused: the edits that stay, with the reasons.
+        seed: keys and values of each layer, for a prefix.
+        tokens: embedded tokens, for a prompt.
+
+    Shapes:
+        seed: (kv_heads, len, d_head), keys and values of each layer
+        tokens: (len, d)
+    """
+
+    model: nn.Module
+    folded: tuple[str, ...]
+    refused: dict[str, str]
+    seed: list[Pair] = field(default_factory=list[Pair])
+    tokens: Tensor | None = None
+
+    def cache(self, batch: int) -> Cache:
+        """A new cache that begins with the seed.
+
+        Args:
+            batch: rows of the batch times beams.
+        """
+        cache = DynamicCache(config=cast(Any, self.model).config)
+        for layer, pair in enumerate(self.seed):
+            key, value = (part.unsqueeze(0).repeat(batch, 1, 1, 1) for part in pair)
+            cache.update(key, value, layer)
+        return cache
+
+    def inputs(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, beams: int = 1) -> dict[str, Any]:
+        """Arguments of `generate`, or of one forward, that stand in for the edit.
+
+        A cache is used up by one call: call this again for the next. With a prompt, `generate`
+        receives embeddings, so it returns only the new tokens, and a forward returns the rows of
+        the prompt, too. A seed sets `use_cache`, whatever the configuration says: without it,
+        transformers would put all tokens into the cache again at each step.
+
+        Args:
+            input_ids: the tokens.
+            attention_mask: 0 for padding; by default there is none.
+            beams: of `generate`, as `num_beams`.
+
+        Shapes:
+            input_ids, attention_mask: (batch, tokens)
+        """
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if self.tokens is not None:
+            table: Any = cast(Any, self.model).get_input_embeddings()
+            embedded = table(input_ids)
+            starts, ones = starts_of(mask), mask.new_ones(len(self.tokens))
+            rows = self.tokens.to(embedded.dtype)
+            return {EMBEDS: insert_rows(rows, embedded, starts), MASK: insert_rows(ones, mask, starts)}
+        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        longer = torch.cat([mask.new_ones(len(mask), self.seed[0][0].shape[1]), mask], 1)
+        cache = self.cache(len(input_ids) * beams)
+        return {"input_ids": input_ids, MASK: longer, POSITIONS: positions, USE: True, PAST: cache}
+
+
+def fold_into_state(
+    model: nn.Module, only: Iterable[str] | None, name: str | None, sample: Mapping[str, Any] | None
+) -> State:
+    """Takes prefixes and prompts out of a model and returns them as a state.
+
+    A seed has the same number of keys in every layer, since the model asks its cache once how many
+    tokens it has seen. Positions are computed here, so that the tokens keep theirs. Raises: P538.
+    """
+    folding = Folding(model, only, name, sample)
+    selected = {edit: sites for edit, sites in folding.places.items() if edit not in folding.others}
+    reasons = {edit: reason for edit, sites in selected.items() if (reason := refusal(sites, folding)) is not None}
+    edits = [edit for edit in selected if edit not in reasons]
+    if not edits:
+        notes = tuple(f"`{edit}`: {reason}" for edit, reason in reasons.items())
+        raise PeftcError(Diagnostic("P538", "no edit of the model is a state", notes=notes))
+    edit, *others = edits
+    reasons |= dict.fromkeys(others, f"`{edit}` is the state already")
+    refused = {e: reasons.get(e, NOT_SELECTED) for e in folding.names if e != edit}
+    sites, state = selected[edit], State(model, (edit,), refused)
+    with torch.no_grad():
+        if is_prompt(sites[0]):
+            like = next(model.get_submodule(sites[0].site.module).parameters())
+            state.tokens = torch.cat(_rows(sites[0], folding, like)).detach().clone()
+        else:
+            state.seed = _seed(sites, folding)
+    folding.commit([edit], into_weights=False)
+    return state
+
+
+def refusal(sites: list[ir.SiteEdit], folding: Folding) -> str | None:
+    """Why an edit is no state; None where it is one."""
+    for one in sites:
+        *rows, own = value.parts if isinstance((value := one.assigns[0].value), ir.Concat) else (value,)
+        is_trained = all(isinstance(row, ir.FormCall) and row.input is None for row in rows)
+        if len(one.assigns) != 1 or not rows or not isinstance(own, ir.Read) or not is_trained:
+            return "it does more than to put trained rows before `kv`, or before the tokens"
+        if any(instance.tasks for instance in one.instances):
+            return "it has parameters for each task"
+    counting = next((p.edit for p in folding.record.site_edits if any(map(selects_positions, p.instances))), None)
+    if counting is not None:
+        return f"`{counting}` counts the tokens before those of the input, too"
+    config = getattr(folding.model, "config", None)
+    if is_prompt(sites[0]):
+        return None if len(sites) == 1 else "it stands before the tokens of two stacks"
+    if getattr(config, "is_encoder_decoder", False):
+        return "the caches of an encoder-decoder model are made by its own code"
+    # the sites of all layers, in the order in which a cache numbers them
+    numbers: list[Any] = [getattr(folding.model.get_submodule(p.site.module), "layer_idx", None) for p in sites]
+    count: int = getattr(config, "num_hidden_layers", 0)
+    all_layers = POSITIONS in forward_signature(folding.model).parameters and numbers == list(range(count))
+    if any(one.site.group.rpartition(".")[2] != "self" for one in sites) or not all_layers:
+        return "not every layer has one such prefix, in a cache"
+    lengths = {sum(int(cast(int, instance.args["len"])) for instance in one.instances) for one in sites}
+    if len(lengths) > 1:
+        return f"layers have prefixes of different lengths ({', '.join(map(str, sorted(lengths)))})"
+    cache: Any = DynamicCache(config=config)
+    if any(layer.is_sliding for layer in cache.layers) or getattr(config, "alibi", False):
+        return "the model forgets, or weighs, keys by their distance, and a prefix has none"
+    return None
+
+
+def _rows(site_edit: ir.SiteEdit, folding: Folding, like: Tensor) -> list[Any]:
+    """The rows of the forms, in the order of the equation."""
+    value = site_edit.assigns[0].value
+    assert isinstance(value, ir.Concat)
+    modules = folding.modules(site_edit)
+    return [modules[part.instance.key](like) for part in value.parts if isinstance(part, ir.FormCall)]
+
+
+def _seed(sites: list[ir.SiteEdit], folding: Folding) -> list[Pair]:
+    pairs: list[Pair] = []
+    for one in sites:
+        shape = one.assigns[0].value.shape
+        assert isinstance(shape, KeyValue)
+        weight = next(folding.model.get_submodule(one.site.module).parameters())
+        prefixes: list[Pair] = _rows(one, folding, weight.new_empty(1, shape.kv_heads, 1, shape.d_head))
+        key, value = (torch.cat([pair[i][0] for pair in prefixes], 1).detach().clone() for i in (0, 1))
+        pairs.append((key, value))
+    return pairs

@@ -1,13 +1,11 @@
-"""Folds parallel bottlenecks by widening ffns: W_down (act(W_up x) ⊕ act(D x)) has the units of
-both side by side.
-"""
+"""Folds bottlenecks by widening ffns: W_down (act(W_up x) ⊕ act(D x)) has the units of both."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -15,26 +13,26 @@ import torch
 from torch import Tensor, fx, nn
 from transformers import PretrainedConfig
 
-from peftc.adapters.weight_access import dtype_name
-from peftc.addressing.parameter_ranges import parameter_name
-from peftc.addressing.sites import Site
-from peftc.folding.affine_values import sum_dtype
-from peftc.folding.bottlenecks import NotWider, bottleneck_of, factor_of, is_sum
-from peftc.folding.module_folds import rounded
+from peftc.adapters.base import dtype_name
+from peftc.addressing.sites import Site, parameter_name
+from peftc.folding.module_folds import rounded, sum_dtype
 from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.folding.weights import Folding, listed_names
 from peftc.forms.adapter_module import ACTIVATION
+from peftc.forms.module import FormModule
 from peftc.forms.shapes import Weight
 from peftc.installation.journal import Journal, transaction
 from peftc.installation.record import installation_of, is_installed
-from peftc.planning.foldability.target import is_linear
-from peftc.planning.ir import SiteEdit
+from peftc.planning.foldability.affine import is_linear
+from peftc.planning.foldability.check import is_number
+from peftc.planning.ir import Arithmetic, Constant, FormCall, Read, SiteEdit, Term
 from peftc.recognition.layers import LayerType
-from peftc.rewriting.container import CONTAINER, SHARED
+from peftc.rewriting.edits import CONTAINER, SHARED
 from peftc.runtime.parameters import dense
 
 GRID = torch.linspace(-8, 8, 161, dtype=torch.float64)  # where activations are compared
 CLOSE = 1e-12
+Bottleneck = tuple[FormCall, tuple[tuple[str, Term], ...]]  # a form, and its factors with their operators
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,11 +49,7 @@ class HiddenUnits:
 
 
 def fold_and_widen(
-    model: nn.Module,
-    only: Iterable[str] | None,
-    name: str | None,
-    sample: Mapping[str, Any] | None,
-    dequantize: bool,
+    model: nn.Module, only: Iterable[str] | None, name: str | None, sample: Mapping[str, Any] | None, dequantize: bool
 ) -> FoldReport:
     """Folds, widens, and folds what could not be folded before, in one transaction."""
     names = None if only is None else listed_names(only)
@@ -104,12 +98,12 @@ class Widening(Folding):
         changes = {name: tuple(c for ffn in ffns for c in ffn.changes if name in c.edits) for name in units}
         return tuple(Folded(name, changes[name]) for name in units), reasons
 
-    # What can be ----------------------------------------------------------------------------------
-
     def units(self, site_edit: SiteEdit) -> HiddenUnits:
         """The units that an edit has at a site. Raises: NotWider."""
         site = site_edit.site
-        form, factors = bottleneck_of(site_edit)
+        if (parts := bottleneck_of(site_edit)) is None:
+            raise NotWider("it is not a sum of `h` and a bottleneck of `x`")
+        form, factors = parts
         up, down, hidden = (self.sites.get(f"{site.path}.{name}") for name in ("up", "down", "hidden"))
         if up is None or down is None or hidden is None or f"{site.path}.gate" in self.sites:
             raise NotWider(f"`{site.path}` is not two Linears with an activation between them")
@@ -140,7 +134,7 @@ class Widening(Folding):
         for other in self.record.site_edits:
             inside = other.site.path.startswith(f"{path}.") and not other.site.path.endswith((".norm", ".add"))
             before = other.site.path == path and order.index(other.edit) < order.index(site_edit.edit)
-            if inside or (before and any(a.state == "h" for a in other.assigns) and not is_sum(other)):
+            if inside or (before and any(a.state == "h" for a in other.assigns) and bottleneck_of(other) is None):
                 raise NotWider(f"`{other.edit}` at `{other.site.path}` stays")
         table = self.analysis.table
         for site in (up, down):
@@ -166,9 +160,7 @@ class Widening(Folding):
         _, _, start, end = nodes
         assert start is not None
         assert end is not None
-        return lambda grid: ActivationFunction(layer_type, start, grid).value(end)
-
-    # Writing --------------------------------------------------------------------------------------
+        return lambda grid: ActivationFunction(layer_type, {start: grid}).value(end)
 
     def replace(self, edits: Collection[str], ffns: Collection[WiderFfn]) -> None:
         """Puts the wider weights in place and takes the edits out, in one transaction."""
@@ -244,16 +236,12 @@ class WiderFfn:
 
 @dataclass(eq=False)
 class ActivationFunction:
-    """Evaluates a layer's graph from one node on. Raises: NotWider where anything else is read."""
+    """Evaluates a layer's graph from known values. Raises: NotWider where anything else is read."""
 
     layer_type: LayerType
-    start: fx.Node
-    grid: Tensor
-    known: dict[fx.Node, Tensor] = field(default_factory=dict[fx.Node, Tensor])
+    known: dict[fx.Node, Any]
 
     def value(self, node: fx.Node) -> Any:
-        if node is self.start:
-            return self.grid
         if node not in self.known:
             self.known[node] = self.evaluate(node)
         return self.known[node]
@@ -286,11 +274,9 @@ def width_of(site: Site) -> int:
 
 
 def wider_config(model: nn.Module, widths: Collection[tuple[int, int]]) -> dict[str, int]:
-    """The keys of the configuration that take the new width, so that the model can be saved and
-    loaded.
+    """The keys of the configuration that take the new width, to save and load the model.
 
-    None, where widths differ between ffns, or a model built from the new configuration has other
-    shapes.
+    None if widths differ between ffns, or a model of the new configuration has other shapes.
     """
     config = getattr(model, "config", None)
     if len(widths) != 1 or not isinstance(config, PretrainedConfig):
@@ -308,3 +294,47 @@ def wider_config(model: nn.Module, widths: Collection[tuple[int, int]]) -> dict[
     ours = {CONTAINER, SHARED}
     own = ((name, p) for name, p in model.named_parameters() if ours.isdisjoint(name.split(".")))
     return dict.fromkeys(names, new) if all(shapes.get(name) == p.shape for name, p in own) else {}
+
+
+@dataclass(eq=False)
+class NotWider(Exception):
+    reason: str  # why an edit is no bottleneck, or its ffn cannot be widened
+
+
+def bottleneck_of(site_edit: SiteEdit) -> Bottleneck | None:
+    """The bottleneck of `h += factors * form(x)`, independent of h: such edits commute."""
+    is_ffn = site_edit.site.steps[-1][0] == "ffn" and not site_edit.lets
+    if is_ffn and [assign.state for assign in site_edit.assigns] == ["h"]:
+        match site_edit.assigns[0].value:
+            case Arithmetic("+", Read("h"), other) | Arithmetic("+", other, Read("h")) if bottleneck := product(other):
+                return bottleneck
+            case _:
+                pass
+    return None
+
+
+def product(term: Term) -> Bottleneck | None:
+    match term:
+        case FormCall(input=Read(state="x")) if not term.instance.tasks:
+            return term, ()
+        case Arithmetic(op="*", left=left, right=right):
+            for one, other in ((left, right), (right, left)):
+                if is_number(other) and (inner := product(one)) is not None:
+                    return inner[0], (*inner[1], ("*", other))
+        case Arithmetic(op="/", left=left, right=right) if is_number(right) and (inner := product(left)) is not None:
+            return inner[0], (*inner[1], ("/", right))
+        case _:
+            pass
+    return None
+
+
+def factor_of(factors: Collection[tuple[str, Term]], modules: Mapping[str, FormModule]) -> Tensor:
+    scale = torch.ones((), dtype=torch.float64)
+    for op, term in factors:
+        if isinstance(term, Constant):
+            value = torch.tensor(term.value, dtype=torch.float64)
+        else:
+            assert isinstance(term, FormCall)
+            value = modules[term.instance.key](scale).detach().squeeze()
+        scale = scale * value if op == "*" else scale / value
+    return scale

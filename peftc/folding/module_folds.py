@@ -1,23 +1,27 @@
-"""All folds into the parameters of one module, in the order of the edits."""
+"""Folds edits into the parameters of a module: an interpreter of equations over affine values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from peftc.adapters.weight_access import dtype_name
+from peftc.adapters.base import dtype_name
 from peftc.addressing.sites import WeightRef
+from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.folding.affine_values import Refusal, fold_terms, sum_dtype
 from peftc.folding.report import Change
-from peftc.forms.module import FormModule
-from peftc.planning.foldability.target import FoldTarget
-from peftc.planning.ir import SiteEdit
+from peftc.forms.affine_module import Affine
+from peftc.forms.module import FormModule, has_values
+from peftc.planning.foldability.affine import FoldTarget, NotAffine, Side, is_linear, show_term
+from peftc.planning.ir import ARITHMETIC, Arithmetic, Constant, FormCall, Read, SiteEdit, Term, subterms
 from peftc.rewriting.node_builder import row_arguments
 from peftc.runtime.parameters import blocks_of, dense, stacked_slice
+
+Value = Affine | Tensor  # a Tensor is constant: a number, a vector (d_out,), or a weight in equations of w
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,14 +43,11 @@ class CannotFold(Exception):
 
 
 def combine(model: nn.Module, module: str, folds: Sequence[Fold]) -> dict[str, tuple[Tensor, Change]]:
-    """The parameters of `module` after all folds into it, by dotted name, in their dtypes and
-    layouts. Nothing of the model changes.
+    """The parameters of `module` after all folds into it, by dotted name. Nothing is written.
 
     w and b first, as when the model runs; then what is done to the output; what is done to the
-    input last and backwards, since W (E2 (E1 x)) = ((W E2) E1) x. Sums are in float32 (float64
-    where the weight is) until the end.
-    Raises: P530 where an entry is NaN or infinite. CannotFold where a bias is needed and the module
-    has no place for it.
+    input last and backwards, since W (E2 (E1 x)) = ((W E2) E1) x. Sums are in float32 (float64).
+    Raises: P530 (NaN or infinite entries), CannotFold (the module has no place for a bias).
     """
     parameters = UnroundedParameters(model, module)
     ordered = sorted(folds, key=lambda fold: fold.position)
@@ -98,7 +99,7 @@ class UnroundedParameters:
 
     def create_bias(self, fold: Fold) -> WeightRef:
         module, weight = self.model.get_submodule(self.module), fold.target.weight
-        if not is_linear(module) or weight is None:
+        if not is_linear_module(module) or weight is None:
             reason = f"`{self.module}` has no bias to hold a constant, and a {type(module).__name__} takes none"
             raise CannotFold(fold.site_edit.edit, reason)
         self.values["bias"] = self.values["weight"].new_zeros(self.values["weight"].shape[0])
@@ -117,8 +118,7 @@ class UnroundedParameters:
             changed = entries if new.dtype == value.dtype else int(torch.count_nonzero(value != before.to(value.dtype)))
             if changed or created:
                 survived = entries / changed if changed else 1.0
-                dtype = dtype_name(like)
-                yield name, (new, Change(name, new.numel(), entries, survived, dtype, created, edits))
+                yield name, (new, Change(name, new.numel(), entries, survived, dtype_name(like), created, edits))
 
 
 def rounded(name: str, value: Tensor, dtype: torch.dtype, edits: tuple[str, ...]) -> Tensor:
@@ -131,7 +131,7 @@ def rounded(name: str, value: Tensor, dtype: torch.dtype, edits: tuple[str, ...]
     return new
 
 
-def is_linear(module: nn.Module) -> bool:
+def is_linear_module(module: nn.Module) -> bool:
     """An nn.Linear that computes as one, whatever edits did to its class."""
     generated = getattr(type(module), "_peftc_kind", None)
     base: type[nn.Module] = type(module) if generated is None else generated.base
@@ -158,3 +158,142 @@ def _apply(fold: Fold, parameters: UnroundedParameters, side: str) -> None:
         parameters.write(target.weight, folded[0])
     if folded[1] is not None:
         parameters.write(bias or parameters.create_bias(fold), folded[1])
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why nothing was folded."""
+
+    reason: str
+
+
+def fold_terms(
+    site_edit: SiteEdit, modules: Mapping[str, FormModule], weight: Tensor, bias: Tensor | None, side: Side
+) -> tuple[Tensor, Tensor | None] | Refusal:
+    """W' and b' in float32 (float64): the Linear alone computes what the edit at it computed.
+
+    Equations of w and b come first, as they do when the model runs; then those of h (or z).
+    Shapes: weight (out, in), as `nn.Linear` has it, or (d,) of a norm; bias (out,).
+    Args: `modules`: by `FormInstance.key`. `side`: that of the `FoldTarget`.
+    """
+    own = [weight] if bias is None else [weight, bias]
+    forms = [one for module in modules.values() for one in (module, module.owner_module) if one is not None]
+    trained = [t for form in forms for t in (*form.parameters(), *form.buffers()) if t.is_floating_point()]
+    if not all(map(has_values, (*own, *trained))):
+        return Refusal("the weights are not loaded")
+    if not all(tensor.is_floating_point() for tensor in own):
+        return Refusal("the weight is quantised")
+    dtype = sum_dtype(weight.dtype)
+    try:
+        with torch.no_grad(), eval_mode(modules.values()):
+            w, b = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
+            return _fold(site_edit, modules, w, b, side)
+    except NotAffine as error:
+        return Refusal(error.reason)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@shielded
+def eval_mode(modules: Iterable[FormModule]) -> Generator[None]:
+    inner = [one for module in modules for one in module.modules()]
+    flags = [one.training for one in inner]
+    for one in inner:
+        one.training = False
+    try:
+        yield
+    finally:
+        for one, flag in zip(inner, flags, strict=True):
+            one.training = flag
+
+
+@dataclass
+class Interpreter:
+    """Values of terms, each evaluated once. `states` are the present values."""
+
+    modules: Mapping[str, FormModule]
+    like: Tensor  # the dtype and the device for forms without an input
+    states: dict[str, Value]
+    known: dict[int, Value] = field(default_factory=dict[int, Value])
+
+    def run(self, site_edit: SiteEdit, states: Collection[str]) -> None:
+        """The equations of some states, in order; what `let` binds is computed where it stands."""
+        for i, assign in enumerate(site_edit.assigns):
+            for _, term in (let for let in site_edit.lets if let[0] == i):
+                if reads(term) <= self.states.keys():
+                    self.value(term)
+            if assign.state in states:
+                self.states[assign.state] = self.value(assign.value)
+
+    def value(self, term: Term) -> Value:
+        if id(term) not in self.known:
+            self.known[id(term)] = self._value(term)
+        return self.known[id(term)]
+
+    def _value(self, term: Term) -> Value:
+        match term:
+            case Constant(value=number):
+                return self.like.new_tensor(number)
+            case Read(state=state):
+                if state in self.states:
+                    return self.states[state]
+                raise NotAffine(f"`{state}` is not what the Linear reads", term)
+            case FormCall(instance=instance, input=source):
+                value = self.like if source is None else self.value(source)
+                if isinstance(value, Affine) and (reason := instance.form.affine(instance.args)) is not None:
+                    raise NotAffine(f"`{show_term(term)}`: {reason}", term)
+                module = self.modules[instance.key]
+                return module.fold(value) if isinstance(value, Affine) else module(value)
+            case Arithmetic(left=left, right=right):
+                return arithmetic(term, self.value(left), self.value(right))
+            case _:
+                raise NotAffine(f"`{show_term(term)}` is not affine", term)
+
+
+def reads(term: Term) -> set[str]:
+    return {part.state for part in subterms(term) if isinstance(part, Read)}
+
+
+def arithmetic(term: Arithmetic, left: Value, right: Value) -> Value:
+    """left op right, for affine values and constants."""
+    match term.op, left, right:
+        case "+" | "-", Affine(), Affine():
+            return left.plus(right if term.op == "+" else right.scaled(-1.0))
+        case "+" | "-", Affine(), Tensor():
+            return left.shifted(right if term.op == "+" else -right)
+        case "+" | "-", Tensor(), Affine():
+            return (right if term.op == "+" else right.scaled(-1.0)).shifted(left)
+        case ("*", Affine() as value, Tensor() as factor) | ("*", Tensor() as factor, Affine() as value):
+            return value.scaled(factor)
+        case "/", Affine(), Tensor():
+            return left.scaled(1.0 / right)
+        case op, Tensor(), Tensor():
+            return ARITHMETIC[op](left, right)
+        case _:
+            raise NotAffine(f"`{show_term(term)}` is not affine in the input", term)
+
+
+def _fold(
+    site_edit: SiteEdit, modules: Mapping[str, FormModule], weight: Tensor, bias: Tensor | None, side: Side
+) -> tuple[Tensor, Tensor | None]:
+    like = weight.new_empty((1, 1, 1))
+    weights = Interpreter(modules, like, {"w": weight} if bias is None else {"w": weight, "b": bias})
+    weights.run(site_edit, ("w", "b"))
+    weight, bias = cast(Tensor, weights.states["w"]), cast(Tensor | None, weights.states.get("b"))
+    if side == "weight":
+        return weight, bias
+    states: dict[str, Value] = {"x": Affine.identity(weight.shape[1], weight.dtype, weight.device)}
+    if side == "input":
+        states = {"h": states["x"], "z": states["x"]}
+    else:  # a sub-layer's x is not its Linear's
+        states = {"h": Affine.linear(weight, bias)} | (states if is_linear(site_edit.site) else {})
+    hidden = Interpreter(modules, like, states)
+    hidden.run(site_edit, ("h", "z"))
+    state = "h" if any(assign.state == "h" for assign in site_edit.assigns) else "z"
+    value = hidden.states[state]
+    if not isinstance(value, Affine):
+        raise NotAffine(f"`{state}` no longer depends on the input", site_edit.assigns[-1].value)
+    value = value.through(weight, bias) if side == "input" else value
+    return value.matrix(), value.bias

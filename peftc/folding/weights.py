@@ -10,11 +10,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from peftc.adapters.weight_access import dtype_name, require_base
-from peftc.addressing.parameter_ranges import parameter_name
+from peftc.adapters.base import dtype_name, require_base
+from peftc.addressing.sites import parameter_name
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
-from peftc.folding.module_folds import CannotFold, Fold, combine, is_linear
+from peftc.folding.module_folds import CannotFold, Fold, combine, is_linear_module
 from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.forms.module import FormModule
 from peftc.installation.compiled_model import CompiledModel
@@ -22,11 +22,10 @@ from peftc.installation.completeness import active_installation
 from peftc.installation.journal import Journal, transaction
 from peftc.modules.memory import storage_id
 from peftc.observation.parameter_uses import parameter_views
+from peftc.planning.foldability.affine import FoldTarget, fold_target
 from peftc.planning.foldability.check import check_foldability
-from peftc.planning.foldability.target import FoldTarget, fold_target
 from peftc.planning.ir import SiteEdit
-from peftc.rewriting.container import CONTAINER
-from peftc.rewriting.edits import slug
+from peftc.rewriting.edits import CONTAINER, slug
 from peftc.runtime.parameters import is_quantised
 from peftc.semantics.walk import names_in
 from peftc.syntax import ast
@@ -77,8 +76,6 @@ class Folding:
             except CannotFold as error:
                 others[error.edit] = error.reason
 
-    # What folds, and into what --------------------------------------------------------------------
-
     def refusals(self, others: Mapping[str, str]) -> dict[str, str]:
         known = {**self.unwritable(others), **others}
         results = check_foldability(list(self.places.values()), self.analysis.table, known)
@@ -113,7 +110,7 @@ class Folding:
         if parameter is None:
             return f"`{name}` is computed from other parameters"
         if is_quantised(parameter):
-            if self.dequantize and is_linear(self.model.get_submodule(name.rpartition(".")[0])):
+            if self.dequantize and is_linear_module(self.model.get_submodule(name.rpartition(".")[0])):
                 return None
             return f"`{name}` is quantised ({type(parameter.data).__name__}): `dequantize=True` writes it out in full"
         if not parameter.is_floating_point() or parameter.element_size() < 2:
@@ -158,11 +155,8 @@ class Folding:
         keys = (one.key for one in site_edit.instances)
         return {key: cast(FormModule, self.model.get_submodule(f"{container}.{key}")) for key in keys}
 
-    # Writing --------------------------------------------------------------------------------------
-
     def commit(self, folded: Collection[str], into_weights: bool = True) -> list[Change]:
-        """Writes all values, one parameter after the other, and takes the folded edits out, in one
-        transaction.
+        """Writes all values and takes the folded edits out, in one transaction.
 
         Raises: CannotFold, P530, P546; whatever planning the other edits raises.
         """

@@ -22,7 +22,11 @@ class BaseWeights(Mapping[str, torch.Tensor]):
         self.model, self.weights, self.form = model, weights, form
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        weight = weight_view(self.model, self.weights[key]).detach()
+        ref = self.weights[key]
+        module = self.model.get_submodule(ref.module)
+        stored: torch.Tensor = getattr(module, ref.attribute)
+        value = offloaded_value(module, ref.attribute) if stored.is_meta else None
+        weight = view_of(dense(stored if value is None else value), ref).detach()
         if weight.is_meta:
             raise PeftcError(missing_values([f"{key} of {self.form}"], "the initial values are computed from it"))
         return weight
@@ -34,16 +38,8 @@ class BaseWeights(Mapping[str, torch.Tensor]):
         return len(self.weights)
 
 
-def weight_view(model: nn.Module, ref: WeightRef) -> torch.Tensor:
-    """A weight (out, in): the rows of the site alone."""
-    module = model.get_submodule(ref.module)
-    stored: torch.Tensor = getattr(module, ref.attribute)
-    value = offloaded_value(module, ref.attribute) if stored.is_meta else None
-    return view_of(dense(stored if value is None else value), ref)
-
-
 def view_of(tensor: torch.Tensor, ref: WeightRef) -> torch.Tensor:
-    """The same view of a tensor that is stored as the parameter is, such as its gradient."""
+    """A weight (out, in), the rows of a site alone; or its gradient, stored as the parameter is."""
     if ref.stacked_slice is not None:
         tensor = stacked_slice(tensor, ref.stacked_slice.count, ref.stacked_slice.index)
     tensor = tensor.t() if ref.transposed else tensor

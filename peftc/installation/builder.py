@@ -21,10 +21,9 @@ from peftc.installation.record import Installation
 from peftc.modules.instance_forward import code_class
 from peftc.modules.offload import execution_device
 from peftc.planning import ir
-from peftc.rewriting.container import CONTAINER, SHARED, Container
-from peftc.rewriting.edits import Region, RegionEdit, module_name
+from peftc.rewriting.edits import CONTAINER, SHARED, Container, Region, module_name
 from peftc.rewriting.legality.preconditions import check_forwards, check_loaded
-from peftc.rewriting.positions import SEQUENCE, selects_positions
+from peftc.rewriting.prompts import SEQUENCE, selects_positions
 from peftc.specialization.generated_class import GeneratedClass
 from peftc.tracing.bytecode import reachable_code
 
@@ -45,9 +44,7 @@ class FormSite:
 class InstallationBuilder:
     """Builds one installation. Nothing of the model changes before `apply`.
 
-    `installation`: its regions and form modules are still empty. `present`: forms that the model
-    has already, by saved name, or by dotted name where sites share them. `classes`: its generated
-    classes.
+    `present`: forms that the model has already, by saved name, or by dotted name if shared.
     """
 
     def __init__(
@@ -59,7 +56,7 @@ class InstallationBuilder:
     ) -> None:
         self.model, self.installation, self.present = model, installation, present
         unpatched = [c for c in classes if c.code == tuple(map(reachable_code, (c.base, *c.entered)))]
-        self.classes = {class_key(c.base, c.inline, c.edits, c.absent, c.entered): c for c in unpatched}
+        self.classes = {class_key(c.base, c.inline, c.absent, c.entered, c.edits): c for c in unpatched}
         self.seeds = {edit: spec.seed for spec in installation.specs for edit in spec.edits}
         self.modules: list[EditedModule] = []
         self.forms: dict[str, FormModule] = {}  # by saved name
@@ -67,11 +64,7 @@ class InstallationBuilder:
         self.sequences: dict[tuple[str, str], Sequence] = {}  # by edit and site
 
     def prepare(self, regions: list[Region]) -> None:
-        """Makes classes and parameters.
-
-        Raises: P411 for a module with an attribute `peftc`, P527 for one without weights in a model
-        that has some, P424, P426 and P427 for one whose code cannot be traced.
-        """
+        """Makes classes and parameters. Raises: P411, P424, P426, P427, P527."""
         partly_loaded = len({p.is_meta for p in self.model.parameters()}) > 1
         for region in regions:
             self.sequences |= dict.fromkeys(region.position_sites, Sequence())
@@ -91,7 +84,7 @@ class InstallationBuilder:
         base = code_class(module)
         absent = absent_members(module) if region.inline else frozenset[str]()
         entered = tuple(code_class(module.get_submodule(name)) for name in sorted(region.inline) if name)
-        key = class_key(base, region.inline, region.edits, absent, entered)
+        key = class_key(base, region.inline, absent, entered, region.edits)
         if key not in self.classes:
             edits = tuple(region.edits)
             self.classes[key] = GeneratedClass(base, region.inline, edits, base.__name__, absent, entered)
@@ -202,15 +195,10 @@ class InstallationBuilder:
         remove_edits(self.model, self.modules)
 
 
-def class_key(
-    base: type[nn.Module],
-    inline: frozenset[str],
-    edits: Iterable[RegionEdit],
-    absent: frozenset[str],
-    entered: tuple[type[nn.Module], ...],
-) -> tuple[Any, ...]:
-    """Equal for two regions exactly if they can share a generated class."""
-    return (base, inline, absent, entered, *(e.fingerprint for e in edits))
+def class_key(*parts: Any) -> tuple[Any, ...]:
+    """Equal for two regions exactly if they can share a generated class. The edits are last."""
+    *others, edits = parts
+    return (*others, *(edit.fingerprint for edit in edits))
 
 
 def absent_members(module: nn.Module) -> frozenset[str]:

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from peftc.concurrency.context import CHOICE
 from peftc.modules.memory import storage_id
 from peftc.recognition.analysis import Analysis
-from peftc.rewriting.container import CONTAINER, SHARED
+from peftc.rewriting.edits import CONTAINER, SHARED
 from peftc.tracing.bytecode import reachable_code
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, type)
@@ -43,11 +43,7 @@ class CachedAnalysis:
 
 
 def state_of(model: nn.Module) -> tuple[Any, ...] | None:
-    """All that an analysis depends on: classes with the code they run, attributes, and tensors
-    without their values; None where it cannot be compared.
-
-    Objects that several modules share are numbered. Edits are left out.
-    """
+    """All that an analysis depends on: classes, code, attributes, layouts; None if unknown."""
     try:
         return _state(model)
     except NotComparable:
@@ -55,7 +51,7 @@ def state_of(model: nn.Module) -> tuple[Any, ...] | None:
 
 
 def _state(model: nn.Module) -> tuple[Any, ...]:
-    numbers: dict[int, int] = {}
+    numbers: dict[int, int] = {}  # of objects that several modules share
     memories: dict[int, int] = {}
 
     def number(thing: object) -> int:

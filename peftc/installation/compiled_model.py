@@ -24,7 +24,7 @@ from peftc.models.sources import ModelSource, resolve
 from peftc.planning.lowering_context import DEFAULT_TASK
 from peftc.planning.planner import PlanResult, make_plan
 from peftc.recognition.analysis import Analysis, ModelLike, analyse
-from peftc.rewriting.positions import prompt_and_position_errors
+from peftc.rewriting.prompts import prompt_and_position_errors
 from peftc.semantics.checks.spec import with_origin
 from peftc.syntax import ast
 
@@ -32,8 +32,7 @@ from peftc.syntax import ast
 class CompiledModel:
     """A module and the specs on it: none, one or several. Every change is all or nothing.
 
-    The installation is kept in the module, the analysis in the installation. It is made anew where
-    it is missing, as in copies, and where the module has changed since.
+    The installation keeps the analysis, which is made anew for copies and changed modules.
     """
 
     def __init__(
@@ -94,12 +93,7 @@ class CompiledModel:
         tasks: tuple[str, ...] | None = None,
         finish: Step | None = None,
     ) -> nn.Module:
-        """Installs one more spec.
-
-        Args: `planned`: the plan of the spec alone. `tasks`, `finish`: as in `set_specs`.
-        Raises: P412 for names that the model has already, P414 for parameters that another spec
-        trains; as `set_specs`.
-        """
+        """Installs one more spec, `planned` alone. Raises: P412, P414 for conflicts with others."""
         joint: PlanResult | None = planned
         if self.specs:
             record = active_installation(self.module)
@@ -109,10 +103,7 @@ class CompiledModel:
         return self.set_specs((*self.specs, spec), joint, tasks=tasks, finish=finish)
 
     def remove(self, name: str | None = None) -> nn.Module:
-        """Takes out the spec of that name, or all. What is no longer trained gets its first values.
-
-        Raises: P413 for an unknown name; P436; as `set_specs`.
-        """
+        """Takes out the spec of that name, or all. Resets what is no longer trained."""
         record = self.installation
         removed = record.selected(name)
         rest = tuple(spec for spec in record.specs if spec not in removed)
@@ -137,10 +128,9 @@ class CompiledModel:
     ) -> nn.Module:
         """Leaves the module with exactly these specs. What stays keeps its parameters.
 
-        Args: `joint`: the plan of all specs together, where it is known. `tasks`: for which `per
-        task` has parameters; those of the model without it. `requires_grad`: what taking out
-        everything restores, by parameter. `values`: of base parameters, to be written. `finish`: a
-        step that may fail. `journal`: of a transaction that this is a part of.
+        Args: `joint`: the plan of all specs together, if known. `tasks`: by default the model's.
+        `requires_grad`: what taking out everything restores. `values`: of base parameters, to be
+        written. `finish`: a step that may fail. `journal`: of a larger transaction.
         """
         if not specs:
             return uninstall(self.module, requires_grad, values, journal)
@@ -164,22 +154,15 @@ class CompiledModel:
 
 
 def plan_on(analysis: Analysis, spec: ast.Spec, tasks: tuple[str, ...] = ()) -> PlanResult:
-    """The plan of an expanded spec. P201 also has notes on what is odd about the model.
-
-    Raises: as `make_plan`; P418, P422 for tokens that nothing takes or tells.
-    """
+    """The plan of an expanded spec. Raises: as `make_plan`, with notes on the model; P418, P422."""
     try:
         planned = make_plan(spec, analysis.table, tasks=tasks or (DEFAULT_TASK,))
     except PeftcError as error:
-        notes = analysis.table.warnings
-        raise PeftcError(
-            replace(d, notes=(*d.notes, *notes)) if d.code == "P201" else d for d in error.diagnostics
-        ) from error
+        notes = {"P201": analysis.table.warnings}
+        raise PeftcError(replace(d, notes=(*d.notes, *notes.get(d.code, ()))) for d in error.diagnostics) from error
     statements = {s.name: s for s in spec.statements if isinstance(s, ast.Edit)}
-    wrong = [
-        with_origin(d, statements[edit], spec)
-        for edit, d in prompt_and_position_errors(planned.site_edits, analysis.structure)
-    ]
+    errors = prompt_and_position_errors(planned.site_edits, analysis.structure)
+    wrong = [with_origin(d, statements[edit], spec) for edit, d in errors]
     if wrong:
         raise PeftcError(wrong)
     return planned

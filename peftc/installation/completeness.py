@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from torch import nn
 from peftc.concurrency.context import CHOICE
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.installation.record import Installation, installation_of
-from peftc.rewriting.container import CONTAINER
+from peftc.rewriting.edits import CONTAINER
 
 ORIGINALS = "peftc_originals"  # the name of the first values of what `train` changes in the attributes of a module
 COMPLETENESS = "peftc_completeness"  # the name of a `Completeness` in the attributes of a compiled model
@@ -29,13 +29,12 @@ _registry: weakref.WeakValueDictionary[int, Completeness] = weakref.WeakValueDic
 class Completeness:
     """Checks that no edited module of a compiled model has been replaced.
 
-    `links` are the attributes between the model and its edited modules. Every call of the model
-    compares them. Where one has changed, all modules are searched: an edited one may be inside of a
-    wrapper, or in another place. A copy of the model has a `Completeness` of its own.
+    Every call compares `links`, the attributes between the model and its edited modules. Where one
+    has changed, all modules are searched: an edited one may be inside of a wrapper, or elsewhere.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self.model = None if model is None else weakref.ref(model)
+        self.model: Callable[[], nn.Module | None] = (lambda: None) if model is None else weakref.ref(model)
         self.number = next(_count)
         self.attribute = f"whole_{self.number}"  # of `VIEW`
         self.links: tuple[tuple[Any, ...], ...] | None = None
@@ -59,13 +58,19 @@ class Completeness:
         """Searches all modules. Raises: P436 where an edited one is not in the model."""
         links = list[Link]()
         _collect_links(model, record, {}, links)
-        if lost := _lost(model, record):
-            raise PeftcError(lost)
+        elsewhere = [name for name in _names(record) if not _is_edited_at(model, name, record)]
+        missing = [name for name in elsewhere if not _holds_edits(model, name, record)]
+        regions = [name for name, _ in record.regions]
+        if sum(CONTAINER in vars(module)["_modules"] for module in edited_modules(model, record)) < len(regions):
+            raise PeftcError(_replaced(model, missing[0]) if missing else _merged(model, regions))
+        trained = {name.rpartition(".")[0] for name in record.trained.values()}
+        if lost := [name for name in missing if name in trained]:
+            raise PeftcError(_replaced(model, lost[0]))
         for site in (site_edit.site for site_edit in record.site_edits):
             for other in site.shared_with:
                 if _leads_to_edits(model, site.module, record) and not _leads_to_edits(model, other.module, record):
                     raise PeftcError(_replaced(model, other.module))
-        self.has_names = all(_is_edited_at(model, name, record) for name in _names(record))
+        self.has_names = not elsewhere
         parts = tuple(zip(*links, strict=True)) or ((), (), ())
         self.links = (*parts, tuple(map(type, parts[2])))
 
@@ -79,10 +84,7 @@ class Completeness:
 
 
 def complete_installation(model: nn.Module) -> Installation:
-    """The record of a compiled model that has all of its edited modules, under their names.
-
-    Raises: P410 for a model that is not compiled, P436 where an edited module was replaced.
-    """
+    """The record of a compiled model. Raises: P410 for any other, P436 for a replaced module."""
     record = installation_of(model)
     completeness: Completeness = vars(model).setdefault(COMPLETENESS, Completeness(model))
     completeness.check(model, record)
@@ -92,9 +94,7 @@ def complete_installation(model: nn.Module) -> Installation:
 def active_installation(model: nn.Module, *, complete: bool = True) -> Installation:
     """The record of a compiled model all of whose edits act in the present context.
 
-    Args: `complete`: without it, edited modules may have been replaced.
-    Raises: P410 for a model that is not compiled, P436 where an edited module was replaced, P529
-    where edits are switched off.
+    Raises: P410 for other models, P436 for a replaced module (if `complete`), P529 for edits off.
     """
     record = complete_installation(model) if complete else installation_of(model)
     if record.choice.default.off:
@@ -128,7 +128,7 @@ def check_complete(model: nn.Module) -> None:
     """Begins every call of a compiled model. Raises: P436 for a replaced module."""
     completeness: Completeness = vars(model)[COMPLETENESS]
     if not completeness.unchanged():
-        model = _model(completeness) or model  # of a replica, which has no edited modules of this installation
+        model = completeness.model() or model  # of a replica, which has no edited modules of this installation
         completeness.search(model, vars(model)["_peftc"])
 
 
@@ -136,7 +136,7 @@ def check_complete(model: nn.Module) -> None:
 @cast(Any, torch.compiler.disable)(reason="an edited module of this model was replaced (P436)")
 def check_complete_number(number: int) -> None:
     """`check_complete`, called by compiled code."""
-    if (model := _model(_registry[number])) is not None:
+    if (model := _registry[number].model()) is not None:
         check_complete(model)
 
 
@@ -176,16 +176,6 @@ def _leads_to_edits(model: nn.Module, name: str, record: Installation) -> bool:
     return any(_is_edited_at(model, n, record) for n in above) or _holds_edits(model, name, record)
 
 
-def _lost(model: nn.Module, record: Installation) -> Diagnostic | None:
-    """P436 where edited modules are missing, or the owner of a trained parameter is."""
-    missing = [n for n in _names(record) if not _is_edited_at(model, n, record) and not _holds_edits(model, n, record)]
-    regions = [name for name, _ in record.regions]
-    if sum(CONTAINER in vars(module)["_modules"] for module in edited_modules(model, record)) < len(regions):
-        return _replaced(model, missing[0]) if missing else _merged(model, regions)
-    trained = {name.rpartition(".")[0] for name in record.trained.values()}
-    return next((_replaced(model, name) for name in missing if name in trained), None)
-
-
 def _merged(model: nn.Module, names: Sequence[str]) -> Diagnostic:
     """P436 where what is at each of these names has edits, but there were more."""
     first: dict[int, str] = {}
@@ -204,10 +194,6 @@ def _replaced(model: nn.Module, name: str, inside: bool = False) -> Diagnostic:
     return Diagnostic("P436", f"`{name}` was edited, and {state}", help=HELP)
 
 
-def _model(completeness: Completeness) -> nn.Module | None:
-    return None if completeness.model is None else completeness.model()
-
-
 # Code under `torch.compile` reads this: dynamo guards on the attribute, and each evaluation of
 # the guard compares anew.
 
@@ -218,7 +204,7 @@ def _view(name: str) -> Any:
     if completeness is None:
         raise AttributeError(name)
     try:
-        if not completeness.unchanged() and (model := _model(completeness)) is not None:
+        if not completeness.unchanged() and (model := completeness.model()) is not None:
             check_complete(model)
     except PeftcError:
         return False

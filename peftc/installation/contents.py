@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from peftc.forms.module import FormModule
 from peftc.installation.completeness import complete_installation
-from peftc.installation.overlay import true_parameter
+from peftc.installation.edited_classes import true_parameter
 from peftc.installation.record import installation_of
 from peftc.modules.offload import refuse_offloaded
 
@@ -51,11 +51,7 @@ def parameters(model: nn.Module, name: str | None = None) -> dict[str, nn.Parame
 
 
 def states(model: nn.Module, name: str | None = None) -> dict[str, torch.Tensor]:
-    """What forms remember beside their parameters, such as which entries are trained, by the names
-    under which it is saved.
-
-    Args: `name`: as in `parameters`. Raises: as `parameters`.
-    """
+    """What forms save beside `parameters`, under such names: which entries are trained."""
     edits = _edits(model, name)
     forms = [(saved, form) for saved, form in _forms(model) if saved.partition("/")[0] in edits]
     return {f"{saved}.{buffer}": form.get_buffer(buffer) for saved, form in forms for buffer in form.states()}

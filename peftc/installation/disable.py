@@ -8,7 +8,7 @@ from torch import nn
 
 from peftc.concurrency.context import ALL, Choice, ChoiceBlock
 from peftc.installation.completeness import complete_installation
-from peftc.installation.overlay import check_readable
+from peftc.installation.edited_classes import check_readable
 from peftc.installation.record import Installation
 
 

@@ -1,22 +1,225 @@
-"""The classes of edited modules: the generated one in the place of a module's own, and back."""
+"""The classes of edited modules: generated ones, and overlays for what `disabled` changes.
+
+Inside of `disabled`, base parameters that `train` has changed have their first values, and
+`save_pretrained` writes the base. A call of the model checks that its edited modules are in it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
-from peftc.concurrency.context import CHOICE
-from peftc.installation.completeness import edited_modules
-from peftc.installation.overlay import install_overlays, remove_overlays
-from peftc.installation.record import RECORD, Installation, installation_of
-from peftc.modules.instance_forward import rebind_forward, unpatched_class
-from peftc.rewriting.container import CONTAINER, SHARED
-from peftc.specialization.derived_classes import replace_base
+from peftc.concurrency.context import CHOICE, ChoiceVar
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.installation.completeness import (
+    COMPLETENESS,
+    ORIGINALS,
+    VIEW,
+    Completeness,
+    check_complete,
+    check_complete_number,
+    edited_modules,
+)
+from peftc.installation.record import RECORD, Installation, installation_of, is_installed
+from peftc.modules.instance_forward import rebind_forward, replace_base, unpatched_class
+from peftc.rewriting.edits import CONTAINER, SHARED
 from peftc.specialization.generated_class import GeneratedClass
+
+_UNDER = "_peftc_under"
+_saving: ContextVar[bool] = ContextVar("peftc_saving", default=False)
+
+
+@dataclass(frozen=True)
+class OriginalValue:
+    """The first value of a base parameter that `edit` trains."""
+
+    edit: str
+    value: Tensor
+
+    def like(self, parameter: Tensor) -> Tensor:
+        """The value, with the device, the dtype and the rows of the parameter."""
+        value = self.value
+        if (value.shape, value.dtype, value.device) == (parameter.shape, parameter.dtype, parameter.device):
+            return value
+        result = parameter.detach().clone()
+        rows = common_rows(parameter, value)
+        result[rows].copy_(value[rows])
+        return result
+
+
+def common_rows(parameter: Tensor, value: Tensor) -> Any:
+    """The rows that both have: an embedding may have been resized since."""
+    return slice(min(len(value), len(parameter))) if value.ndim else ...
+
+
+def install_overlays(model: nn.Module, record: Installation) -> None:
+    """Gives the modules of a compiled model the classes of this file."""
+    owners: dict[nn.Module, dict[str, OriginalValue]] = {}
+    for saved, name in record.trained.items():
+        parameter = true_parameter(model, name)
+        original = OriginalValue(saved.partition("/")[0], record.originals[name])
+        for owner in model.modules():
+            attributes = [n for n, p in vars(owner)["_parameters"].items() if p is parameter]
+            if attributes:
+                owners.setdefault(owner, {}).update(dict.fromkeys(attributes, original))
+    for module, values in owners.items():
+        vars(module).update({CHOICE: record.choice, ORIGINALS: values})
+    owners.setdefault(model, {})
+    for module, values in owners.items():
+        saves, root = module is model and hasattr(model, "save_pretrained"), module is model
+        module.__class__ = overlay_class(type(module), tuple(values), saves, root)
+    vars(model)[COMPLETENESS] = Completeness(model)
+
+
+def true_parameter(model: nn.Module, name: str) -> nn.Parameter:
+    """A parameter by its dotted name, whatever the present context reads in its place."""
+    module, _, attribute = name.rpartition(".")
+    return vars(model.get_submodule(module))["_parameters"][attribute]
+
+
+def check_readable(model: nn.Module, names: Iterable[str]) -> None:
+    """Raises: P432 for a parameter that is read from a list, as recurrent modules do."""
+    trained = {id(true_parameter(model, n)): n for n in names}
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            items = value if isinstance(value, list | tuple) else ()
+            if parameter := next((trained[id(p)] for p in cast(Iterable[object], items) if id(p) in trained), None):
+                reader = f"{type(module).__name__} `{name}`"
+                message = f"`{parameter}` is trained, and {reader} reads it from its `{attribute}`"
+                raise PeftcError(Diagnostic("P432", message, help="compare with a copy: peftc.remove(deepcopy(model))"))
+
+
+_classes = weakref.WeakValueDictionary[tuple[type, tuple[str, ...], bool, bool], type[nn.Module]]()
+
+
+def overlay_class(cls: type[nn.Module], names: tuple[str, ...], saves: bool, root: bool) -> type[nn.Module]:
+    """A subclass whose parameters `names` (and files, if it `saves`) follow the present context."""
+    key = (cls, names, saves, root)
+    if (present := _classes.get(key)) is not None:
+        return present
+    members: dict[str, Any] = {name: _parameter(name) for name in names}
+    members |= {part: getattr(cls, part) for part in ("__module__", "__qualname__", "__doc__")}
+    members |= {_UNDER: cls, "__reduce_ex__": _reduce, "_peftc_over": (names, saves, root)}
+    if names:
+        members["_replicate_for_data_parallel"] = _replicate
+    if saves:
+        members |= {"state_dict": _state_dict, "save_pretrained": _save_pretrained}
+    if root:
+        members |= {"__call__": _call(cls), "__setstate__": _setstate(cls)}
+    return _classes.setdefault(key, cast("type[nn.Module]", type(cls.__name__, (cls,), members)))
+
+
+def _parameter(name: str) -> property:
+    def get(self: Any) -> Any:
+        own = self._parameters[name] if name in self._parameters else vars(self)[name]  # a plain one in replicas
+        original = vars(self)[ORIGINALS][name]
+        return original.like(own) if vars(self)[CHOICE].is_off(original.edit) else own
+
+    def set_(self: Any, value: Any) -> None:
+        vars(self)[name] = value
+
+    return property(get, set_)
+
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    """Copies and pickles what an overlay class is made of; others may have derived from it."""
+    state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+    cls, overlay = type(self), own_overlay(self)
+    under: Any = vars(overlay)[_UNDER]
+    arguments = (vars(under).get("_peftc_kind", under), *cls._peftc_over)
+    return (_blank, arguments if cls is overlay else (*arguments, cls), state)
+
+
+def _blank(under: Any, names: tuple[str, ...], saves: bool, root: bool = False, derived: Any = None) -> nn.Module:
+    cls = overlay_class(under if isinstance(under, type) else under.cls, names, saves, root)
+    if derived is not None:
+        cls = replace_base(derived, top_overlay(derived) or cls, cls)
+    return cls.__new__(cls)
+
+
+def _call(under: Any) -> Callable[..., Any]:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(self, COMPLETENESS):  # a bound method, such as `torch.compile` keeps, may outlive the edits
+            return type(self).__call__(self, *args, **kwargs)
+        if is_dynamo_compiling():
+            completeness = self.peftc_completeness
+            if not getattr(VIEW, completeness.attribute):
+                check_complete_number(completeness.number)
+        else:
+            check_complete(self)
+        return under.__call__(self, *args, **kwargs)
+
+    return __call__
+
+
+def _setstate(under: Any) -> Callable[..., None]:
+    def __setstate__(self: Any, state: dict[str, Any]) -> None:
+        under.__setstate__(self, state)
+        vars(self)[COMPLETENESS] = Completeness(self)
+
+    return __setstate__
+
+
+def _replicate(self: Any) -> Any:
+    below: Any = super(own_overlay(self), self)
+    replica = below._replicate_for_data_parallel()
+    vars(replica)[CHOICE] = cast(ChoiceVar, vars(self)[CHOICE]).fixed()
+    return replica
+
+
+def _state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+    below: Any = super(own_overlay(self, "state_dict"), self)
+    state = below.state_dict(*args, **kwargs)
+    return of_base(self, state) if _saving.get() else state
+
+
+def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Inside of `disabled`: writes the model without the edits that do not act."""
+    below: Any = super(own_overlay(self, "save_pretrained"), self)
+    save = below.save_pretrained
+    if not is_installed(self) or not installation_of(self).choice.get().off:
+        return save(*args, **kwargs)
+    call = inspect.signature(save).bind(*args, **kwargs)
+    if call.arguments.get("state_dict") is not None:
+        call.arguments["state_dict"] = of_base(self, call.arguments["state_dict"])
+    token = _saving.set(True)
+    try:
+        return save(*call.args, **call.kwargs)
+    finally:
+        _saving.reset(token)
+
+
+def top_overlay(cls: type[Any]) -> type[Any] | None:
+    """The uppermost overlay class among the bases of a class."""
+    return next((c for c in cls.__mro__ if _UNDER in vars(c)), None)
+
+
+def own_overlay(self: nn.Module, member: str = _UNDER) -> type[Any]:
+    """The overlay class of a module that has a member; FSDP2 puts another class in front of it."""
+    return next(c for c in type(self).__mro__ if _UNDER in vars(c) and member in vars(c))
+
+
+def of_base(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict without the edits that do not act, and without what they have trained."""
+    record = installation_of(model)
+    off = record.choice.is_off
+    places = tuple(f"{place}." for name, place in record.form_modules.items() if off(name.partition("/")[0]))
+    values: dict[str, Tensor] = {}
+    for saved, name in record.trained.items():
+        if off(saved.partition("/")[0]):
+            parameter = true_parameter(model, name)
+            value = OriginalValue("", record.originals[name]).like(parameter)
+            values |= {n: value for n, p in model.named_parameters(remove_duplicate=False) if p is parameter}
+    return {key: values.get(key, value) for key, value in state.items() if not key.startswith(places)}
 
 
 class EditedModule(NamedTuple):
@@ -26,22 +229,17 @@ class EditedModule(NamedTuple):
     cls: GeneratedClass
     container: nn.Module
 
-    def install(self, record: Installation) -> None:
-        """Replaces the module's own code, also where a hook of the instance calls it."""
-        module, generated = self.module, self.cls
-        vars(module)[CHOICE] = record.choice
-        if generated.cls not in type(module).__mro__:
-            module.__class__ = replace_base(type(module), unpatched_class(generated.base), generated.cls)
-        rebind_forward(module, generated.cls.forward)
-        vars(module)["_modules"][CONTAINER] = self.container
-
 
 def install_edits(
     model: nn.Module, record: Installation, modules: Iterable[EditedModule], shared: nn.Module | None
 ) -> None:
     """Puts edits into a model. `shared`: the forms that several sites share."""
-    for edited in modules:
-        edited.install(record)
+    for module, generated, container in modules:
+        vars(module)[CHOICE] = record.choice
+        if generated.cls not in type(module).__mro__:
+            module.__class__ = replace_base(type(module), unpatched_class(generated.base), generated.cls)
+        rebind_forward(module, generated.cls.forward)
+        vars(module)["_modules"][CONTAINER] = container
     if shared is not None:
         vars(model)["_modules"][SHARED] = shared
     vars(model)[RECORD] = record
@@ -50,28 +248,24 @@ def install_edits(
 
 def remove_edits(model: nn.Module, modules: Iterable[EditedModule]) -> None:
     """Takes out what `install_edits` has put in, however far it has come."""
-    remove_overlays(model)
-    for edited in modules:
-        restore_class(edited.module, edited.cls)
+    vars(model).pop(COMPLETENESS, None)
+    for module in model.modules():
+        while (overlay := top_overlay(type(module))) is not None:
+            module.__class__ = replace_base(type(module), overlay, vars(overlay)[_UNDER])
+        if vars(module).pop(ORIGINALS, None) is not None and not hasattr(type(module), "_peftc_kind"):
+            vars(module).pop(CHOICE, None)
+    for module, generated, _ in modules:
+        if generated.cls in type(module).__mro__:
+            module.__class__ = replace_base(type(module), generated.cls, unpatched_class(generated.base))
+            rebind_forward(module, generated.base.forward)
+        vars(module)["_modules"].pop(CONTAINER, None)
+        vars(module).pop(CHOICE, None)
     vars(model)["_modules"].pop(SHARED, None)
     vars(model).pop(RECORD, None)
 
 
-def restore_class(module: nn.Module, generated: GeneratedClass) -> None:
-    if generated.cls in type(module).__mro__:
-        module.__class__ = replace_base(type(module), generated.cls, unpatched_class(generated.base))
-        rebind_forward(module, generated.base.forward)
-    vars(module)["_modules"].pop(CONTAINER, None)
-    vars(module).pop(CHOICE, None)
-
-
 def strip(model: nn.Module, requires_grad: Mapping[str, bool] | None = None) -> nn.Module:
-    """The model without edits: its own classes, nothing added; all values stay, those that `train`
-    changed too.
-
-    `requires_grad`: of its parameters then, by name; without it as it was before the first spec.
-    What needs none has no gradient.
-    """
+    """The model without edits; all values stay, and `requires_grad` is as before the first spec."""
     record = installation_of(model)
     flags = record.requires_grad if requires_grad is None else requires_grad
     remove_edits(model, edited_parts(model, record))

@@ -21,8 +21,7 @@ IN_MEMORY = 2**24  # bytes; more is kept in a file
 class Journal:
     """Writes new values into parameters and buffers. `undo` puts everything back, bit for bit.
 
-    The old values go to a temporary file (in memory up to `IN_MEMORY` bytes), so that memory holds
-    one of them at a time. The system deletes the file when the process ends, however it ends.
+    The old values are in a temporary file, which the system deletes however the process ends.
     """
 
     def __init__(self) -> None:
@@ -86,10 +85,7 @@ class Journal:
 
 @contextmanager
 def transaction(journal: Journal | None = None) -> Generator[tuple[Journal, Deferral]]:
-    """A block that changes a model: all of it or, after an error or an interrupt, nothing.
-
-    The block notes in the journal how each step is undone. `journal`: of a larger transaction.
-    """
+    """A block that changes a model: all or nothing. The journal gets the undo of each step."""
     own = Journal() if journal is None else journal
     with own if journal is None else nullcontext(), Deferral() as deferral:
         start = len(own.steps)

@@ -46,22 +46,16 @@ class InstalledSpec:
 
 @dataclass
 class Installation:
-    """All that was done to a model.
-
-    `planned`: all specs, planned together. `originals`: the first values of the base parameters
-    that are trained. `form_modules`: from saved names, without the parameter, to dotted names of
-    forms. `task`: the tasks; `choice`: which of them is at work, and which edits do not act.
-    `sample`: the arguments of the forward that shows the sites.
-    """
+    """All that was done to a model."""
 
     specs: tuple[InstalledSpec, ...]
-    planned: PlanResult
+    planned: PlanResult  # all specs, planned together
     regions: list[tuple[str, GeneratedClass]]
     requires_grad: dict[str, bool]
-    originals: dict[str, torch.Tensor]
-    form_modules: dict[str, str]
-    task: Chosen
-    sample: Mapping[str, Any] | None = None
+    originals: dict[str, torch.Tensor]  # the first values of trained base parameters
+    form_modules: dict[str, str]  # from saved names, without the parameter, to dotted names of forms
+    task: Chosen  # the tasks; its `variable`: which is at work, and which edits do not act
+    sample: Mapping[str, Any] | None = None  # the arguments of the forward that shows the sites
     analysis: CachedAnalysis | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -80,17 +74,15 @@ class Installation:
         """From saved names to the dotted names of base parameters."""
         return self.planned.trained_parameters
 
-    def spec(self, name: str) -> InstalledSpec:
-        """Raises: P413 where no spec of the model has that name."""
+    def selected(self, name: str | None) -> tuple[InstalledSpec, ...]:
+        """The spec of that name; all of them where it is None. Raises: P413 for an unknown name."""
+        if name is None:
+            return self.specs
         specs = {spec.name: spec for spec in self.specs}
         if name not in tuple(specs):
             help_ = did_you_mean(name, specs) or f"the model has {join_names(list(specs))}"
             raise PeftcError(Diagnostic("P413", f"the model has no spec `{name}`", help=help_))
-        return specs[name]
-
-    def selected(self, name: str | None) -> tuple[InstalledSpec, ...]:
-        """The spec of that name; all of them where it is None."""
-        return self.specs if name is None else (self.spec(name),)
+        return (specs[name],)
 
     def owner(self, edit: str) -> InstalledSpec:
         """The spec that an edit belongs to."""
@@ -115,10 +107,6 @@ def joint_spec(specs: Iterable[ast.Spec]) -> ast.Spec:
     first, *others = specs
     if not others:
         return first
-    statements = [
-        replace(s, origin=s.origin or spec.source)
-        for spec in (first, *others)
-        for s in spec.statements
-        if not isinstance(s, ast.Expect)
-    ]
+    own = [(s, spec.source) for spec in (first, *others) for s in spec.statements]
+    statements = [replace(s, origin=s.origin or source) for s, source in own if not isinstance(s, ast.Expect)]
     return replace(others[-1], statements=tuple(statements), header=(), header_trailing=None, closing=())

@@ -16,17 +16,24 @@ from peftc.forms.tasked_module import Chosen
 from peftc.installation.base_weights import refuse_quantised
 from peftc.installation.builder import InstallationBuilder
 from peftc.installation.completeness import ORIGINALS, active_installation, module_at
-from peftc.installation.edited_classes import edited_parts, install_edits, remove_edits, set_requires_grad, strip
+from peftc.installation.edited_classes import (
+    common_rows,
+    edited_parts,
+    install_edits,
+    remove_edits,
+    set_requires_grad,
+    strip,
+    true_parameter,
+)
 from peftc.installation.journal import Journal, transaction
-from peftc.installation.overlay import common_rows, true_parameter
 from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed
 from peftc.modules.offload import offloaded_error, offloaded_parameters
 from peftc.planning.planner import PlanResult
 from peftc.recognition.layers import ModelStructure
 from peftc.rewriting.assembly import regions_of
-from peftc.rewriting.container import SHARED
+from peftc.rewriting.edits import SHARED
 from peftc.rewriting.legality.preconditions import missing_values
-from peftc.rewriting.positions import SEQUENCE
+from peftc.rewriting.prompts import SEQUENCE
 from peftc.specialization.precompile import precompile
 
 Step = Callable[[nn.Module], object]
@@ -68,10 +75,7 @@ class Snapshot:
 
 
 class TrainedParameters:
-    """Parameters of the base that get a gradient, and those that lose it.
-
-    Raises: P527, P566 for a parameter without values, P542 for a quantised one.
-    """
+    """Parameters of the base that get or lose a gradient. Raises: P527, P566, P542 (quantised)."""
 
     def __init__(self, before: Snapshot, planned: PlanResult) -> None:
         self.first, self.parameters = before.record is None, before.base_parameters
@@ -115,10 +119,7 @@ def reinstall(
 ) -> None:
     """Leaves the model with `specs`, planned together as `planned`, and with no other edits.
 
-    The base is frozen by the first spec; later ones change no `requires_grad` but those of what
-    they train.
-    Args: as `CompiledModel.set_specs`. `finish` may be interrupted; it writes values of new
-    parameters.
+    The first spec freezes the base. `finish` may be interrupted; it writes new parameters.
     """
     before = Snapshot(model)
     trained = TrainedParameters(before, planned)

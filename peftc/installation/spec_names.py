@@ -69,9 +69,8 @@ def refuse_second(record: Installation, flat: ast.Spec, trained: Iterable[str]) 
         more, edit = f" and {len(twice) - 1} more" if len(twice) > 1 else "", trainers[twice[0]]
         note = f"`{edit}` of the spec `{record.owner(edit).name}` on the model trains it"
         help_ = "leave it out of one of them, or write both in one spec"
-        errors.append(
-            Diagnostic("P414", f"`{twice[0]}`{more} would be trained by two specs", notes=(note,), help=help_)
-        )
+        message = f"`{twice[0]}`{more} would be trained by two specs"
+        errors.append(Diagnostic("P414", message, notes=(note,), help=help_))
     if errors:
         raise PeftcError(errors)
 
@@ -86,10 +85,7 @@ def has_tasks(planned: PlanResult) -> bool:
 
 
 def task_names(tasks: Sequence[str] | None, present: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """The tasks that are asked for, else those that the model has.
-
-    Raises: P537 where they are no names, given twice, or others than the model has.
-    """
+    """The tasks that are asked for, else those that the model has. Raises: P537 for wrong names."""
     if tasks is None:
         return present
     names = (tasks,) if isinstance(tasks, str) or not isinstance(tasks, Iterable) else tuple(tasks)  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy, fake_mode
-from peftc.models.configs import error_summary
+from peftc.models.configs import error_summary, paused_gc
 from peftc.models.sources import ModelSource
 
 BATCH, TOKENS, DECODER_TOKENS = 2, 5, 4

@@ -16,12 +16,20 @@ from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
 from peftc.filesystem.bounded_read import check_regular
 from peftc.models import catalogue
 from peftc.models.catalogue import Head
-from peftc.models.configs import class_of, config_from, error_summary, from_code, has_code, model_class, read_values
+from peftc.models.configs import (
+    class_of,
+    config_from,
+    error_summary,
+    from_code,
+    has_code,
+    model_class,
+    paused_gc,
+    read_values,
+)
 
 Kind = Literal["catalogue", "folder", "config.json", "hub", "config", "module"]
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")

@@ -27,8 +27,8 @@ from peftc.tracing.module_calls import bind_arguments
 
 @dataclass
 class ModuleCall:
-    """The calls of one module: how many, and the first tensor that goes in and out; its shape is
-    `()` without one. A path leads to it: (parameter, *keys) in the arguments, keys in the result.
+    """The calls of one module: how many, and the first tensor that goes in and out, of shape `()`
+    if none. A path leads to it: (parameter, *keys) in the arguments, keys in the result.
     """
 
     count: int = 0
@@ -197,7 +197,7 @@ def observe(
     model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode, candidates: Collection[str]
 ) -> SampleForward:
     """Runs the model on `sample`, or on inputs made for it; then towers that this misses.
-    `candidates` are modules that may be layers. Raises: what the first call raises.
+    `candidates`: modules that may be layers. Raises: what the first call raises.
     """
     record_of = partial(record_call, model, mode=mode, candidates=candidates)
     inputs, record = run_on_sample(model, sample, lambda inputs: record_of(lambda: model(**inputs)))

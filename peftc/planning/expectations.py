@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.planning.arithmetic import ARITHMETIC
+from peftc.planning.ir import ARITHMETIC
 from peftc.planning.report.plan import Plan, percent
 from peftc.semantics.checks.spec import check_expect
 from peftc.semantics.substitute import numeric_value
@@ -35,8 +35,7 @@ class Quantity:
 def evaluate(statement: ast.Expect, plan: Plan) -> tuple[str, Diagnostic | None]:
     """An expectation as the formatter prints it, and P304 if it does not hold.
 
-    Raises: P116: an unknown fact, or units that do not compare. P117: an unknown edit. P120: a
-    division by zero.
+    Raises: P116 (an unknown fact, units that do not compare), P117 (an unknown edit), P120 (x / 0).
     """
     if errors := list(check_expect(statement, [edit.name for edit in plan.edits])):
         raise PeftcError(errors)

@@ -1,30 +1,47 @@
-"""Lowers an edit at a site: from the AST to typed equations."""
+"""Lowers an edit at a site: from the AST to typed equations with states, forms and shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
-from peftc.addressing.sites import Site
-from peftc.diagnostics import Diagnostic, Span
-from peftc.forms.shapes import KeyValue
-from peftc.planning.form_instances import FormInstances
-from peftc.planning.ir import Assign, Concat, SiteEdit, Term
-from peftc.planning.lowering_context import LoweringContext
-from peftc.planning.selection.parameter_sites import body_at
-from peftc.planning.term_lowering import TermLowering, error, quote
+from peftc.addressing.sites import Site, State
+from peftc.diagnostics import Diagnostic, PeftcError, Span
+from peftc.diagnostics.suggestions import did_you_mean, join_names
+from peftc.forms import FORMS, Dims, Form, Illegal
+from peftc.forms.prompt import PROMPT
+from peftc.forms.shapes import KeyValue, Scalar, Tokens
+from peftc.planning.ir import (
+    ARITHMETIC,
+    Arithmetic,
+    Assign,
+    Concat,
+    Constant,
+    FormCall,
+    FrozenCall,
+    Read,
+    SiteEdit,
+    Term,
+    combine_shapes,
+)
+from peftc.planning.lowering_context import FormInstances, LoweringContext
+from peftc.planning.selection.module_sites import body_at
+from peftc.semantics.arguments import bind
+from peftc.semantics.substitute import numeric_value
+from peftc.semantics.vocabulary import FROZEN_MODULES
 from peftc.semantics.walk import names_in
 from peftc.syntax import ast
+from peftc.syntax.printer import print_expression
 
 WRITABLE = frozenset({"h", "q", "k", "v", "kv", "z", "w", "b"})
+MAX_QUOTE = 50  # characters of an expression in a message
 
 
 def lower_edit(edit: ast.Edit, site: Site, context: LoweringContext) -> SiteEdit:
     """The typed equations of an edit at one site; `h += f` becomes `h = h + f`.
 
-    Raises: P101, P105: no such form, or not a value. P205: no such state. P301: shapes that do not
-    go together. P303: a misplaced `concat`, or misplaced keys and values. P305: shared parameters
-    of two shapes. P306: a state that is read-only. P307: a frozen module that the site does not
-    have. Also what `bind` and `Form.shape` raise.
+    Raises: P101, P105 (no such form, not a value), P205 (no such state), P301 (shapes), P303
+    (`concat`), P305 (shared by two shapes), P306 (read-only), P307 (no such module), and more.
     """
     instances = FormInstances(edit.name, site, context, context.tasks if edit.per_task else ())
     terms = TermLowering(edit.name, site, context, instances)
@@ -79,3 +96,178 @@ def _assign(equation: ast.Equation, terms: TermLowering) -> Assign:
         notes = (f"`{target.name}` is {target.shape}", f"`{quote(value.source)}` is {value.shape}")
         raise error("P301", message, equation.value.span, label=f"{value.shape}", notes=notes)
     return Assign(target.name, value, equation)
+
+
+@dataclass
+class TermLowering:
+    edit: str
+    site: Site
+    context: LoweringContext
+    instances: FormInstances
+    lets: dict[str, Term] = field(default_factory=dict[str, Term])
+    target: State | None = None  # the state that the current equation writes
+
+    def term(self, source: ast.Expr) -> Term:
+        match source:
+            case ast.Number():
+                return constant(float(numeric_value(source)), source)
+            case ast.Name(name):
+                return self.lets[name] if name in self.lets else self.read(name, source.span)
+            case ast.Negative(operand):
+                value = self.term(operand)
+                if isinstance(value, Constant):
+                    return constant(-value.value, source)
+                return self.arithmetic("*", constant(-1.0, source), value, source)
+            case ast.Binary(op, left, right):
+                return self.arithmetic(op, self.term(left), self.term(right), source)
+            case ast.Call():
+                return self.call(source)
+            case ast.Boolean() | ast.String():
+                message = f"expected a hidden state or a number, found `{print_expression(source)}`"
+                raise error("P105", message, source.span)
+
+    def read(self, name: str, span: Span) -> Read:
+        return Read(name, shape=self.state(name, span).shape, source=ast.Name(name, span=span))
+
+    def state(self, name: str, span: Span) -> State:
+        if (state := self.site.states.get(name)) is not None:
+            return state
+        path, states = self.site.path, list(self.site.states)
+        notes = (f"`{path}` has {join_names(states)}" if states else f"`{path}` has no states",)
+        help_ = _as_weight(name, self.site) or did_you_mean(name, [*states, *self.lets])
+        message, label = f"`{path}` has no state `{name}`", "not a state of this site"
+        raise error("P205", message, span, label=label, notes=notes, help=help_)
+
+    def arithmetic(self, op: str, left: Term, right: Term, source: ast.Expr) -> Term:
+        if op == "/" and isinstance(right, Constant) and right.value == 0:
+            raise error("P120", f"`{quote(source)}` divides by zero", source.span)
+        if isinstance(left, Constant) and isinstance(right, Constant):
+            return constant(ARITHMETIC[op](left.value, right.value), source)
+        shape = combine_shapes(op, left.shape, right.shape)
+        if shape is None or isinstance(left, Concat) or isinstance(right, Concat):
+            is_pair = isinstance(left.shape, KeyValue) or isinstance(right.shape, KeyValue)
+            message = f"`{op}` puts together {left.shape} and {right.shape} at `{self.site.path}`"
+            notes = tuple(f"`{quote(side.source)}` is {side.shape}" for side in (left, right))
+            label, help_ = f"{left.shape} {op} {right.shape}", "join keys and values with `concat`" if is_pair else None
+            raise error("P301", message, source.span, label=label, notes=notes, help=help_)
+        assert op in ("+", "-", "*", "/")
+        return Arithmetic(op, left, right, shape=shape, source=source)
+
+    def call(self, call: ast.Call) -> Term:
+        name = call.function
+        if name == "concat":
+            return self.concat(call)
+        if (shared := self.context.shared.get(name)) is not None:
+            bound = replace(shared, args=call.args, kwargs=(*shared.kwargs, *call.kwargs), span=call.span)
+            return self.form_call(bound, FORMS[shared.function], owner=name, use=call)
+        if (module := self.site.frozen_modules.get(name)) is not None:
+            return self.frozen_call(call, module)
+        if (form := FORMS.get(name)) is not None:
+            return self.form_call(call, form)
+        if name in FROZEN_MODULES:
+            modules = join_names(self.site.frozen_modules) if self.site.frozen_modules else "none"
+            notes = (f"frozen modules of `{self.site.path}`: {modules}",)
+            raise error("P307", f"`{self.site.path}` has no `{name}`", call.function_span, notes=notes)
+        known = ["concat", *self.site.frozen_modules, *FORMS, *self.context.shared]
+        raise error("P101", f"there is no form `{name}`", call.function_span, help=did_you_mean(name, known))
+
+    def concat(self, call: ast.Call) -> Concat:
+        parts = tuple(self.term(argument) for argument in call.args)
+        if parts and isinstance(parts[-1].shape, Tokens):
+            return self._concat_prompt(call, parts)
+        for part in parts:
+            if not isinstance(part.shape, KeyValue):
+                raise error("P303", "`concat` joins keys and values", part.source.span, label=f"this is {part.shape}")
+        reads = [part for part in parts if isinstance(part, Read)]
+        if len(reads) != 1 or any(isinstance(part, Concat) for part in parts):
+            message = "`concat` takes rows to add and, exactly once, `kv`"
+            label = f"`kv` stands here {len(reads)} times" if len(reads) != 1 else ""
+            raise error("P303", message, call.span, label=label, help="write `kv = concat(prefix(…), kv)`")
+        return Concat(parts, shape=reads[0].shape, source=call)
+
+    def _concat_prompt(self, call: ast.Call, parts: tuple[Term, ...]) -> Concat:
+        """`concat(prompt(…), h)`: trained tokens before those of the input."""
+        *rows, state = parts
+        assert isinstance(state.shape, Tokens)
+        if self.site.steps[-1][0] != "embed":
+            help_ = "write it at `embed`, as tokens of the input; or join keys and values, `kv = concat(prefix(…), kv)`"
+            message = "tokens are joined where tokens are embedded"
+            raise error("P303", message, call.span, label="not `embed`", help=help_)
+        wrong = next((row for row in rows if row.shape != Tokens(state.shape.d, PROMPT)), None)
+        if not rows or wrong is not None or call.kwargs or not isinstance(state, Read) or state.state != "h":
+            span = call.span if wrong is None else wrong.source.span
+            message = "`concat` of tokens takes trained rows and then `h`"
+            raise error("P303", message, span, help="write `h = concat(prompt(len=…), h)`")
+        return Concat(parts, shape=state.shape, source=call)
+
+    def frozen_call(self, call: ast.Call, module: str) -> FrozenCall:
+        if len(call.args) != 1 or call.kwargs:
+            raise error("P108", f"`{call.function}` is a module of the model and takes one value", call.span)
+        parameters = next((info.parameters for info in self.context.table.modules if info.name == module), {})
+        size = parameters.get("weight", ())
+        assert self.target is not None
+        # forms in the argument produce what the module reads
+        terms = replace(self, target=replace(self.target, shape=Tokens(size[-1]))) if size else self
+        value = terms.term(call.args[0])
+        if not isinstance(value.shape, Tokens) or (size and size[-1] != value.shape.d):
+            expected = f"[…, {size[-1]}]" if size else "hidden states"
+            message = f"`{call.function}` of `{self.site.path}` reads {expected}, here it has {value.shape}"
+            notes = (f"`{call.function}` is the module `{module}`",)
+            raise error("P301", message, call.args[0].span, label=f"{value.shape}", notes=notes)
+        shape = Tokens(size[0], value.shape.of) if len(size) == 2 else value.shape
+        return FrozenCall(call.function, module, value, shape=shape, source=call)
+
+    def form_call(self, call: ast.Call, form: Form, owner: str | None = None, use: ast.Call | None = None) -> FormCall:
+        """A call of a form. `owner`: the name of the `shared` through which `use` calls it."""
+        use = use or call
+        bound = bind(call, form)
+        value = None if bound.input is None else self.term(bound.input)
+        second = None if bound.second is None else self.term(bound.second)
+        assert self.target is not None
+        table = self.context.table
+        source, second_shape = (None if term is None else term.shape for term in (value, second))
+        dims = Dims(source, self.target.shape, table.d_model, positions=table.positions, second=second_shape)
+        instance = self.instances.create(form, bound.args, dims, self.target.name, owner)
+        try:
+            shape = form.shape(bound.args, instance.dims)
+        except Illegal as illegal:
+            raise self._illegal(illegal, use, bound.second if illegal.argument == "second" else bound.input) from None
+        if owner is not None:
+            # A form of any shape has parameters for each site, which may use them twice.
+            scope = f"{owner} at {self.site.path}" if form.anywhere else owner
+            self.context.check_shared_shapes(owner, scope, form, dims, use.span)
+        return FormCall(instance, value, second, shape=shape, source=use)
+
+    def _illegal(self, illegal: Illegal, call: ast.Call, value: ast.Expr | None) -> PeftcError:
+        """The refusal of a form, at the argument that it blames, with shapes and states."""
+        keyword = next((k for k in call.kwargs if k.name == illegal.argument), None)
+        reads = illegal.argument in ("input", "second")
+        span = keyword.span if keyword else value.span if reads and value else call.span
+        assert self.target is not None
+        notes = [*illegal.notes, f"`{self.target.name}` of `{self.site.path}` is {self.target.shape}"]
+        if isinstance(value, ast.Name) and value.id in self.site.states and value.id != self.target.name:
+            notes.append(f"`{value.id}` of `{self.site.path}` is {self.site.states[value.id].shape}")
+        return error(illegal.code, illegal.message, span, notes=tuple(notes), help=illegal.help)
+
+
+def constant(value: float, source: ast.Expr) -> Constant:
+    return Constant(value, shape=Scalar(), source=source)
+
+
+def quote(source: ast.Expr) -> str:
+    text = print_expression(source)
+    return text if len(text) <= MAX_QUOTE else f"{text[: MAX_QUOTE - 1]}…"
+
+
+def error(
+    code: str, message: str, span: Span, *, label: str = "", notes: tuple[str, ...] = (), help: str | None = None
+) -> PeftcError:
+    return PeftcError(Diagnostic(code, message, span, label=label, notes=notes, help=help))
+
+
+def _as_weight(name: str, site: Site) -> str | None:
+    """How to write an edit of `h` at one of stacked experts, whose `x` and `h` are in no graph."""
+    weight = site.states.get("w")
+    if name not in ("x", "h") or weight is None or weight.weight is None or weight.weight.stacked_slice is None:
+        return None
+    return "the experts are one parameter: write `w += lowrank(r=8, alpha=16)`, which is `h += lora(x, r=8, alpha=16)`"

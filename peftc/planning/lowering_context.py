@@ -1,21 +1,21 @@
-"""What lowering knows beyond one edit at one site: the model, and who shares parameters."""
+"""What lowering knows beyond one edit at one site: the model, and sets of parameters."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
 from peftc.addressing.sites import Site, SiteTable
 from peftc.diagnostics import Diagnostic, PeftcError, Span
-from peftc.forms import Dims, Form
+from peftc.forms import Args, Count, Dims, Form
 from peftc.forms.registry import Spot
 from peftc.forms.shapes import Shape, Tokens, Vector
-from peftc.planning.ir import SiteEdit
+from peftc.planning.ir import FormInstance, SiteEdit
 from peftc.syntax import ast
 
 DEFAULT_TASK = "default"  # of edits `per task` where no tasks are named
@@ -43,19 +43,9 @@ class LoweringContext:
     groups: Mapping[str, Mapping[tuple[str, str, Shape], Sequence[str]]] = field(default_factory=dict)  # by edit
     owners: dict[str, tuple[Form, Shape, Shape | None]] = field(default_factory=dict)
 
-    def group_of(self, edit: str, site: Site, state: str) -> tuple[str, Sequence[str]]:
-        """The attention group's name, and the edit's sites in it whose state has the same shape."""
-        key = (site.group, state, site.states[state].shape)
-        shapes = [other for other in self.groups[edit] if other[:2] == key[:2]]
-        name = site.group if len(shapes) == 1 else f"{site.group}.{shapes.index(key) + 1}"
-        return name, self.groups[edit][key]
-
-    def depth(self, site: Site) -> int:
-        """How many layers the site's stack has; 0 outside layers."""
-        return self._depths[path_spot(site.path, 0, 0).layer.rpartition("[")[0]]
-
     @cached_property
-    def _depths(self) -> Counter[str]:
+    def depths(self) -> Counter[str]:
+        """How many layers each stack has; 0 outside layers."""
         layers = {path_spot(site.path, 0, 0).layer for site in self.table.sites}
         return Counter(layer.rpartition("[")[0] for layer in layers if layer)
 
@@ -116,3 +106,78 @@ def features_of(dims: Dims) -> tuple[int, int]:
     """The features of input and target; 0 for what is neither hidden states nor a bias."""
     d_in, d_out = (s.d if isinstance(s, Tokens | Vector) else 0 for s in (dims.input, dims.target))
     return d_in, d_out
+
+
+@dataclass
+class FormInstances:
+    """Creates form instances, with keys `adapter`, `adapter_2` in the order of the equations."""
+
+    edit: str
+    site: Site
+    context: LoweringContext
+    tasks: tuple[str, ...] = ()
+    instances: list[FormInstance] = field(default_factory=list[FormInstance])
+    keys: Counter[str] = field(default_factory=Counter[str])
+    shared: dict[str, FormInstance] = field(default_factory=dict[str, FormInstance])
+
+    def create(self, form: Form, args: Args, dims: Dims, target: str, owner: str | None) -> FormInstance:
+        """Parameters for the state `target`; those of `owner`, a `shared`, if they exist here."""
+        if owner is not None and owner in self.shared:
+            return self.shared[owner]
+        self.keys[form.name] += 1
+        number = self.keys[form.name]
+        key = form.name if number == 1 else f"{form.name}_{number}"
+        unshared = FormInstance(key, form, args, replace(dims, runs=self.site.runs), tasks=self.tasks)
+        instance = self._with_owner(unshared, target, owner)
+        if owner is not None:
+            self.shared[owner] = instance
+        self.instances.append(instance)
+        return instance
+
+    def _with_owner(self, instance: FormInstance, target: str, shared: str | None) -> FormInstance:
+        common = instance.form.common(instance.args)
+        if shared is None and common is None:
+            return instance
+        if shared is None and common == "group":
+            return self._group_member(instance, target)
+        owner = shared or f"{self.edit}.{instance.key}"
+        sharers = self.context.sharers.get(owner, ())
+        places = [(sharer.edit, sharer.path) for sharer in sharers]
+        instance = replace(instance, owner=owner)
+        if common is None or (self.edit, self.site.path) not in places:
+            return instance
+        index = places.index((self.edit, self.site.path))
+        dims = replace(
+            instance.dims,
+            sites=len(sharers),
+            widest=(max(s.features[0] for s in sharers), max(s.features[1] for s in sharers)),
+            spread=(sum(s.entries for s in sharers[:index]), sum(s.entries for s in sharers)),
+            spots=tuple(map(self.context.spot, sharers)),
+            index=index,
+        )
+        return replace(instance, dims=dims, index=index)
+
+    def _group_member(self, instance: FormInstance, target: str) -> FormInstance:
+        """Shares with the edit's sites in the attention group whose state has this shape."""
+        groups, key = self.context.groups[self.edit], (self.site.group, target, self.site.states[target].shape)
+        shapes, paths = [other for other in groups if other[:2] == key[:2]], list(groups[key])
+        group = self.site.group if len(shapes) == 1 else f"{self.site.group}.{shapes.index(key) + 1}"
+        features, index = features_of(instance.dims), paths.index(self.site.path)
+        spots = tuple(path_spot(path, *features) for path in paths)
+        depth = self.context.depths[path_spot(self.site.path, 0, 0).layer.rpartition("[")[0]]
+        dims = replace(instance.dims, sites=len(paths), spots=spots, index=index, depth=depth)
+        return replace(instance, owner=f"{self.edit}.{instance.key}.{group}", dims=dims, index=index)
+
+
+def count_parameters(site_edits: Iterable[SiteEdit]) -> Count:
+    """Parameters with a gradient, and in the saved adapter. What sites share counts once."""
+    counts: dict[object, Count] = {}
+    for site_edit in site_edits:
+        for instance in site_edit.instances:
+            if instance.has_site_parameters:
+                count = instance.form.count(instance.args, instance.dims)
+                for task, _ in instance.task_suffixes():
+                    counts.setdefault((site_edit.edit, site_edit.site.path, instance.key, task), count)
+            for owner in instance.owners():
+                counts.setdefault(owner, instance.common_count(owner))
+    return Count(sum(count.trained for count in counts.values()), sum(count.stored for count in counts.values()))

@@ -9,19 +9,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from peftc.addressing.parameter_ranges import EntryChoice, RowRange, numel
-from peftc.addressing.sites import Site, SiteTable, UntracedModule
+from peftc.addressing.sites import EntryChoice, RowRange, Site, SiteTable, UntracedModule, numel
 from peftc.diagnostics import Diagnostic, PeftcError, Source
+from peftc.diagnostics.suggestions import for_sites, plural
 from peftc.forms import FORMS
-from peftc.planning.assignments import conflicts
+from peftc.planning.assignments import conflicts, is_identity
 from peftc.planning.expectations import evaluate
 from peftc.planning.foldability.check import Foldability, check_foldability
-from peftc.planning.form_instances import count_parameters
-from peftc.planning.identity import is_identity
 from peftc.planning.ir import SiteEdit
 from peftc.planning.lowering import lower_edit, unused
-from peftc.planning.lowering_context import DEFAULT_TASK, LoweringContext, groups_of, sharers_of
-from peftc.planning.messages import for_sites, plural
+from peftc.planning.lowering_context import DEFAULT_TASK, LoweringContext, count_parameters, groups_of, sharers_of
 from peftc.planning.report.plan import (
     Plan,
     PlanEdit,
@@ -32,11 +29,10 @@ from peftc.planning.report.plan import (
     PlanTotals,
     PlanUnread,
 )
-from peftc.planning.selection.parameter_sites import edits_parameters, other_parameters, parameter_sites
+from peftc.planning.selection.module_sites import SharedModules, edits_parameters, other_parameters, parameter_sites
+from peftc.planning.selection.selector_errors import untraced_in_layers, untraced_warning
 from peftc.planning.selection.selectors import coverage_warnings, resolve
-from peftc.planning.selection.shared_modules import SharedModules
 from peftc.planning.selection.train import TrainTarget, resolve_train
-from peftc.planning.selection.untraced import untraced_in_layers, untraced_warning
 from peftc.semantics.checks.spec import with_origin
 from peftc.syntax import ast
 
@@ -58,17 +54,10 @@ class PlanResult(NamedTuple):
 def make_plan(
     spec: ast.Spec, table: SiteTable, *, source: Source | None = None, tasks: tuple[str, ...] = (DEFAULT_TASK,)
 ) -> PlanResult:
-    """Resolves, types and counts every edit of an expanded spec.
+    """Resolves, types and counts every edit of an expanded spec. The plan has failed expectations.
 
-    An expectation that does not hold is no exception: the plan records it.
-
-    Args:
-        spec: as `peftc.semantics` expands it: edits, `train`, `expect` and shared `let`.
-        source: the text that the plan names and hashes; by default that of the spec.
-        tasks: those for which `per task` creates parameters.
-
-    Raises:
-        P1xx, P201-P205, P214, P301-P309 and what forms refuse: all errors of the spec at once.
+    Args: `source`: the text that the plan names and hashes; by default that of the spec.
+    Raises: P1xx, P201-P205, P214, P301-P309 and what forms refuse: all errors of the spec at once.
     """
     planner = _Planner(spec, table, source or spec.source, tasks)
     edits, trains = planner.edits(), planner.trains()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -40,7 +41,7 @@ class LayerType:
     arguments: dict[str, Any]
     untraced: list[UntracedPart]
 
-    @property
+    @cached_property
     def layer(self) -> LayerGraph:
         return LayerGraph(self.traced.graph, self.root)
 

@@ -1,5 +1,5 @@
-"""Names of stacks of layers: `encoder`, `decoder`, and in models of several media their tower, as
-in `vision.layer[0]`, `text.decoder.layer[0]`, `qformer.layer[0]`.
+"""Names of stacks of layers: `encoder`, `decoder`, and in models of several media their tower:
+`vision.layer[0]`, `text.decoder.layer[0]`, `qformer.layer[0]`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from torch import fx, nn
 
-from peftc.tracing.code_positions import Occurrence, Origin
+from peftc.tracing.bytecode import Occurrence, Origin
 from peftc.tracing.region_trace import ModuleCall, RegionTrace
 
 
@@ -35,8 +35,7 @@ class Ordinal:
     def find_in(self, occurrences: Sequence[Occurrence]) -> int | None:
         """The index of this operation in another trace: the one at the same code position.
 
-        If nothing runs at that position, or not as often, it is the one at the same index, provided
-        that both traces have as many operations, and those that both have are at the same index.
+        Else the same index, if both traces have as many, and common ones at equal indices.
         """
         own = self.occurrences[self.index]
         if own in occurrences and self.runs(self.occurrences) == self.runs(occurrences):
@@ -97,9 +96,6 @@ def contains(region: str, name: str) -> bool:
     return not region or name == region or name.startswith(region + ".")
 
 
-# Values ------------------------------------------------------------------------------------------
-
-
 def parts(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], fx.Node]]:
     """The nodes in nested arguments or results, with the path to each."""
     if isinstance(value, fx.Node):
@@ -136,16 +132,13 @@ def item_of(node: fx.Node, key: Any) -> fx.Node:
         return node.graph.call_function(operator.getitem, (node, key))
 
 
-# Calls of modules --------------------------------------------------------------------------------
-
-
 def calls_of(trace: RegionTrace) -> list[ModuleCall]:
     """The modules that are called once, including the region itself."""
     counts = Counter(c.name for c in trace.calls)
     placeholders = {str(n.target).lstrip("*"): n for n in trace.graph.nodes if n.op == "placeholder"}
     result = trace.graph.output_node().args[0] if trace.result is None else trace.result
-    own = ModuleCall("", "", placeholders, result, inlined=True)
-    return [*(c for c in trace.calls if counts[c.name] == 1), own]
+    called = (c for c in trace.calls if counts[c.name] == 1)
+    return [*called, ModuleCall("", "", placeholders, result, inlined=True)]
 
 
 def weight_only_linears(trace: RegionTrace) -> dict[str, fx.Node]:
@@ -178,9 +171,6 @@ def frames_between(region: str, anchor: Anchor, trace: RegionTrace) -> frozenset
         frame = callers[frame]
         frames.add(frame)
     return frozenset(frames)
-
-
-# From nodes to anchors, and back -----------------------------------------------------------------
 
 
 def anchors(node: fx.Node, trace: RegionTrace) -> list[Anchor]:

@@ -11,10 +11,16 @@ from peftc.recognition.layer_candidates import repeated_blocks
 from peftc.recognition.layers import ModelStructure
 from peftc.rewriting.anchors import relative
 from peftc.rewriting.edits import Region
-from peftc.rewriting.legality.fast_paths import disable_fast_paths, has_fast_path, innermost_called, parents
-from peftc.rewriting.legality.parameter_reads import may_run_children, own_parameters, parameter_reads
-from peftc.rewriting.positions import position_regions
-from peftc.rewriting.prompts import is_prompt, prompt_regions
+from peftc.rewriting.legality.bypasses import (
+    disable_fast_paths,
+    has_fast_path,
+    innermost_called,
+    may_run_children,
+    own_parameters,
+    parameter_reads,
+    parents,
+)
+from peftc.rewriting.prompts import is_prompt, position_regions, prompt_regions
 from peftc.rewriting.regions import LayerRegions, module_region
 
 
@@ -83,8 +89,7 @@ def check_shared_modules(regions: list[Region], structure: ModelStructure) -> No
 
 
 def check_parameter_reads(regions: list[Region], structure: ModelStructure) -> None:
-    """Raises: P435 for a region whose parameters may be read by code around the layers that need
-    not call it.
+    """Raises: P435 if code around the layers may read a region's parameters and not call it.
 
     Outside the layers a parameter may have two uses, such as embedding and head, so only reads in
     code that depends on the mode are refused there.

@@ -57,8 +57,7 @@ def make_positional(call: fx.Node, names: tuple[str, ...]) -> None:
 
 
 class ManualAttention:
-    """Attention that the model computes itself, identified by its softmax. Rows get scores and
-    values of their own:
+    """Attention that the model computes itself, identified by its softmax. With joined rows,
 
     softmax(s(q kᵀ)) v   becomes   softmax([s'(q Pₖᵀ), s(q kᵀ)]) [Pᵥ; v].
     """

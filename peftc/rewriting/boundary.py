@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from peftc.addressing.parameter_ranges import parameter_name
+from peftc.addressing.sites import parameter_name
 from peftc.rewriting.edits import RegionEdit
 from peftc.runtime.layouts import replace_part
 from peftc.runtime.parameters import ModuleView
@@ -24,10 +24,8 @@ def base_call(base: type, *arguments: Any, own: Any = None) -> Any:
 def boundary_graph(base: type[nn.Module], signature: inspect.Signature, edits: tuple[RegionEdit, ...]) -> RegionTrace:
     """A graph that calls the base's forward and unpacks the parts of its result that edits use."""
     graph = fx.Graph()
-    nodes: list[fx.Node] = []
-    for p in list(signature.parameters.values())[1:]:
-        star = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
-        nodes.append(graph.placeholder(star + p.name))
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    nodes = [graph.placeholder(stars.get(p.kind, "") + p.name) for p in list(signature.parameters.values())[1:]]
     arguments: tuple[Any, ...] = (base, *nodes)
     call = out = graph.call_function(base_call, arguments, module_view(graph, edits))
     anchors = (state.anchor for edit in edits for state in edit.states.values())

@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from peftc.addressing.parameter_ranges import parameter_name
+from peftc.addressing.sites import parameter_name
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_edit
 from peftc.dataflow.operations import Op
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.shapes import KeyValue
 from peftc.planning import ir
-from peftc.planning.arithmetic import ARITHMETIC
+from peftc.planning.ir import ARITHMETIC
 from peftc.rewriting.anchors import Anchor
 from peftc.rewriting.attention import AttentionCall, ManualAttention
 from peftc.rewriting.boundary import base_call, wrap_base_call
-from peftc.rewriting.container import CONTAINER
 from peftc.rewriting.edits import (
+    CONTAINER,
     EQUATIONS,
     STREAM,
     RegionEdit,
@@ -31,12 +31,9 @@ from peftc.rewriting.edits import (
     equation_comment,
     row_count,
 )
-from peftc.rewriting.in_place_writes import REPLACES, copy_operands_of_edits, copy_value
-from peftc.rewriting.node_builder import NodeBuilder
-from peftc.rewriting.positions import provides_positions
-from peftc.rewriting.prompts import prepend_tokens, prompted_call
-from peftc.rewriting.stacked_weights import StackedWeight
-from peftc.rewriting.states import StateLookup
+from peftc.rewriting.node_builder import NodeBuilder, StackedWeight
+from peftc.rewriting.prompts import prepend_tokens, prompted_call, provides_positions
+from peftc.rewriting.states import REPLACES, StateLookup, copy_operands_of_edits, copy_value
 from peftc.runtime.layouts import image_to_tokens, tokens_to_image, unflatten_tokens
 from peftc.runtime.parameters import full_precision, stored_as
 from peftc.runtime.positions import forward_with_positions
@@ -77,11 +74,9 @@ class Inserter:
 
 
 class EquationInserter(NodeBuilder):
-    """One equation of an edit. Its nodes follow all their operands; then the state's other uses
-    read the new value.
+    """One equation of an edit. Its nodes follow all their operands.
 
-    Args: `memo`: the edit's terms that have nodes already, by id: a `let` is computed once. `lets`:
-    those of this equation.
+    Args: `memo`: values of the edit's terms by id, each computed once. `lets`: of this equation.
     """
 
     def __init__(
@@ -180,24 +175,18 @@ class EquationInserter(NodeBuilder):
             return call.get("k"), call.get("v"), 0, 0
         if isinstance(term, ir.Concat):
             parts = [self.key_value(part, call, like) for part in term.parts]
-            own = next(i for i, part in enumerate(term.parts) if contains_state(part))
-            before = sum(map(row_count, term.parts[:own])) + parts[own][2]
-            after = sum(map(row_count, term.parts[own + 1 :])) + parts[own][3]
+            i = next(i for i, part in enumerate(term.parts) if contains_state(part))
+            before = sum(map(row_count, term.parts[:i])) + parts[i][2]
+            after = sum(map(row_count, term.parts[i + 1 :])) + parts[i][3]
             keys, values = [part[0] for part in parts], [part[1] for part in parts]
             return self.function(torch.cat, keys, 2), self.function(torch.cat, values, 2), before, after
         if isinstance(term, ir.FormCall):
             pair = self.form_call(term, like=like if call is None else call.get("k"))
             return self.function(operator.getitem, pair, 0), self.function(operator.getitem, pair, 1), 0, 0
-        assert isinstance(term, ir.Arithmetic), term
-        return self.key_value_arithmetic(term, call, like)
-
-    def key_value_arithmetic(
-        self, term: ir.Arithmetic, call: AttentionCall | None, like: Any
-    ) -> tuple[Any, Any, int, int]:
-        """Keys and values times a factor, or two pairs."""
+        assert isinstance(term, ir.Arithmetic), term  # of keys and values with a factor, or with others
         left_is_pair = isinstance(term.left.shape, type(term.shape))
-        pair, factor = (term.left, term.right) if left_is_pair else (term.right, term.left)
-        key, value, before, after = self.key_value(pair, call, like)
+        own, factor = (term.left, term.right) if left_is_pair else (term.right, term.left)
+        key, value, before, after = self.key_value(own, call, like)
         if isinstance(factor.shape, type(term.shape)):
             factors = self.key_value(factor, call, like)[:2]
         else:
@@ -206,7 +195,7 @@ class EquationInserter(NodeBuilder):
                 scale = self.method("unsqueeze", scale, 1)
             factors = (scale, scale)
         operands = [(x, y) if left_is_pair else (y, x) for x, y in zip((key, value), factors, strict=True)]
-        key, value = (self.function(ARITHMETIC[term.op], *pair) for pair in operands)
+        key, value = (self.function(ARITHMETIC[term.op], *both) for both in operands)
         return key, value, before, after
 
     def write_parameter(self, state: RegionState) -> None:
@@ -267,11 +256,12 @@ class EquationInserter(NodeBuilder):
     def read_parameter(self, state: RegionState) -> fx.Node:
         assert state.weight is not None
         if state.weight.stacked_slice is not None:
-            return StackedWeight(self, state, self.inserter.latest).read()
-        name = parameter_name(state.weight)
-        node = next((n for n in self.graph.nodes if n.op == "get_attr" and n.target == name), None)
-        node = self.inserter.latest(node if node is not None else self.add(self.graph.get_attr(name)))
-        self.move_after(node)
+            node = StackedWeight(self, state, self.inserter.latest).read()
+        else:
+            name = parameter_name(state.weight)
+            node = next((n for n in self.graph.nodes if n.op == "get_attr" and n.target == name), None)
+            node = self.inserter.latest(node if node is not None else self.add(self.graph.get_attr(name)))
+            self.move_after(node)
         value = self.function(full_precision, node)
         value = self.method("t", value) if state.weight.transposed else value
         rows = state.weight.rows

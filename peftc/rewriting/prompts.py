@@ -1,8 +1,8 @@
-"""Prompts: the regions are the modules that take embedded tokens and run the layers."""
+"""Edits of the modules that take embedded tokens: prompts, and forms that act at some positions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor, fx
@@ -23,6 +23,9 @@ from peftc.runtime.prompts import cannot_prepend, forward_with_prompt
 from peftc.tracing.module_calls import forward_signature
 
 CONTEXT, CONTEXT_MASK = "encoder_hidden_states", "encoder_attention_mask"
+KIND = "positions"  # of the anchor
+NAME = "<positions>"  # in place of an edit's name
+SEQUENCE = "sequence"  # in a region's container, the record of positions that its forms read
 
 
 def is_prompt(site_edit: ir.SiteEdit) -> bool:
@@ -32,10 +35,8 @@ def is_prompt(site_edit: ir.SiteEdit) -> bool:
 def prompt_regions(site_edit: ir.SiteEdit, structure: ModelStructure) -> Iterator[Region]:
     """The stack that takes the tokens, and the stacks that attend to its result.
 
-    A decoder attends to the encoder's rows of the prompt too. The result of any other stack has the
-    input's tokens only.
-    Raises: P418 where no module takes embedded tokens, or needs more than these, or where the edit
-    has other equations.
+    A decoder attends to the encoder's rows of the prompt too. Other results have no such rows.
+    Raises: P418 where no module takes embedded tokens alone, or the edit has other equations.
     """
     span = next(iter(site_edit.assigns)).source.span
     if len(site_edit.assigns) > 1 or site_edit.lets:
@@ -53,16 +54,11 @@ def prompt_regions(site_edit: ir.SiteEdit, structure: ModelStructure) -> Iterato
 
 
 def stack_region(site_edit: ir.SiteEdit, module: str, anchor: Anchor) -> Region:
-    edit = RegionEdit.of(site_edit, {"h": RegionState(anchor=anchor)})
-    return Region(module, frozenset(), [edit], [site_edit])
+    return Region(module, frozenset(), [RegionEdit.of(site_edit, {"h": RegionState(anchor)})], [site_edit])
 
 
 def token_stack(site: Site, structure: ModelStructure, span: Span) -> tuple[Stack, str]:
-    """The stack whose tokens a site embeds, and its module that takes them embedded.
-
-    Raises: P418 where there is none, or where it needs something that a prompt has not: ids, or
-    another argument with a value for each token.
-    """
+    """The stack whose tokens a site embeds, and its module that takes them. Raises: P418."""
     modules = [(s, innermost_with((EMBEDS,), site.module, s, structure)) for s in structure.stacks]
     takers = [(stack, module) for stack, module in modules if module is not None]
     if takers and site.module not in structure.flows:
@@ -120,3 +116,87 @@ def prepend_tokens(
     assert isinstance(rows, Sequence)
     assert isinstance(length, int)
     call.args = (*first, [*new, *rows], embedding or name, keep and keeps, length + context)
+
+
+def selects_positions(instance: ir.FormInstance) -> bool:
+    return instance.form.picks(instance.form.fill(instance.args))
+
+
+def prompt_and_position_errors(
+    site_edits: Sequence[ir.SiteEdit], structure: ModelStructure
+) -> Iterator[tuple[str, Diagnostic]]:
+    """Errors of prompts (P418) and of position forms (P422), by name of the edit."""
+    conflicts: dict[str, tuple[str, str]] = {}  # for each module, an edit of its input or result, and what it does
+    for p in site_edits:
+        if is_prompt(p):
+            try:
+                conflicts |= {r.module: (p.edit, "joins a prompt to them") for r in prompt_regions(p, structure)}
+            except PeftcError as error:
+                yield from ((p.edit, diagnostic) for diagnostic in error.diagnostics)
+        elif any(p.site.states[assign.state].weight is None for assign in p.assigns):
+            conflicts.setdefault(p.site.root, (p.edit, "changes the input or the result of the stack that counts them"))
+    sources: dict[str, str] = {}  # of each shared form
+    refused = set[str]()
+    for p in site_edits:
+        for instance in filter(selects_positions, p.instances):
+            error = position_error(p, instance, structure, conflicts, sources)
+            if error is not None and p.edit not in refused:
+                refused.add(p.edit)
+                span = next(t.source.span for t in p.terms() if isinstance(t, ir.FormCall) and t.instance is instance)
+                yield p.edit, replace(error, span=span)
+
+
+def position_error(
+    p: ir.SiteEdit,
+    instance: ir.FormInstance,
+    structure: ModelStructure,
+    conflicts: Mapping[str, tuple[str, str]],
+    sources: dict[str, str],
+) -> Diagnostic | None:
+    """P422 where the positions at a site are unknown or come from several stacks."""
+    module, help_ = position_source(p, structure), "leave out `first` and `last`"
+    if module is None:
+        message = f"the positions of the tokens at `{p.site.path}` are unknown"
+        note = f"they are known in layers of a module that takes `{EMBEDS}`, but not for a context that is attended to"
+        return Diagnostic("P422", message, notes=(note,), help=help_)
+    if module in conflicts:
+        edit, action = conflicts[module]
+        message = f"`{p.edit}` counts the tokens at `{p.site.path}`, and `{edit}` {action}"
+        return Diagnostic("P422", message, help=f"{help_}, or `{edit}`")
+    if any(position_source(use, structure) != module for use in p.uses()):
+        message = f"`{p.edit}` selects positions in a module that several stacks share, each with its own positions"
+        return Diagnostic("P422", message, help=help_)
+    if instance.owner is not None and sources.setdefault(instance.owner, module) != module:
+        message = f"`{p.edit}` shares a form that selects positions between stacks, each with its own positions"
+        return Diagnostic("P422", message, help="write an edit for each stack")
+    return None
+
+
+def position_regions(site_edits: Iterable[ir.SiteEdit], structure: ModelStructure) -> list[Region]:
+    """The stacks around sites with such forms, once each."""
+    regions: dict[str, Region] = {}
+    for p in site_edits:
+        if any(map(selects_positions, p.instances)):
+            module = position_source(p, structure)
+            assert module is not None, p.site.path  # else `prompt_and_position_errors` refuses the edit
+            edit = RegionEdit(NAME, KIND, (), {KIND: RegionState(anchor=Anchor(KIND, ""))}, {}, ())
+            region = Region(module, frozenset(), [edit], [replace(p, instances=())])
+            regions.setdefault(module, region).position_sites.append((p.edit, p.site.path))
+    return list(regions.values())
+
+
+def position_source(site_edit: ir.SiteEdit, structure: ModelStructure) -> str | None:
+    """The module that takes the tokens of a site's stack, and of no other stack."""
+    site = site_edit.site
+    names = [name for name, _ in site.steps]
+    stack = next((s for s in structure.stacks if any(contains(layer, site.module) for layer in s.layers)), None)
+    if stack is None or ("cross" in names and names[-1] in ("k", "v")):
+        return None
+    module = innermost_with((EMBEDS,), stack.layers[0], stack, structure)
+    others = [s for s in structure.stacks if s is not stack]
+    return None if module is None or any(contains(module, s.layers[0]) for s in others) else module
+
+
+def provides_positions(edit: RegionEdit) -> bool:
+    """Whether the edit stands for a stack that provides the positions of its tokens."""
+    return any(state.anchor is not None and state.anchor.kind == KIND for state in edit.states.values())

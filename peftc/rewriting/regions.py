@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -26,8 +26,7 @@ from peftc.rewriting.edits import (
     used_states,
     written_states,
 )
-from peftc.rewriting.legality.fast_paths import has_fast_path, parents
-from peftc.rewriting.legality.parameter_reads import own_parameters, parameter_reads
+from peftc.rewriting.legality.bypasses import has_fast_path, own_parameters, parameter_reads, parents
 from peftc.rewriting.legality.preconditions import check_gradients
 from peftc.rewriting.states import (
     activation_of,
@@ -57,8 +56,7 @@ class _Placement:
 class LayerRegions:
     """The regions of one layer, for the edits of its sites.
 
-    Args: `memory`: results for layers of the same type. `shared`: groups of dotted names that are
-    one module.
+    Args: `memory`: results for layers of one type. `shared`: groups of dotted names of one module.
     """
 
     def __init__(
@@ -110,8 +108,6 @@ class LayerRegions:
             modules.add(inner)
         return frozenset(modules)
 
-    # Edits in a region ---------------------------------------------------------------------------
-
     def region_edit(self, site_edit: ir.SiteEdit, placement: _Placement, region: str) -> RegionEdit:
         states: dict[str, RegionState] = {}
         for name in used_states(site_edit):
@@ -134,16 +130,19 @@ class LayerRegions:
             weight = replace(state.weight, module=relative(module, region), stacked_slice=stacked)
             return RegionState(width=value.shape[-1 if weight.transposed else 0], weight=weight)
         assert anchor is not None
-        rows = activation_of(state).rows
+        rows, is_tokens = activation_of(state).rows, isinstance(state.shape, Tokens)
         node = node_of(state, self.layer, site, self.trace)
         example = node.meta["example"]
         defining, aliases = self.names_in_region(state, anchor, region, site)
+        maps = [s.activation.feature_map for s in site.states.values() if s.activation is not None]
+        is_image = is_tokens and any(maps) and isinstance(example, torch.Tensor) and example.ndim > 3
+        image = "channels first" if activation_of(state).feature_map else "channels last" if is_image else ""
         return RegionState(
             anchor.relative(region),
             rows,
             width=example.shape[-1] if rows else 0,
-            flat=site.layer_input is not None and isinstance(state.shape, Tokens) and example.ndim == 2,
-            image=image_layout(state, site, example),
+            flat=site.layer_input is not None and is_tokens and example.ndim == 2,
+            image=image,
             definitions=defining,
             aliases=aliases,
             overwritten=is_overwritten(anchor, region, node),
@@ -170,8 +169,6 @@ class LayerRegions:
             self.memory[key] = inside[0], inside[1]
         return self.memory[key]
 
-    # The choice of a region ----------------------------------------------------------------------
-
     def placement(self, group: list[ir.SiteEdit]) -> _Placement:
         states = {n: state_of(p.site, n) for p in group for n in used_states(p)}
         writes = {n for p in group for n in written_states(p)}
@@ -192,7 +189,7 @@ class LayerRegions:
     def find_region(
         self, first: ir.SiteEdit, states: dict[str, State], writes: set[str], functions: set[str], excluded: set[str]
     ) -> _Placement:
-        site = first.site
+        site, root = first.site, self.kind.root
         check_gradients({n: self.nodes_of(states[n], site) for n in sorted(writes)}, self.trace.graph)
         weights = [s.weight for s in states.values() if s.weight is not None]
         readers = [w.stacked_slice.reader for w in weights if w.stacked_slice is not None]
@@ -200,13 +197,12 @@ class LayerRegions:
             return _Placement(relative(readers[0], self.layer), frozenset(), {})
         depth_first = sorted({c.name for c in calls_of(self.trace)}, key=lambda n: (-len(n.split(".")) if n else 0, n))
         for region in depth_first:
-            module = self.kind.root.get_submodule(region)
-            if region in excluded or self.has_external_reads(region) or next(module.parameters(), None) is None:
+            has_parameters = next(root.get_submodule(region).parameters(), None) is not None
+            if region in excluded or self.has_external_reads(region) or not has_parameters:
                 continue
-            if all(contains(region, f) and f != region for f in functions):
-                placement = self.place_in(region, states, writes, site)
-                if placement is not None:
-                    return placement
+            applies = all(contains(region, f) and f != region for f in functions)
+            if applies and (placement := self.place_in(region, states, writes, site)) is not None:
+                return placement
         message = f"no module of {site.root} contains all the states that `{first.edit}` uses at {site.path}"
         raise PeftcError(Diagnostic("P401", message, notes=(f"states: {', '.join(states)}",)))
 
@@ -246,10 +242,7 @@ class LayerRegions:
     def nearest_anchor(
         self, state: State, write: bool, region: str, site: Site
     ) -> tuple[Anchor, frozenset[str]] | None:
-        """The anchor at which `region` can use a state with the fewest modules to enter, and these.
-
-        Of anchors with equally many, one that defines the state.
-        """
+        """The anchor of a state with the fewest modules to enter, if possible a defining one."""
         reachable: list[tuple[Anchor, frozenset[str]]] = []
         defining, uses = definitions(state, self.layer, site, self.kind)
         for anchor in state_anchors(state, self.layer, site, self.trace):
@@ -277,15 +270,6 @@ class LayerRegions:
         return result
 
 
-def image_layout(state: State, site: Site, example: object) -> Literal["", "channels first", "channels last"]:
-    """The layout of a state at a site with images (batch, d, height, width)."""
-    if activation_of(state).feature_map:
-        return "channels first"
-    has_images = any(s.activation is not None and s.activation.feature_map for s in site.states.values())
-    is_image = isinstance(example, torch.Tensor) and example.ndim > 3
-    return "channels last" if has_images and is_image and isinstance(state.shape, Tokens) else ""
-
-
 def module_region(site_edits: list[ir.SiteEdit], region: str, model: nn.Module) -> Region:
     """The region of edits outside the layers."""
     module = model.get_submodule(region)
@@ -302,10 +286,10 @@ def module_region(site_edits: list[ir.SiteEdit], region: str, model: nn.Module) 
             else:
                 activation = activation_of(state)
                 assert activation.node in (INPUT, OUTPUT)
-                if activation.node == OUTPUT:
-                    anchor = Anchor("out", "", activation.key_path)
-                else:
-                    anchor = Anchor("in", "", activation.key_path or tuple(forward_signature(module).parameters)[1:2])
-                states[name] = RegionState(anchor=anchor, rows=activation.rows)
+                kind = "in" if activation.node == INPUT else "out"
+                path = activation.key_path
+                if kind == "in" and not path:
+                    path = tuple(forward_signature(module).parameters)[1:2]
+                states[name] = RegionState(Anchor(kind, "", path), activation.rows)
         edits.append(RegionEdit.of(p, states, {f: relative(m, region) for f, m in frozen_modules(p).items()}))
     return Region(region, inline, edits, site_edits)

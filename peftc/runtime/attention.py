@@ -92,11 +92,8 @@ def open_columns(
 
 
 def pad_block_mask(mask: BlockMask, length: int, before: int, after: int) -> BlockMask:
-    """A flex attention mask of `length` keys with open columns on both sides.
-
-    A new block overlaps two old ones. It is computed if either was, or if it has open columns;
-    `mask_mod` decides within it.
-    """
+    """A flex attention mask of `length` keys with open columns on both sides."""
+    # A new block overlaps two old ones: computed if either was, or if it has open columns.
 
     def mask_mod(batch: Any, head: Any, query: Any, column: Any) -> Any:
         old = (column - before).clamp(0, length - 1)

@@ -62,16 +62,11 @@ def stacked_slices(whole: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def with_stacked_slices(
-    whole: torch.Tensor,
-    count: int,
-    transposed: bool,
-    slices: list[tuple[int, Rows | None]],
-    values: list[torch.Tensor],
+    whole: torch.Tensor, count: int, transposed: bool, slices: list[tuple[int, Rows | None]], values: list[torch.Tensor]
 ) -> torch.Tensor:
     """A copy of `whole` with new values of some stacked matrices, or of some rows of them.
 
-    Args: `transposed`: the matrices are stored (in, out). `slices`: (index, rows), where None means
-    all rows.
+    `transposed`: they are stored (in, out). `slices`: (index, rows or None for all).
     Shapes: values (rows, in), or (rows,).
     """
     matrices = [matrix.t() if transposed else matrix for matrix in stacked_slices(whole, count).unbind(0)]

@@ -1,28 +1,77 @@
-"""The positions of a call's tokens, for forms that act at the first or last ones."""
+"""Tokens, masks and caches among the arguments of a call, and the positions of its tokens."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from peftc.diagnostics import PeftcError
 from peftc.forms.module import has_values
 from peftc.forms.sequence_module import Sequence, Where, unknown
-from peftc.runtime.call_arguments import UnknownCache, cache_of, mask_format, past_of, starts_of, tokens_of
+
+CACHES = ("past_key_values", "cache_params")
+STATES = ("state",)  # tensors of a recurrence; a call without a past has none. Seen in: RWKV
+OTHERS = ("mems", "past_buckets_states")  # Seen in: XLNet, Reformer
+
+
+def tokens_of(arguments: Mapping[str, Any]) -> Any:
+    """The tokens of a call: ids (batch, tokens), or embeddings (batch, tokens, d)."""
+    embedded = arguments.get("inputs_embeds")
+    return arguments.get("input_ids") if embedded is None else embedded
+
+
+def starts_of(mask: Tensor) -> Tensor:
+    """The column of each row's first visible token, (batch, 1); 0 if all are padding."""
+    return (mask != 0).int().argmax(1, keepdim=True)
+
+
+def mask_format(mask: object) -> str:
+    """How a mask that is not (batch, tokens) differs from that, for messages."""
+    return f"{mask.ndim} dimensions" if isinstance(mask, Tensor) else f"the type {type(mask).__name__}"
+
+
+def cache_of(arguments: dict[str, Any]) -> tuple[str, Any] | None:
+    """The name and value of the cache among the arguments of a call."""
+    names = (*CACHES, *STATES, *OTHERS)
+    return next(((name, arguments[name]) for name in names if arguments.get(name) is not None), None)
+
+
+def past_of(arguments: dict[str, Any], error: Callable[[str], PeftcError]) -> Any:
+    """The tokens in the cache of a call, or 0; a tensor for caches of a fixed size.
+
+    Returns: None for a recurrent state, which does not count them. Raises: an `error`.
+    """
+    name, cache = cache_of(arguments) or ("", None)
+    if cache is None:
+        return 0
+    is_list = isinstance(cache, list | tuple)
+    if name in STATES and is_list and all(isinstance(part, Tensor) for part in cast(Iterable[object], cache)):
+        return None
+    message = f"the number of tokens in `{name}`, a {type(cache).__name__}, is unknown"
+    if name not in CACHES:
+        raise error(message)
+    if (offset := getattr(cache, "seqlen_offset", None)) is not None:
+        return int(offset)
+    if hasattr(cache, "get_seq_length"):
+        try:
+            return cache.get_seq_length()
+        except ValueError:  # no layer of the cache has keys
+            pass
+    if (has_tokens := getattr(cache, "has_previous_state", None)) is not None:
+        return None if (has_tokens() if callable(has_tokens) else has_tokens) else 0
+    raise error(message)
 
 
 def forward_with_positions(base: type[nn.Module], module: Any, named: dict[str, Any], rest: dict[str, Any]) -> Any:
-    """The forward of `base`; until it returns, the module's forms know the positions of its tokens.
-
-    Raises: P423 where they are unknown.
-    """
+    """The forward of `base`; meanwhile forms know the positions of its tokens. Raises: P423."""
     arguments = {**named, **rest}
     sequence: Sequence = module.peftc.sequence
     if getattr(module, "_is_replica", False):
-        raise unknown(
-            "replicas in threads share one record of the positions of a call's tokens", "use DistributedDataParallel"
-        )
+        message = "replicas in threads share one record of the positions of a call's tokens"
+        raise unknown(message, "use DistributedDataParallel")
     before, sequence.present = sequence.present, positions_of(arguments)
     try:
         return base.forward(module, **arguments)
@@ -31,21 +80,24 @@ def forward_with_positions(base: type[nn.Module], module: Any, named: dict[str, 
 
 
 def positions_of(arguments: dict[str, Any]) -> Where | None:
-    """The columns of a call's tokens, counted from the first and the last visible token of their
-    rows.
+    """The columns of a call's tokens, from the first and the last visible token of their rows.
 
-    Without a mask no token is padding.
-    Returns: None for a call without tokens.
-    Raises: P423 for masks, caches and position ids that leave the positions unknown.
+    Returns: None for a call without tokens. Raises: P423 where the positions are unknown.
     """
     tokens = tokens_of(arguments)
     if not isinstance(tokens, Tensor) or tokens.ndim < 2:
         return None
     count, cache, mask = tokens.shape[1], cache_of(arguments), arguments.get("attention_mask")
-    past = known_past(arguments)
+    past = past_of(arguments, unknown)
+    if past is None:
+        raise unknown("the number of tokens in the recurrent state of this call is unknown", "call without a cache")
     columns = torch.arange(count, device=tokens.device)[None] + past
     if mask is None:
-        check_one_sequence_per_row(arguments.get("position_ids"))
+        ids, compiling = arguments.get("position_ids"), torch.compiler.is_compiling()
+        known = ids if isinstance(ids, Tensor) and ids.ndim == 2 and has_values(ids) and not compiling else None
+        if known is not None and bool((known.diff(dim=1) != 1).any()):
+            message = "the position ids are not those of one sequence a row"
+            raise unknown(message, "pass an attention mask (batch, tokens)")
         return Where(columns, None if cache is not None else count - 1 - columns)
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         message = f"an attention mask with {mask_format(mask)} does not show which tokens are padding"
@@ -56,23 +108,3 @@ def positions_of(arguments: dict[str, Any]) -> Where | None:
     if cache is not None:
         return Where(columns - first, None)
     return Where(columns - first, count - 1 - starts_of(mask.flip(1)) - columns)
-
-
-def known_past(arguments: dict[str, Any]) -> Any:
-    try:
-        past = past_of(arguments)
-    except UnknownCache as error:
-        raise unknown(str(error)) from error
-    if past is None:
-        raise unknown("the number of tokens in the recurrent state of this call is unknown", "call without a cache")
-    return past
-
-
-def check_one_sequence_per_row(position_ids: Any) -> None:
-    """Raises: P423 for the position ids of packed sequences."""
-    if not isinstance(position_ids, Tensor) or position_ids.ndim != 2:
-        return
-    if not has_values(position_ids) or torch.compiler.is_compiling():
-        return
-    if bool((position_ids.diff(dim=1) != 1).any()):
-        raise unknown("the position ids are not those of one sequence a row", "pass an attention mask (batch, tokens)")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import has_values
-from peftc.runtime.call_arguments import UnknownCache, mask_format, past_of, starts_of, tokens_of
+from peftc.runtime.positions import mask_format, past_of, starts_of, tokens_of
 
 POSITIONS = ("position_ids", "cache_position")  # consecutive numbers of tokens
 KINDS = ("token_type_ids", "mm_token_type_ids", "visual_pos_masks")  # a prompt's rows have kind 0: text
@@ -31,14 +31,12 @@ def forward_with_prompt(
     """The forward of `base` with `rows` before the tokens of each example.
 
     The rows stand between an example's padding and its first token, in the cache too. Every token
-    sees them, and positions count them. In calls that continue a cache, masks and positions are
-    shifted by their number.
+    sees them, and positions count them.
 
     Args: `embedding`: the module that embeds ids. `keep`: the result keeps the rows. `context`: how
     many tokens the encoder's states are longer than their mask.
     Shapes: rows (len, d), or (batch, len, d).
-    Raises: P419 for masks that cannot be extended, and for caches without the rows; P428 for an
-    example whose first token is behind padding in a cache.
+    Raises: P419 for masks and caches that cannot have rows; P428 for padding before them.
     """
     arguments = {**named, **rest}
     if context:
@@ -47,7 +45,7 @@ def forward_with_prompt(
     tokens = tokens_of(arguments)
     if not count or tokens is None:  # without tokens the base raises its own error
         return base.forward(module, **arguments)
-    past = known_past(arguments)
+    past = past_of(arguments, refusal)
     if past is None:  # a recurrent state, whose mask is of this call alone
         mask = arguments.get("attention_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > tokens.shape[1]:
@@ -122,8 +120,7 @@ def gather_columns(values: Tensor, columns: Tensor) -> Tensor:
 def without_rows(result: Any, count: int, starts: Tensor | None, tokens: int) -> Any:
     """A stack's result with the last hidden states of the `tokens` of the input only.
 
-    Raises: P419 where it has states of further tokens (of an image, for instance): the prompt's are
-    unknown then.
+    Raises: P419 where it has states of further tokens (of an image): the prompt's are unknown.
     """
     states = result if isinstance(result, Tensor) else result[0]
     if states.shape[1] != tokens + count:
@@ -145,18 +142,17 @@ def without_rows(result: Any, count: int, starts: Tensor | None, tokens: int) ->
 # Arguments of the call ---------------------------------------------------------------------------
 
 
-def known_past(arguments: dict[str, Any]) -> Any:
-    try:
-        return past_of(arguments)
-    except UnknownCache as error:
-        raise refusal(str(error)) from error
-
-
 def shift_cached_call(arguments: dict[str, Any], tokens: Tensor, count: int, past: Any) -> dict[str, Any]:
     """The arguments of a call whose cache has `past` tokens of the input. Raises: P419, P428."""
     mask, expected = arguments.get("attention_mask"), past + tokens.shape[1]
     if mask is None:
-        check_first_position(arguments.get("position_ids"), past)
+        # Only the first position shows that `generate` has counted the prompt's rows as tokens.
+        positions = arguments.get("position_ids")
+        if isinstance(positions, Tensor) and has_values(positions) and not torch.compiler.is_compiling():
+            first = int(positions.reshape(-1)[0])
+            if first != past:
+                tokens_in_cache = f"the cache has {past} tokens of the input"
+                raise refusal(f"the first token of the call has position {first}, and {tokens_in_cache}")
         return shift_positions(arguments, count)
     if (reason := cannot_prepend({"attention_mask": mask})) is not None:
         raise refusal(reason)
@@ -184,10 +180,7 @@ def extend_positions(positions: Tensor, count: int, starts: Tensor | None) -> Te
 
 
 def offset_position_ids(module: nn.Module, embedding: str, starts: Tensor, count: int) -> Tensor | None:
-    """Position ids for a model that computes them from ids, with `padding_idx` as the offset.
-
-    Returns: None for a model whose table of positions has no row for padding.
-    """
+    """Position ids with `padding_idx` as the offset; None for a table without a row for padding."""
     # Seen in: RoBERTa, XLM-R, MPNet
     tokens, parent = module.get_submodule(embedding), module.get_submodule(embedding.rpartition(".")[0])
     tables = (m for m in parent.children() if isinstance(m, nn.Embedding) and m is not tokens)
@@ -235,19 +228,6 @@ def check_starts(starts: Tensor, past: int) -> None:
     message = "an example of the batch has only padding in the cache, so its prompt is separated from its first token"
     help_ = "let the first call have a token of each example"
     raise PeftcError(Diagnostic("P428", message, help=help_))
-
-
-def check_first_position(position_ids: Any, expected: int) -> None:
-    """Raises: P419 where a call's first position does not follow those in the cache.
-
-    Without a mask, only this shows that `generate` has counted the prompt's rows as tokens of the
-    input.
-    """
-    if not isinstance(position_ids, Tensor) or not has_values(position_ids) or torch.compiler.is_compiling():
-        return
-    if (first := int(position_ids.reshape(-1)[0])) != expected:
-        tokens = f"the cache has {expected} tokens of the input"
-        raise refusal(f"the first token of the call has position {first}, and {tokens}")
 
 
 def refusal(message: str) -> PeftcError:

@@ -12,13 +12,15 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.fakes.data_answers import fake_tensor_errors_unlogged
 from peftc.fakes.tensors import fake_copy, new_mode
 from peftc.models.configs import error_summary
-from peftc.rewriting.container import CONTAINER
+from peftc.modules.instance_forward import replace_base
+from peftc.rewriting.edits import CONTAINER
 from peftc.runtime import recheck_guard
+from peftc.runtime.guards import SMALLER
 from peftc.specialization import guards
 from peftc.specialization.code_printer import OtherPath
-from peftc.specialization.derived_classes import replace_base
 from peftc.specialization.expressions import Expressions
 from peftc.specialization.guarded_tracer import GuardedTracer, constant_arguments
 from peftc.specialization.names import GlobalNames
@@ -26,13 +28,11 @@ from peftc.specialization.passthrough_arguments import (
     Call,
     agree,
     compared_with_none,
-    fake_tensor_errors_unlogged,
     forwarded_kwargs,
     passthrough_arguments,
     without_identity_tests,
 )
-from peftc.tracing.bytecode import compares_identity
-from peftc.tracing.code_positions import Origin
+from peftc.tracing.bytecode import Origin, compares_identity
 from peftc.tracing.operations import branch
 from peftc.tracing.region_trace import NoneAccess, RegionTrace, TraceError
 
@@ -50,10 +50,7 @@ class Raised(Exception):
 
 
 class CallTraces:
-    """Traces one call any number of times, on copies without data.
-
-    `passthrough` and `keywords` are known once the first path has been traced.
-    """
+    """Traces one call any number of times, on copies without data."""
 
     def __init__(
         self,
@@ -70,7 +67,7 @@ class CallTraces:
         self.var_keyword = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
         self.given_keywords: Mapping[str, Any] = arguments.get(self.var_keyword, {})
         self.constants = constant_arguments(signature, arguments)
-        self.passthrough = frozenset[str]()
+        self.passthrough = frozenset[str]()  # known, as `keywords`, once the first path has been traced
         self.keywords: frozenset[str] | None = None  # that `**` may have, where it is forwarded as a whole
         self.all_constant = False
         self.cache: dict[object, Call] = {}
@@ -82,8 +79,7 @@ class CallTraces:
     def along(self, script: tuple[bool, ...]) -> Call:
         """The trace along one path, in which passthrough arguments are symbolic.
 
-        Raises: ArgumentInspected where another path inspects what the first one passes through, or
-        raises; from then on all arguments are constants.
+        Raises: ArgumentInspected where this path inspects them, or raises: they become constants.
         """
         try:
             plain = self.cached(script)
@@ -105,10 +101,7 @@ class CallTraces:
         return forwarded[0] if forwarded else self.cached(script, self.passthrough)
 
     def guard_sizes(self, decision: fx.Node) -> None:
-        """Makes a decision on sizes inside a guard on the arguments.
-
-        Raises: ArgumentInspected, the first time for each decision.
-        """
+        """Makes a decision on sizes inside a guard on the arguments. Raises: ArgumentInspected."""
         if decision.meta["origin"] not in self.size_guards:
             self.size_guards.add(decision.meta["origin"])
             self.cache.clear()
@@ -146,10 +139,7 @@ class CallTraces:
         )
 
     def cached(
-        self,
-        script: tuple[bool, ...],
-        symbolic: frozenset[str] = frozenset(),
-        changed: Mapping[str, Any] | None = None,
+        self, script: tuple[bool, ...], symbolic: frozenset[str] = frozenset(), changed: Mapping[str, Any] | None = None
     ) -> Call:
         """A trace with some arguments symbolic, and others replaced (`**key` for a keyword)."""
         changed = changed or {}
@@ -163,10 +153,7 @@ class CallTraces:
         return self.cache[key]
 
     def trace(self, script: tuple[bool, ...], symbolic: frozenset[str], arguments: Mapping[str, Any]) -> Call:
-        """The region's graph along one path. Constants in `symbolic` are proxies.
-
-        Raises: P407 for code that cannot be traced; Raised for what the code raises itself.
-        """
+        """The trace along one path. Raises: P407 for code that cannot be traced; Raised."""
         mode = new_mode()
         copy = fake_copy(self.module, mode)
         generated: Any = getattr(type(copy), "_peftc_kind", None)
@@ -191,8 +178,7 @@ class CallTraces:
         except (TraceError, DataDependentOutputException) as error:
             message = f"a call of {self.base.__name__} cannot be traced: {error}"
             notes = (f"in the code of {tracer.call_stack[-1]}",) if tracer.call_stack else ()
-            help_ = "edit a smaller part of the layer, so that this code is not entered"
-            raise PeftcError(Diagnostic("P407", message, notes=notes, help=help_)) from error
+            raise PeftcError(Diagnostic("P407", message, notes=notes, help=SMALLER)) from error
         except PeftcError:
             raise
         except Exception as error:
@@ -233,8 +219,7 @@ class CallPaths:
         traced, tracer = self.traces.along(script)
         if self.count > MAX_PATHS:
             message = f"the code of {self.name} has more than {MAX_PATHS} paths that depend on run-time values"
-            help_ = "edit a smaller part of the layer, so that this code is not entered"
-            raise PeftcError(Diagnostic("P406", message, help=help_))
+            raise PeftcError(Diagnostic("P406", message, help=SMALLER))
         self.guard((traced, tracer))
         decisions = [cast(fx.Node, n.args[0]) for n in traced.graph.nodes if n.target is branch]
         self.rewrite(traced)
@@ -259,10 +244,10 @@ class CallPaths:
 
     def guard(self, call: Call) -> None:
         """Adds the conditions of a path, and rechecks of guards that may fail while it runs."""
-        traced, tracer = call
+        traced, _ = call
         passthrough, keywords = self.traces.passthrough, self.traces.keywords
         expressions = Expressions(self.names, self.traces.signature)
-        conditions = guards.conditions(traced, tracer, passthrough, keywords, expressions)
+        conditions = guards.conditions(call, passthrough, keywords, expressions)
         self.conditions.update(dict.fromkeys(conditions))
         self.traits = guards.traits(traced, passthrough) | self.traits
         for guard in guards.mutable_guards(traced):

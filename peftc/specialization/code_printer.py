@@ -19,10 +19,9 @@ from peftc.dataflow.operations import is_size
 from peftc.diagnostics import PeftcError
 from peftc.rewriting.boundary import base_call
 from peftc.rewriting.edits import EQUATIONS
-from peftc.rewriting.in_place_writes import REPLACES
+from peftc.rewriting.states import REPLACES
 from peftc.runtime import untraced
-from peftc.specialization.code_layout import indented, wrapped
-from peftc.specialization.expressions import INFIX, PREFIX, Expressions
+from peftc.specialization.expressions import INFIX, PREFIX, Expressions, indented, wrapped
 from peftc.specialization.names import GlobalNames, LocalNames, unpacked_count, variable_of
 from peftc.tracing.in_place import AUGMENTED
 from peftc.tracing.operations import branch, collect, end_loop, enter_context, exit_context, new_version, segment
@@ -54,9 +53,8 @@ class GraphPrinter:
     """Prints one graph.
 
     A value with a name in the model's source, or with several users, gets its own line; any other
-    is nested into the expression that uses it, as long as everything runs in the order of the
-    graph. `computed`: the texts of what the path before this one has computed, by origin; `skip`:
-    how many branches it has passed.
+    is nested into its user's expression, if that keeps the order of the graph. `computed`: texts of
+    the path before this one, by origin; `skip`: how many branches it has passed.
     """
 
     def __init__(
@@ -91,13 +89,15 @@ class GraphPrinter:
                 end = None if node is end else end
             elif node in self.loops and passed < self.skip:
                 end = self.loops[node].end
-            elif node.target is end_loop:
+            elif node.target in (end_loop, exit_context):
                 self.flush()
-                self.end_loop(self.loops[node])
-                self.close(*open_blocks.pop())
-            elif node in self.loops:
+                if node.target is end_loop:
+                    self.end_loop(self.loops[node])
+                head, before = open_blocks.pop()
+                self.output = [*before, head, *indented(self.output)] if self.output else before
+            elif node in self.loops or node.target is enter_context:
                 self.flush()
-                open_blocks.append((self.loop_head(self.loops[node]), self.output))
+                open_blocks.append((self.block_head(node), self.output))
                 self.output = []
             elif node in self.texts:  # printed with its loop, or with the tuple that it is unpacked from
                 continue
@@ -105,24 +105,16 @@ class GraphPrinter:
                 if passed >= self.skip:
                     self.output += self.other_path(node, passed)
                 passed += 1
-            elif node.target is enter_context:
-                self.flush()
-                head = f"with {self.names.of(node.args[0])}({self.expressions.arguments(node, node.args[1:])}):"
-                open_blocks.append((head, self.output))
-                self.output = []
-            elif node.target is exit_context:
-                self.flush()
-                self.close(*open_blocks.pop())
             elif passed < self.skip and node.meta.get("origin") in self.computed:
                 self.texts[node] = self.computed[node.meta["origin"]]
             else:
                 self.node(node)
         return self.output
 
-    def close(self, head: str, before: list[str]) -> None:
-        self.output = [*before, head, *indented(self.output)] if self.output else before
-
-    def loop_head(self, loop: Loop) -> str:
+    def block_head(self, node: fx.Node) -> str:
+        if node.target is enter_context:
+            return f"with {self.names.of(node.args[0])}({self.expressions.arguments(node, node.args[1:])}):"
+        loop = self.loops[node]
         for node in (*loop.pieces, *loop.results):
             self.texts[node] = self.locals.bind(node, node)[0]
         self.output += [f"{self.texts[n]} = []" for n in loop.results]
@@ -274,11 +266,8 @@ def raised(error: Exception, names: GlobalNames) -> str:
 
 
 def remove_dead(graph: fx.Graph, others: Mapping[int, OtherPath | Exception]) -> None:
-    """Removes nodes without side effects that no path uses.
-
-    What only another path uses is computed where all paths still are one: code may change its
-    operands in place before they part.
-    """
+    """Removes nodes without side effects that no path uses."""
+    # What only another path uses stays here: code may change its operands before the paths part.
     for other in others.values():
         if not isinstance(other, Exception):
             remove_dead(*other)

@@ -1,8 +1,9 @@
-"""Nodes of a graph as Python expressions."""
+"""Nodes of a graph as Python expressions, and the layout of generated functions."""
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import keyword
 import math
 import operator
@@ -15,9 +16,9 @@ from torch import fx
 from peftc.dataflow.nodes import ancestors
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.rewriting.boundary import base_call
-from peftc.specialization.code_layout import call_arguments
 from peftc.specialization.names import GlobalNames
 
+WIDTH = 110  # of generated lines
 INFIX = {
     operator.add: "+",
     operator.sub: "-",
@@ -83,7 +84,10 @@ class Expressions:
     def arguments(self, node: fx.Node, args: Iterable[Any]) -> str:
         """The arguments of a call, the forwarded keywords last."""
         forwarded = [f"**{node.meta[FORWARDED]}"] if FORWARDED in node.meta else []
-        defaults = _defaults(node.target)
+        target, defaults = node.target, dict[str, Any]()
+        if inspect.isfunction(target) and target.__module__.startswith("torch.nn.functional"):
+            parameters = inspect.signature(target).parameters.values()  # a traced call passes them all
+            defaults = {p.name: p.default for p in parameters if p.default in (None, True, False)}
         keywords = [f"{k}={self.value(v)}" for k, v in node.kwargs.items() if v is not defaults.get(k, node)]
         return ", ".join([*map(self.value, args), *keywords, *forwarded])
 
@@ -130,15 +134,6 @@ class Expressions:
         return f"torch.{value!r}" if isinstance(value, torch.device) else self.names.of(value)
 
 
-def _defaults(target: Any) -> dict[str, Any]:
-    """The defaults of torch's own functions: a traced call passes all arguments."""
-    if not inspect.isfunction(target) or not target.__module__.startswith("torch.nn.functional"):
-        return {}
-    return {
-        p.name: p.default for p in inspect.signature(target).parameters.values() if p.default in (None, True, False)
-    }
-
-
 def attribute_path(target: str) -> str:
     """`layer.0.dropout` as code: `getattr(self.layer, "0").dropout`."""
     text = "self"
@@ -146,3 +141,77 @@ def attribute_path(target: str) -> str:
         plain = part.isidentifier() and not keyword.iskeyword(part)
         text = f"{text}.{part}" if plain else f"getattr({text}, {part!r})"
     return text
+
+
+def function(name: str, signature: inspect.Signature, lines: Iterable[str]) -> str:
+    """The source of a function of `signature` with these body lines."""
+    return "\n".join([f"def {name}({parameters(signature)}):", *indented(lines)])
+
+
+def indented(lines: Iterable[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
+
+
+def parameters(signature: inspect.Signature) -> str:
+    """A forward's parameters as code; defaults that are no plain constants become None."""
+    texts: list[str] = []
+    starred = False
+    for p in signature.parameters.values():
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            starred = True
+            texts.append(f"{'*' if p.kind is p.VAR_POSITIONAL else '**'}{p.name}")
+            continue
+        if p.kind is p.KEYWORD_ONLY and not starred:
+            texts.append("*")
+            starred = True
+        plain = isinstance(p.default, (bool, int, float, str))
+        default = "" if p.default is p.empty else f"={p.default!r}" if plain else "=None"
+        texts.append(p.name + default)
+    return ", ".join(texts)
+
+
+def call_arguments(signature: inspect.Signature, values: Iterable[str] | None = None) -> str:
+    """The arguments of a call that passes a forward's parameters, or `values` instead."""
+    texts: list[str] = []
+    for p, value in zip(signature.parameters.values(), values or signature.parameters, strict=True):
+        star = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+        texts.append(f"{p.name}={value}" if p.kind is p.KEYWORD_ONLY else star + value)
+    return ", ".join(texts)
+
+
+def wrapped(line: str) -> list[str]:
+    """A line; a long call with one argument a line."""
+    if len(line) <= WIDTH or not line.endswith(")"):
+        return [line]
+    depth, cuts = 0, [len(line) - 1]  # the brackets of the call and the commas between, the last one first
+    for i, character in reversed([*enumerate(line)]):
+        depth += {")": 1, "]": 1, "}": 1, "(": -1, "[": -1, "{": -1}.get(character, 0)
+        if depth == 0 or (depth == 1 and character == ","):
+            cuts.append(i)
+        if depth == 0:
+            break
+    parts = [line[start + 1 : stop].strip() for start, stop in itertools.pairwise(reversed(cuts))]
+    return [line[: cuts[-1] + 1], *(f"    {p}," for p in parts), ")"]
+
+
+def dispatched(choices: list[tuple[tuple[str, ...], str]]) -> list[str]:
+    """Runs the statement of the first choice whose conditions hold; tests shared ones once."""
+    lines: list[str] = []
+    while choices:
+        first = choices[0][0]
+        if not first:
+            return [*lines, choices[0][1]]
+        group = [c for c in choices if c[0][:1] == first[:1]]
+        columns = zip(*(conditions for conditions, _ in group), strict=False)
+        shared = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
+        inner = dispatched([(conditions[shared:], statement) for conditions, statement in group])
+        head = [f"if {first[0]}:"] if shared == 1 else conjunction("if ", first[:shared], ":")
+        lines += [*head, *indented(inner)]
+        choices = [c for c in choices if c[0][:1] != first[:1]]
+    return lines
+
+
+def conjunction(before: str, conditions: Iterable[str], after: str = "") -> list[str]:
+    """A statement whose expression is the conjunction of some conditions, one a line."""
+    first, *others = [*conditions] or ["True"]
+    return [f"{before}(", f"    {first}", *(f"    and {c}" for c in others), f"){after}"]

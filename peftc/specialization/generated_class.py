@@ -17,15 +17,13 @@ from peftc.concurrency.context import ALL, CHOICE, ChoiceVar, preserve_choices
 from peftc.concurrency.interrupts import Deferral, shielded
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.diagnostic import printable
-from peftc.modules.instance_forward import FORWARD, GENERATED
+from peftc.modules.instance_forward import FORWARD, GENERATED, replace_base, with_generated_forward
 from peftc.rewriting.boundary import boundary_graph
-from peftc.rewriting.container import own_children, own_length
-from peftc.rewriting.edits import RegionEdit
+from peftc.rewriting.edits import RegionEdit, own_children, own_length
 from peftc.rewriting.insert import Inserter
 from peftc.specialization.call_paths import CallPaths, CallTraces
-from peftc.specialization.code_layout import call_arguments, conjunction, dispatched, function
 from peftc.specialization.code_printer import OtherPath, function_body
-from peftc.specialization.derived_classes import replace_base, with_generated_forward
+from peftc.specialization.expressions import call_arguments, conjunction, dispatched, function
 from peftc.specialization.names import FIXED_NAMES, GlobalNames
 from peftc.tracing.bytecode import reachable_code
 from peftc.tracing.module_calls import bind_arguments
@@ -35,10 +33,8 @@ from peftc.tracing.tracer_base import is_tracing
 
 def uncompiled(function: Callable[..., Any], what: str) -> Callable[..., Any]:
     """A function that graphs of `torch.compile` leave out; `fullgraph=True` shows the reason."""
-    options: dict[str, Any] = {}
-    if "reason" in inspect.signature(torch.compiler.disable).parameters:
-        options["reason"] = f"peftc meets this {what} for the first time: make it once without torch.compile"
-    return torch.compiler.disable(function, **options)
+    reason = f"peftc meets this {what} for the first time: make it once without torch.compile"
+    return cast(Any, torch.compiler.disable)(function, reason=reason)
 
 
 NUMBERED = ("variant_", "PASSTHROUGH")  # begin the names of other functions and constants of generated code
@@ -47,10 +43,7 @@ _both_modes = ContextVar("both_modes", default=False)
 
 @shielded
 def specializing_both_modes() -> Generator[None]:
-    """Inside the block a new call pattern gets a variant for training and one for evaluation.
-
-    For copies only: their flags are changed meanwhile.
-    """
+    """Inside, a new call pattern gets variants for training and evaluation. For copies only."""
     token = _both_modes.set(True)
     try:
         yield
@@ -72,15 +65,9 @@ class Variant:
 
 
 def captions(variants: Sequence[Variant]) -> list[str]:
-    """What each variant is for: `evaluation, with a cache`, and traits that tell variants apart.
-
-    Those with the same traits have their first condition that others do not have.
-    """
-    names = dict.fromkeys(name for v in variants for name in v.traits)
-    shown = [
-        "cache",
-        *(n for n in names if n not in ("mode", "cache") and len({v.traits.get(n) for v in variants}) > 1),
-    ]
+    """What each variant is for: mode, cache, distinctive traits; of twins also a condition."""
+    names = dict.fromkeys(n for v in variants for n in v.traits if n not in ("mode", "cache"))
+    shown = ["cache", *(n for n in names if len({v.traits.get(n) for v in variants}) > 1)]
     words = [[v.traits.get("mode", "training and evaluation"), *map(v.traits.get, shown)] for v in variants]
     labels = [", ".join(filter(None, each)) for each in words]
     texts: list[str] = []
@@ -94,12 +81,9 @@ def captions(variants: Sequence[Variant]) -> list[str]:
 class GeneratedClass:
     """Owns the generated class of a region and the variants of its forward.
 
-    A region that is only edited at its boundary has one forward for all calls. Another has a
-    variant for each call pattern that its Python code can tell apart; a new pattern is traced when
-    it first comes up.
-
-    Args: `absent`: the children and parameters that are None in all its modules; `entered`: the
-    classes of the children whose code is entered.
+    A region that is only edited at its boundary has one forward. Another has a variant for each
+    call pattern that its Python code can tell apart, traced when it first comes up.
+    `absent`: members that are None in all its modules; `entered`: classes whose code is entered.
     """
 
     def __init__(
@@ -114,7 +98,11 @@ class GeneratedClass:
         self.base, self.inline, self.edits, self.name, self.absent = base, inline, edits, name, absent
         self.entered = entered
         self.code = tuple(map(reachable_code, (base, *entered)))  # that its variants are traced from
-        self.signature = with_self(inspect.signature(inspect.unwrap(base.forward)))
+        signature = inspect.signature(inspect.unwrap(base.forward))
+        first, *others = signature.parameters.values()
+        if "self" not in signature.parameters and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
+            signature = signature.replace(parameters=[first.replace(name="self"), *others])
+        self.signature = signature
         hiding = [n for n in [*self.signature.parameters][1:] if n in FIXED_NAMES or n.startswith(NUMBERED)]
         if inline and hiding:
             message = f"the forward of {name} has a parameter `{hiding[0]}`, which hides what generated code needs"
@@ -161,12 +149,8 @@ class GeneratedClass:
     # Variants -------------------------------------------------------------------------------------
 
     def respecialize(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Runs a call that no variant holds for: traces it, inserts the edits, adds the variant.
-
-        Within the trace of another region only the shapes of the result count, which are those of
-        the base.
-        """
-        if is_tracing():
+        """Runs a call that no variant holds for: traces it, inserts the edits, adds the variant."""
+        if is_tracing():  # of another region: only shapes count, which are those of the base
             return cast("Any", self.base).forward(module, *args, **kwargs)
         with self.lock:
             variant = self.variant_for(module, *args, **kwargs)  # another thread may have been first
@@ -253,13 +237,6 @@ class Unedited:
     dispatch: Callable[..., Any]
 
 
-def with_self(signature: inspect.Signature) -> inspect.Signature:
-    """The signature with `self` as its first parameter, as in generated code."""
-    first, *others = signature.parameters.values()
-    named = "self" not in signature.parameters and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
-    return signature.replace(parameters=[first.replace(name="self"), *others]) if named else signature
-
-
 # Arguments are passed as they came: decorators of a forward tell positional from keyword ones.
 # A bound method may outlive the edits.
 FORWARD_SOURCE = """\
@@ -285,9 +262,7 @@ def make_class(kind: GeneratedClass) -> type[nn.Module]:
     members: dict[str, Any] = {
         "forward": forward,
         "__setattr__": __setattr__,
-        "__module__": kind.base.__module__,
-        "__qualname__": kind.base.__qualname__,
-        "__doc__": kind.base.__doc__,
+        **{part: getattr(kind.base, part) for part in ("__module__", "__qualname__", "__doc__")},
         "__reduce_ex__": reduce,
         "_replicate_for_data_parallel": replicate,
         CHOICE: ChoiceVar(),

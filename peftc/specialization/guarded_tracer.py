@@ -1,8 +1,7 @@
-"""Traces a call of a region and records all that its code decides on, so that guards can test it.
+"""Traces a call of a region and records all that its code decides on, so that guards can test it:
 
-Besides what a `RegionTracer` records: which arguments' types the code tests, which config fields it
-reads, and which parameters' dtypes. Arguments named `symbolic` are proxies even if they are
-constants (None, True, 3, "a").
+also which arguments' types it tests, and which config fields and parameters' dtypes it reads. Sizes
+inside of the region become expressions of its arguments, so that guards can test them ahead.
 """
 
 from __future__ import annotations
@@ -11,16 +10,18 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
 from transformers import PretrainedConfig
 
-from peftc.dataflow.nodes import ancestors
-from peftc.dataflow.operations import has_side_effects
-from peftc.specialization.size_expressions import InputSizes
-from peftc.tracing.code_positions import Origin
+from peftc.dataflow.features import dim_before
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.nodes import ancestors, example, is_tensor
+from peftc.dataflow.operations import Op, has_side_effects, is_size, op_of
+from peftc.dataflow.values import cache_update
+from peftc.tracing.bytecode import Origin
 from peftc.tracing.module_calls import is_constant
 from peftc.tracing.proxy import Attribute, ConcreteProxy, attribute_proxy, is_proxy
 from peftc.tracing.region_trace import RegionTrace, is_input
@@ -29,7 +30,7 @@ from peftc.tracing.tracer_base import current_tracer
 
 
 class GuardedTracer(RegionTracer):
-    """Traces one call. `symbolic`: parameters, and `**key` for keywords, that stay proxies."""
+    """Traces one call. `symbolic`: constants (`**key` for keywords) that become proxies, too."""
 
     def __init__(self, inline: Callable[[str], bool], script: tuple[bool, ...], symbolic: frozenset[str]) -> None:
         super().__init__(inline, script)
@@ -74,16 +75,13 @@ class GuardedTracer(RegionTracer):
     # Decisions ------------------------------------------------------------------------------------
 
     def guard(self, node: fx.Node, kind: str, value: Any) -> Any:
-        """A truth known only at run time (of a size from a cache) becomes a branch of the graph.
-
-        A number that follows from the shapes of weights needs no guard.
-        """
+        """A truth known only at run time (of a size from a cache) becomes a branch of the graph."""
         numeric = kind in ("int", "float", "bool")
         if not numeric or not self.recording or not any(map(has_side_effects, ancestors(node))):
             return super().guard(node, kind, value)
         if kind != "bool":
             number = self.sizes.rebuild(node)
-            if number is not None and not isinstance(number, fx.Node):
+            if number is not None and not isinstance(number, fx.Node):  # from the shapes of weights
                 return value
             return super().guard(node if number is None else number, kind, value)
         condition = self.sizes.rebuild(node) if node.meta["origin"] in self.size_guards else None
@@ -109,7 +107,9 @@ class GuardedTracer(RegionTracer):
         owner = self.module_names.get(id(module))
         if owner is None or name.startswith("_"):
             return value
-        if value is None or isinstance(value, str) or is_numbers(value):
+        elements = cast("tuple[object, ...]", value) if type(value) in (tuple, list) else ()  # such as a window
+        numbers = bool(elements) and all(type(v) in (bool, int, float) for v in elements)
+        if value is None or isinstance(value, str) or numbers:
             return self.read_option(owner, name, value)
         proxy = super().read_attribute(module, name, value)
         if name != "training" and isinstance(proxy, Attribute):
@@ -187,11 +187,6 @@ def reporting_config(cls: type) -> type:
     return type(cls.__name__, (cls,), {"__getattribute__": __getattribute__, "__module__": cls.__module__})
 
 
-def is_numbers(value: Any) -> bool:
-    """Whether a value is a tuple or list of numbers, such as the height and width of a window."""
-    return type(value) in (tuple, list) and len(value) > 0 and all(type(v) in (bool, int, float) for v in value)
-
-
 def name_of(node: fx.Node) -> str:
     """The name of an argument's node: the parameter, or `**key`."""
     return str(node.target) if node.op == "placeholder" else f"**{node.args[1]}"
@@ -214,3 +209,83 @@ def constant_arguments(signature: inspect.Signature, arguments: Mapping[str, Any
         elif p.kind is not p.VAR_POSITIONAL and is_constant(value):
             constants[p.name] = value
     return constants
+
+
+class InputSizes:
+    """Rebuilds numbers of a graph from its arguments alone. `create` makes nodes."""
+
+    def __init__(self, root: nn.Module, create: Callable[[Any, tuple[Any, ...]], fx.Node]) -> None:
+        self.root, self.create = root, create
+
+    def rebuild(self, value: Any) -> Any:
+        """A node or number equal to `value` that depends on no side effect; None if none is."""
+        if not isinstance(value, fx.Node) or not any(map(has_side_effects, ancestors(value))):
+            return value
+        if is_size(value) and len(value.args) == 2 and isinstance(value.args[1], int):
+            source = value.args[0]
+            assert isinstance(source, fx.Node)
+            return self.size(source, value.args[1])
+        numbers = all(isinstance(example(a), (int, float)) for a in (value, *value.args))
+        if numbers and getattr(value.target, "__module__", "") == "_operator":
+            args = [self.rebuild(a) for a in value.args]
+            return None if any(a is None for a in args) else self.node(value.target, tuple(args), value)
+        return None
+
+    def size(self, tensor: fx.Node, at: int) -> Any:
+        """The same of the size of a tensor in one dimension."""
+        at %= tensor.meta["example"].ndim
+        if not any(map(has_side_effects, ancestors(tensor))):
+            return self.node("size", (tensor, at), tensor.meta["example"].shape[at])
+        source = tensor.args[0] if tensor.args else None
+        if not isinstance(source, fx.Node):
+            return None
+        if (update := cache_update(tensor)) is not None:  # a cache adds tokens
+            return None if at == tensor.meta["example"].ndim - 2 else self.size(update, at)
+        if op_of(tensor) is Op.PERMUTE:
+            before = dim_before(tensor, source, at)
+            return None if before is None else self.size(source, before)
+        if tensor.op == "call_method" and tensor.target in ("view", "reshape"):
+            sizes = tensor.args[1:]
+            plain = len(sizes) == tensor.meta["example"].ndim and sizes[at] != -1
+            return self.rebuild(sizes[at]) if plain else None
+        if tensor.target is operator.getitem and source.target == "split":
+            return self.part(tensor, source, at)
+        if self.same_size(tensor, at):
+            return self.size(source, at)
+        return self.features(tensor) if at == tensor.meta["example"].ndim - 1 else None
+
+    def part(self, tensor: fx.Node, split: fx.Node, at: int) -> Any:
+        """The size of one of the equal parts that a tensor is split into."""
+        source, each, *dims = split.args
+        assert isinstance(source, fx.Node)
+        dim: Any = split.kwargs.get("dim", dims[0] if dims else 0)
+        shape = tensor.meta["example"].shape
+        if dim % len(shape) != at:
+            return self.size(source, at)
+        number = each.meta["example"] if isinstance(each, fx.Node) else each
+        return self.rebuild(each) if number == shape[at] else None
+
+    def features(self, tensor: fx.Node) -> Any:
+        """The output features of a Linear: a size of its weight."""
+        if not LayerGraph(tensor.graph, self.root).is_linear(tensor):
+            return None
+        width = tensor.meta["example"].shape[-1]
+        name = f"{tensor.target}.weight"
+        weight = self.root.get_parameter(name)
+        plain = isinstance(self.root.get_submodule(str(tensor.target)), nn.Linear)
+        sides = [0] if plain else [i for i in (0, 1) if weight.shape[i] == width]
+        return self.node("size", (self.node(name, (), weight), sides[-1]), width) if sides else None
+
+    def same_size(self, tensor: fx.Node, at: int) -> bool:
+        """Whether the result has the size of its first argument."""
+        if tensor.op != "call_module":
+            by_element = op_of(tensor) in (Op.ADD, Op.SUB, Op.MUL, Op.DIV) and is_tensor(tensor.args[0])
+            return op_of(tensor) is Op.CAST or (by_element and not is_tensor(tensor.args[1]))
+        module = self.root.get_submodule(str(tensor.target))
+        same_shape = isinstance(module, nn.Dropout | nn.Identity | nn.LayerNorm)
+        return same_shape or (isinstance(module, nn.Linear) and at != tensor.meta["example"].ndim - 1)
+
+    def node(self, target: Any, args: tuple[Any, ...], like: Any) -> fx.Node:
+        node = self.create(target, args)
+        node.meta["example"] = like.meta["example"] if isinstance(like, fx.Node) else like
+        return node

@@ -13,8 +13,10 @@ from transformers import Cache
 from peftc.dataflow.nodes import ancestors
 from peftc.dataflow.operations import has_side_effects
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.runtime.guards import SMALLER
 from peftc.specialization.expressions import Expressions, attribute_path
 from peftc.specialization.guarded_tracer import GuardedTracer
+from peftc.specialization.passthrough_arguments import Call
 from peftc.tracing.module_calls import is_constant
 from peftc.tracing.operations import attention
 from peftc.tracing.region_trace import Guard, RegionTrace, getitem_root
@@ -23,21 +25,14 @@ CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params", "ca
 
 
 def conditions(
-    traced: RegionTrace,
-    tracer: GuardedTracer,
-    passthrough: frozenset[str],
-    keywords: frozenset[str] | None,
-    expressions: Expressions,
+    call: Call, passthrough: frozenset[str], keywords: frozenset[str] | None, expressions: Expressions
 ) -> list[str]:
-    """Everything that must hold of a call, cheapest first, tested before the forward runs.
-
-    Args: `passthrough`: arguments of which nothing need hold; `keywords`: those that `**` may have,
-    if it is forwarded as a whole.
-    """
+    """All that must hold of a call, cheapest first. `keywords`: those that `**` may have."""
+    traced, tracer = call
     paths = {f"{owner}.{name}".lstrip("."): value for (owner, name), value in traced.attribute_guards.items()}
     facts = {name: _is(attribute_path(name), value) for name, value in paths.items()}
     texts = [facts[f"{o}.{n}".lstrip(".")] for o, n in traced.attribute_guards if n == "training"]
-    texts += _arguments(traced, tracer, passthrough, keywords, expressions)
+    texts += _arguments(call, passthrough, keywords, expressions)
     texts += [*facts.values(), *(f"{attribute_path(n)} is not None" for n in tracer.numbers if n not in paths)]
     for (name, args), value in tracer.global_state.items():  # what the code asked torch
         query = f"torch.{name}({', '.join(map(repr, args))})"
@@ -55,12 +50,9 @@ def _is(text: str, value: Any) -> str:
 
 
 def _arguments(
-    traced: RegionTrace,
-    tracer: GuardedTracer,
-    passthrough: frozenset[str],
-    keywords: frozenset[str] | None,
-    expressions: Expressions,
+    call: Call, passthrough: frozenset[str], keywords: frozenset[str] | None, expressions: Expressions
 ) -> Iterator[str]:
+    traced, tracer = call
     for node in traced.graph.nodes:
         if node.op != "placeholder" or str(node.target) in passthrough:
             continue
@@ -69,25 +61,19 @@ def _arguments(
             name = target[2:]
             yield f"(not {name} or {name}.keys() <= {expressions.names.passthrough(keywords)})"
         elif target.startswith("**"):
-            yield from _keywords(target[2:], node, tracer, passthrough, expressions)
+            yield f"len({target[2:]}) == {len(value)}" if value else f"not {target[2:]}"
+            parts = {n.args[1]: n for n in node.users if n.target is operator.getitem}
+            for key, item in value.items():
+                yield f"{key!r} in {target[2:]}"
+                if f"**{key}" not in passthrough:
+                    part = parts.get(key)
+                    used = part is not None and bool(part.users)
+                    text = f"{target[2:]}[{key!r}]"
+                    yield from _argument(text, item, expressions, used=used, typed=part in tracer.typed)
         elif target.startswith("*"):
             yield f"len({target[1:]}) == {len(value)}"
         else:
             yield from _argument(target, value, expressions, used=bool(node.users), typed=node in tracer.typed)
-
-
-def _keywords(
-    name: str, holder: fx.Node, tracer: GuardedTracer, passthrough: frozenset[str], expressions: Expressions
-) -> Iterator[str]:
-    values: dict[str, Any] = holder.meta["example"]
-    yield f"len({name}) == {len(values)}" if values else f"not {name}"
-    parts = {n.args[1]: n for n in holder.users if n.target is operator.getitem}
-    for key, value in values.items():
-        yield f"{key!r} in {name}"
-        if f"**{key}" not in passthrough:
-            part = parts.get(key)
-            used = part is not None and bool(part.users)
-            yield from _argument(f"{name}[{key!r}]", value, expressions, used=used, typed=part in tracer.typed)
 
 
 def _argument(text: str, value: Any, expressions: Expressions, used: bool, typed: bool) -> Iterator[str]:
@@ -120,33 +106,26 @@ def _dtypes(traced: RegionTrace, tracer: GuardedTracer, passthrough: frozenset[s
         if node.users:
             yield f"{node.target}.dtype == {node.meta['example'].dtype}"
     if tensors:
-        yield from _autocast(str(tensors[0].target), tensors[0].meta["example"].device.type)
+        tensor, device = str(tensors[0].target), tensors[0].meta["example"].device.type
+        enabled = f"torch.is_autocast_enabled({tensor}.device.type)"
+        if device == "meta" or not torch.is_autocast_enabled(device):  # "meta" has no autocast
+            yield f"({tensor}.is_meta or not {enabled})"
+        else:
+            dtype = f"torch.get_autocast_dtype({tensor}.device.type) == {torch.get_autocast_dtype(device)}"
+            yield from (f"not {tensor}.is_meta", enabled, dtype)
     read = dict(tracer.dtypes) if traced.parameter_dtype is None else dict([traced.parameter_dtype], **tracer.dtypes)
     for name, dtype in read.items():
         yield f"{attribute_path(name)}.dtype == {dtype}"
 
 
-def _autocast(tensor: str, device: str) -> list[str]:
-    """Whether autocast is on for the device of a tensor. The device "meta" has none."""
-    enabled = f"torch.is_autocast_enabled({tensor}.device.type)"
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return [f"({tensor}.is_meta or not {enabled})"]
-    dtype = f"torch.get_autocast_dtype({tensor}.device.type) == {torch.get_autocast_dtype(device)}"
-    return [f"not {tensor}.is_meta", enabled, dtype]
-
-
 def _computed(guard: Guard, expressions: Expressions) -> str:
-    """A decision on a value computed from the arguments.
-
-    Raises: P406 where the value cannot be known before the region has run.
-    """
+    """A decision on a value computed from the arguments. Raises: P406 if only a run tells it."""
     acting = next((n for n in ancestors(guard.node) if has_side_effects(n)), None)
     if acting is not None:
         origin = acting.meta.get("origin", ("?",))[0] or "the region"
         message = "the forward takes a Python decision on a value that is only known while it runs"
         notes = (f"the value depends on `{acting.target}` of `{origin}`",)
-        help_ = "edit a smaller part of the layer, so that this code is not entered"
-        raise PeftcError(Diagnostic("P406", message, notes=notes, help=help_))
+        raise PeftcError(Diagnostic("P406", message, notes=notes, help=SMALLER))
     text, value = expressions.of_arguments(guard.node), guard.value
     match guard.kind:
         case "type":
@@ -173,17 +152,15 @@ def _is_child_result(node: fx.Node) -> bool:
 
 
 def mutable_guards(traced: RegionTrace) -> list[Guard]:
-    """Guards that may fail by the time the code takes the decision.
-
-    Something with side effects may have changed what they read (a cache), or a child computes it.
-    """
-    mutable: list[Guard] = []
-    for guard in traced.guards:
-        roots = _objects(guard.node)
-        before = [n for n in traced.graph.nodes if has_side_effects(n) and n.op != "call_module" and n < guard.node]
-        if any(_objects(n) & roots for n in before) or (guard.kind == "is" and _is_child_result(guard.node)):
-            mutable.append(guard)
-    return mutable
+    """Guards on what the region itself may change (a cache), or a child computes."""
+    writers = [n for n in traced.graph.nodes if has_side_effects(n) and n.op != "call_module"]
+    objects = {node: _objects(node) for node in (*writers, *(guard.node for guard in traced.guards))}
+    return [
+        guard
+        for guard in traced.guards
+        if any(n < guard.node and objects[n] & objects[guard.node] for n in writers)
+        or (guard.kind == "is" and _is_child_result(guard.node))
+    ]
 
 
 def _objects(node: fx.Node) -> set[fx.Node]:

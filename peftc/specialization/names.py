@@ -21,8 +21,8 @@ from torch import fx, nn
 from peftc import runtime
 from peftc.dataflow.nodes import is_edit
 from peftc.rewriting.boundary import base_call
-from peftc.rewriting.in_place_writes import REPLACES
-from peftc.tracing.code_positions import instructions_of
+from peftc.rewriting.states import REPLACES
+from peftc.tracing.bytecode import instructions_of
 
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_DEREF", "STORE_ATTR", "STORE_GLOBAL")
 _ENDS = (*_STORES, "RETURN_", "UNPACK_", "POP_TOP", "POP_JUMP", "STORE_SUBSCR")  # of the expression of a statement
@@ -33,23 +33,6 @@ def variable_of(node: fx.Node) -> str | None:
     names, _ = _assignment(node)
     index = node.args[1] if len(names) > 1 else 0  # of a tuple, or of a shape
     return names[index] if names and isinstance(index, int) and 0 <= index < len(names) else None
-
-
-def statement_variable(node: fx.Node) -> str | None:
-    """The variable that the model's code assigns the expression to of which a value is a part."""
-    return _assignment(node)[1]
-
-
-def unpacked_by_model(node: fx.Node) -> int:
-    """The number of targets that the model's code unpacks `node`'s tuple into, or 0."""
-    names, _ = _assignment(node)
-    return len(names) if len(names) > 1 else 0
-
-
-def aliases_of(node: fx.Node, name: str) -> list[str]:
-    """Other names of a local variable in the code around: `residual = hidden_states`."""
-    codes = {code for code, _ in instructions_of(node.meta.get("stack", ()))}
-    return [new for code in codes for old, new in _aliases(code) if old == name]
 
 
 def _assignment(node: fx.Node) -> tuple[list[str], str | None]:
@@ -105,24 +88,14 @@ def _instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
     return tuple(i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "NOP", "EXTENDED_ARG"))
 
 
-_TORCH: tuple[tuple[str, Any], ...] = (
-    ("torch", torch),
-    ("nn.functional", nn.functional),
-    ("torch.Tensor", torch.Tensor),
-)
-
-
 # Generated code uses these names as they are.
 FIXED_NAMES = frozenset(
-    ("self", "torch", "nn", "respecialize", "len", "isinstance", "type", "getattr", "slice", "float", "zip")
+    ["self", "torch", "nn", "respecialize", "len", "isinstance", "type", "getattr", "slice", "float", "zip"]
 )
 
 
 class GlobalNames:
-    """The names that generated functions use, with the objects behind them.
-
-    Args: `parameters`: of the functions, which hide globals of these names.
-    """
+    """The names that generated functions use. `parameters`: theirs, which hide globals."""
 
     def __init__(self, parameters: Container[str]) -> None:
         self.parameters = parameters
@@ -133,7 +106,7 @@ class GlobalNames:
     def of(self, value: Any) -> str:
         """The text by which generated code refers to a function or class."""
         name = getattr(value, "__name__", "")
-        for prefix, owner in _TORCH:
+        for prefix, owner in (("torch", torch), ("nn.functional", nn.functional), ("torch.Tensor", torch.Tensor)):
             if getattr(owner, name, None) is value:
                 return f"{prefix}.{name}"
         if value.__module__ == "builtins":
@@ -143,20 +116,18 @@ class GlobalNames:
         while short in self.parameters or self.values.get(short, value) is not value:
             n += 1
             short = f"{base}_{n}"
-        if short not in self.values:
-            self.values[short] = value
-            self._import(short, value)
-        return short
-
-    def _import(self, short: str, value: Any) -> None:
+        if short in self.values:
+            return short
+        self.values[short] = value
         module, (first, *inner) = value.__module__, value.__qualname__.split(".")
         if "<locals>" in inner:
             self.definitions[short] = f"# {short} is `{value.__qualname__}` in {module}"
-            return
+            return short
         module = "peftc.runtime" if getattr(runtime, first, None) is value else module
         self.imports[short] = f"from {module} import {first}" + (f" as {short}" if short != first else "")
         if inner:
             self.definitions[short] = f"{short} = {short}.{'.'.join(inner)}"
+        return short
 
     def passthrough(self, keywords: frozenset[str]) -> str:
         """The name of a set of keywords that a forward passes through."""
@@ -183,14 +154,12 @@ class GlobalNames:
 
 
 def base_name(node: fx.Node) -> str:
-    """The variable that the model's source assigns in this line, or an operation's name.
-
-    What an edit makes of a state has the name of the state.
-    """
+    """The variable that the model's source assigns in this line, or an operation's name."""
+    # What an edit makes of a state has the name of the state.
     state = node.meta.get(REPLACES)
     name = base_name(state) if state is not None else None
     if state is None and node.op != "get_attr":  # which is read where it is used
-        name = variable_of(node) or (statement_variable(node) if node.target != "size" else None)
+        name = variable_of(node) or (_assignment(node)[1] if node.target != "size" else None)
     name = re.sub(r"\W", "_", name if name and name.strip("_") else _operation(node))
     reserved = keyword.iskeyword(name) or hasattr(builtins, name) or name in ("self", "torch", "nn")
     return f"{name}_" if reserved or not name.isidentifier() else name
@@ -218,21 +187,19 @@ def _operation(node: fx.Node) -> str:
 
 
 def unpacked_count(node: fx.Node) -> int:
-    """The number of parts that a tuple is unpacked into, where `node` is one of them; else 0.
-
-    A form of keys and values gives a pair.
-    """
+    """The number of parts that a tuple is unpacked into, where `node` is one of them; else 0."""
+    # A form of keys and values gives a pair.
     source = node.args[0] if node.target is operator.getitem else None
     if isinstance(source, fx.Node) and is_edit(node) and is_edit(source) and source.op == "call_module":
         return 2 if all(user.target is operator.getitem and user.args[1] in (0, 1) for user in source.users) else 0
-    return unpacked_by_model(node) if isinstance(source, fx.Node) else 0
+    names = _assignment(node)[0] if isinstance(source, fx.Node) else []
+    return len(names) if len(names) > 1 else 0
 
 
 class LocalNames:
-    """Gives names to nodes, each name to one node at a time.
+    """Gives names to nodes; a dead value's name again, as in the model's own source.
 
-    A name is given again once its value is dead, as in the model's own source. `reuse` is off where
-    a graph has branches or loops: there a value may be read on another path, or in the next turn.
+    `reuse` is off for branches and loops: a value may be read on another path, or in the next turn.
     """
 
     def __init__(
@@ -253,10 +220,7 @@ class LocalNames:
             self.nodes.setdefault(root, set()).add(node)
 
     def bind(self, node: fx.Node, at: fx.Node, statement: str | None = None) -> tuple[str, list[str]]:
-        """The name for a value assigned at `at`, and lines that first rename another value.
-
-        `statement`: all that is still to be written of what was printed before; None if unknown.
-        """
+        """The name for a value assigned at `at` by `statement`, and lines that rename another."""
         base = base_name(node)
         before: list[str] = []
         if statement is not None and self.reuse and base in self.nodes and not self._free(base, at):
@@ -280,8 +244,9 @@ class LocalNames:
         return self.reuse and all(self.order[user] <= self.order[at] for user in readers)
 
     def _alias(self, name: str, node: fx.Node, at: fx.Node, in_use: set[str]) -> list[str]:
-        """Renames a value that is read later, as the model's code does."""
-        aliases = (a for a in aliases_of(node, name) if a not in (name, *in_use))
+        """Renames a value that is read later, as the model does: `residual = hidden_states`."""
+        codes = {code for code, _ in instructions_of(node.meta.get("stack", ()))}
+        aliases = (new for c in codes for old, new in _aliases(c) if old == name and new not in (name, *in_use))
         other = next((a for a in aliases if self._free(a, at)), None)
         held = self.nodes[name]
         if other is None or name in self.fixed or not held or any(self.texts.get(n) != name for n in held):

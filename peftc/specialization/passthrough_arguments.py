@@ -1,29 +1,25 @@
 """Arguments that a region's code passes through without inspecting them.
 
-Python cannot be watched deciding on None or True. But a trace in which such an argument is a proxy
-can be compared with the trace in which it is itself: `is None`, `isinstance`, truth, comparison and
-arithmetic come out differently, or are recorded. If the two graphs agree, the code has not
-inspected the argument. The same holds of a tensor that may be None.
+A trace in which an argument is a proxy is compared with the trace in which it is itself. If the two
+graphs agree, the code has not inspected the argument. So with tensors that may be None.
 
-A forward that takes `**kwargs` receives whatever the model was called with. The call is traced once
-with none of these keywords and once with all that transformers knows. If the two traces differ only
-in that some calls got all of them, those calls are printed with `**kwargs`, and one variant serves
-every choice of keywords.
+A forward with `**kwargs` is traced with no keywords and with all that transformers knows. If the
+traces differ only in that some calls got all of them, these are printed with `**kwargs`, and one
+variant serves every choice of keywords.
 """
 
 from __future__ import annotations
 
 import dis
 import inspect
-import logging
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
-from peftc.concurrency.interrupts import shielded
 from peftc.dataflow.nodes import ancestors
+from peftc.fakes.data_answers import fake_tensor_errors_unlogged
 from peftc.runtime import PASSTHROUGH
 from peftc.specialization.expressions import FORWARDED
 from peftc.specialization.guarded_tracer import GuardedTracer, is_argument, name_of
@@ -98,8 +94,7 @@ def passthrough_arguments(
 ) -> frozenset[str]:
     """Those of the constants in `values`, and of the tensors, that the code passes through.
 
-    Args: `plain`: the trace in which all of `values` are constants; `tested`: arguments known to be
-    inspected; `likely`: the answer for a similar call, tried first.
+    `plain`: their trace; `tested`: those known to be inspected; `likely`: a guess, tried first.
     """
 
     def uninspected(names: frozenset[str]) -> bool:
@@ -129,11 +124,8 @@ def passthrough_arguments(
 def without_identity_tests(
     trace: Trace, plain: Call, names: frozenset[str], values: Mapping[str, Any], tensors: frozenset[str]
 ) -> frozenset[str]:
-    """`names` and `tensors` without those tested by identity (`x is True`, `x is None`).
-
-    No proxy notices such a test, so the other truth value, or None, is traced in the argument's
-    place.
-    """
+    """`names` and `tensors` without those tested by identity (`x is True`, `x is None`)."""
+    # No proxy notices such a test, so the other truth value, or None, is traced in its place.
     truths = {n: not values[n] for n in names if isinstance(values[n], bool)}
     nones = dict.fromkeys([*tensors, *(n for n in names if values[n] is not None)])
     call = attempt(trace, names) or plain
@@ -156,17 +148,6 @@ def attempt(trace: Trace, names: frozenset[str], changed: Mapping[str, Any] | No
         return None
 
 
-@shielded
-def fake_tensor_errors_unlogged() -> Generator[None]:
-    """Inside the block, torch does not log operations on fake tensors that fail."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
-
-
 def compared_with_none(function: Callable[..., Any]) -> frozenset[str]:
     """The variables that a function's own instructions compare with None."""
     names: set[str] = set()
@@ -183,10 +164,7 @@ def compared_with_none(function: Callable[..., Any]) -> frozenset[str]:
 def forwarded_kwargs(
     trace: Trace, signature: inspect.Signature, passthrough: frozenset[str], actual: Iterable[str]
 ) -> tuple[Call, frozenset[str]] | None:
-    """The trace without keywords, its calls marked, and the keywords they may forward.
-
-    None where the code inspects one of the `actual` keywords of this call.
-    """
+    """The trace without keywords, and those it forwards; None if it inspects `actual` ones."""
     parameter = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
     named = frozenset(n for n in passthrough if not n.startswith("**"))
     if parameter is None or not passthrough.issuperset(f"**{k}" for k in actual):

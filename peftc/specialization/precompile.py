@@ -27,10 +27,7 @@ STATIC_LENGTH = 32  # of static caches: more tokens than the sample has
 def precompile(model: nn.Module, sample: Mapping[str, Any] | None = None) -> None:
     """Runs ordinary calls: with and without mask and cache, and the next token.
 
-    Of layers with the same code only one runs, so the time does not depend on depth. Each call
-    makes a variant for evaluation and one for training. A model whose own code branches on values
-    cannot be run so: its variants are made when calls come up.
-
+    Of layers with the same code only one runs, so the time does not depend on depth.
     Raises: P409 for an edited model whose plain call fails.
     """
     fake = fake_copy(model, whole=True).eval()
@@ -38,7 +35,7 @@ def precompile(model: nn.Module, sample: Mapping[str, Any] | None = None) -> Non
     try:
         inputs, out = run_on_sample(fake, sample, lambda inputs: run(fake, lambda: fake(**inputs), reached))
     except (DataDependentOutputException, DynamicOutputShapeException):
-        return
+        return  # the model's own code branches on values: variants are made when calls come up
     except PeftcError:
         raise
     except Exception as error:  # whatever the model's own code raises
@@ -52,10 +49,7 @@ def precompile(model: nn.Module, sample: Mapping[str, Any] | None = None) -> Non
 
 
 def run_towers(fake: nn.Module, inputs: Mapping[str, Any], reached: set[str]) -> None:
-    """Runs parts of the model, for layers that the calls of the whole do not reach.
-
-    Raises: the error of an edit in a layer that no call reaches.
-    """
+    """Runs parts of the model, for other layers. Raises: errors of edits that no call reaches."""
     layers, errors = set(repeated_blocks(fake)), list[PeftcError]()
     for call in tower_calls(fake, inputs, lambda name: any(n.startswith(name + ".") for n in layers - reached)):
         if layers <= reached:
@@ -74,14 +68,9 @@ def run(fake: nn.Module, call: Callable[[], Any], reached: set[str], training: b
     """Runs one call without data, of one layer of each kind. Adds layers to `reached`."""
     names = {id(m): n for n, m in fake.named_modules()}
     layers = [fake.get_submodule(n) for n in repeated_blocks(fake)]
-    with (
-        contextlib.ExitStack() as hooks,
-        fake_mode(fake),
-        fake_data_answers(),
-        torch.no_grad(),
-        specializing_both_modes() if training else contextlib.nullcontext(),
-        skip_repeated(fake, layers, code_key),
-    ):
+    modes = specializing_both_modes() if training else contextlib.nullcontext()
+    skipped = skip_repeated(fake, layers, code_key)
+    with contextlib.ExitStack() as hooks, fake_mode(fake), fake_data_answers(), torch.no_grad(), modes, skipped:
         for layer in layers:
             hook = layer.register_forward_hook(lambda m, a, o: reached.add(names[id(m)]))
             hooks.callback(hook.remove)

@@ -1,7 +1,7 @@
-"""Data flow in bytecode: values and in-place changes that depend on the path taken.
+"""Positions in bytecode, which identify an operation in every call, and data flow between them:
 
-The analysis errs towards yes. It knows names and the ranges of source positions of instructions,
-not the stack.
+values and in-place changes that depend on the path taken. The analysis errs towards yes. It knows
+names and the ranges of source positions of instructions, not the stack.
 """
 
 from __future__ import annotations
@@ -13,13 +13,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import nn
 
 DEPTH = 3  # of calls that are followed
 LIBRARIES = frozenset({"torch", *sys.stdlib_module_names} - {"__main__"})  # their functions are not entered
+_OWN = str(Path(__file__).parent.parent)
+_TORCH_TRACING = ("/torch/fx/", "/torch/overrides.py")  # frames between an operation and a tracer
+_ENTRY = str(Path(__file__).with_name("tracer.py"))
+
+FrameKind: TypeAlias = Literal["model", "internal", "entry"]
+Stack: TypeAlias = tuple[tuple[int, int], ...]  # (id of a code object, offset of the running instruction), inner first
+_position_of: dict[Stack, str] = {}
+_stack_at: dict[str, Stack] = {}
+_codes: dict[int, tuple[FunctionCode, FrameKind]] = {}  # keeps code objects alive, so that ids stay unique
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,14 +71,11 @@ class FunctionCode:
 
 @cache
 def is_path_dependent(function: FunctionCode, start: int, stop: int | None) -> bool:
-    """Whether what is read at `stop`, or at the return, depends on the path from `start`.
-
-    Args: `start`, `stop`: offsets of instructions.
-    """
+    """Whether what is read at offset `stop`, or at the return, depends on the path from `start`."""
     after = [i for i in dis.get_instructions(function.code) if i.offset > start]
     stops = [i for i in after if i.offset == stop or (stop is None and i.opname.startswith("RETURN"))]
     path = [i for i in after if stops and i.offset < stops[-1].offset]
-    jumps = [i for i in path if _is_conditional_jump(i)]
+    jumps = [i for i in path if "_IF_" in i.opname]
     if jumps and (len(stops) > 1 or any(_within(jump, stops[0]) for jump in jumps)):
         return True
     # An instruction that also stores (`STORE_FAST_LOAD_FAST`) may read for any stop.
@@ -87,7 +94,7 @@ def mutates_conditionally(
     """Whether some paths of a function, but not all, may change `argument` (or any) in place."""
     code = FunctionCode.of(function, owner)
     instructions = list(dis.get_instructions(code.code))
-    first_jump = next((i.offset for i in instructions if _is_conditional_jump(i)), None)
+    first_jump = next((i.offset for i in instructions if "_IF_" in i.opname), None)
     parameters = {*code.code.co_varnames[: code.code.co_argcount + code.code.co_kwonlyargcount]} - {"self"}
     names = _aliases({argument} if argument in parameters else parameters, instructions)
     behind = [i for i in instructions if first_jump is not None and i.offset > first_jump]
@@ -98,14 +105,11 @@ def mutates_conditionally(
 
 @cache
 def compares_identity(function: Callable[..., Any], owner: type, depth: int = DEPTH) -> bool:
-    """Whether a function, or one that it calls, tests `x is True` or `x is Mode.FAST`.
-
-    A proxy cannot observe that. `is None` does not count, since None is never a proxy.
-    """
+    """Whether a function, or one that it calls, tests `x is True`, which no proxy can observe."""
     instructions = list(dis.get_instructions(function))
     for last, test in pairwise(instructions):
         loads_constant = last.opname in ("LOAD_CONST", "LOAD_ATTR", "LOAD_GLOBAL")  # kept in modules and classes
-        if test.opname == "IS_OP" and loads_constant and last.argval is not None:
+        if test.opname == "IS_OP" and loads_constant and last.argval is not None:  # None is never a proxy
             return True
     if depth == 0 or not isinstance(function, FunctionType):
         return False
@@ -114,11 +118,7 @@ def compares_identity(function: Callable[..., Any], owner: type, depth: int = DE
 
 
 def reachable_code(cls: type) -> tuple[Any, ...]:
-    """The functions that the forward of a class may call, their code, and the constants they read.
-
-    Equal to an earlier answer exactly if none of them was patched since. Names are followed, not
-    calls: globals, members of modules, methods of the class, closures.
-    """
+    """The functions that a forward may call, with code and constants; equal until patched."""
     functions: dict[int, tuple[Any, ...]] = {}
 
     def visit(value: Any) -> None:
@@ -134,7 +134,7 @@ def reachable_code(cls: type) -> tuple[Any, ...]:
             return
         modules = [v for v in members.values() if isinstance(v, ModuleType)]
         cells = [c.cell_contents for c in value.__closure__ or () if c != CellType()]
-        methods = [getattr(cls, n, None) for n in names]
+        methods = [getattr(cls, n, None) for n in names]  # names are followed, not calls
         for inner in (*members.values(), *cells, *methods, *(getattr(m, n, None) for m in modules for n in names)):
             visit(inner)
 
@@ -188,10 +188,6 @@ def _calls_path_dependent(
     return bool((stores | arguments) & (reads - {"self"}))
 
 
-def _is_conditional_jump(instruction: dis.Instruction) -> bool:
-    return "_IF_" in instruction.opname
-
-
 def _loads_of(head: dis.Instruction, instructions: Sequence[dis.Instruction]) -> list[dis.Instruction]:
     """The loads with which the expression of an instruction begins."""
     loads = [i for i in instructions if i.opname.startswith("LOAD")]
@@ -217,3 +213,79 @@ def _within(inner: dis.Instruction, outer: dis.Instruction) -> bool:
 def _names(instruction: dis.Instruction) -> set[str]:
     names: Any = instruction.argval
     return set(names) if isinstance(names, tuple) else {str(names)}
+
+
+class Occurrence(NamedTuple):
+    """One of the operations of one kind: `number` counts those at the same `position`."""
+
+    position: str
+    number: int
+
+
+class Origin(NamedTuple):
+    """What identifies a node in any trace: whose code ran it, what it does, which one it is."""
+
+    module: str
+    operation: str
+    occurrence: Occurrence
+
+
+def position_of(stack: Stack) -> str:
+    """Function, line and column of each frame; lines count from the head of their function."""
+    if stack not in _position_of:
+        position = _position_of[stack] = "/".join(_line_and_column(*at) for at in stack)
+        _stack_at[position] = stack
+    return _position_of[stack]
+
+
+def running_stack() -> Stack:
+    """The instructions of all frames; those of one expression may share their `code_position`."""
+    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    frames: list[tuple[int, int]] = []
+    while frame is not None:
+        code = id(frame.f_code)
+        if code not in _codes:
+            _codes[code] = FunctionCode.running_in(frame), _frame_kind(frame)
+        kind = _codes[code][1]
+        if kind == "entry":
+            break
+        if kind == "model":
+            frames.append((code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(frames)
+
+
+def instructions_of(stack: Stack) -> list[tuple[CodeType, int]]:
+    """The code of each function, with the offset of the running instruction."""
+    return [(_codes[code][0].code, offset) for code, offset in stack]
+
+
+def may_diverge(start: str, stop: str) -> bool:
+    """Whether what is read at `stop` depends on the path from `start`."""
+    # "" is the beginning or the end of the code. Positions from other processes may diverge.
+    if any(position and position not in _stack_at for position in (start, stop)):
+        return True
+    first, last = ([*reversed(_stack_at[position])] if position else [] for position in (start, stop))
+    while first and last and first[0] == last[0]:
+        del first[0], last[0]
+    if first and last:
+        (code, one), (other_code, other) = first.pop(0), last.pop(0)
+        if code != other_code or is_path_dependent(_codes[code][0], min(one, other), max(one, other)):
+            return True
+    to_return = any(is_path_dependent(_codes[code][0], offset, None) for code, offset in first)
+    return to_return or any(is_path_dependent(_codes[code][0], 0, offset) for code, offset in last)
+
+
+def _frame_kind(frame: FrameType) -> FrameKind:
+    code = frame.f_code
+    if code.co_filename == _ENTRY and code.co_name in ("enter", "trace_region"):  # they call a module's forward
+        return "entry"
+    internal = code.co_filename.startswith(_OWN) or any(part in code.co_filename for part in _TORCH_TRACING)
+    return "internal" if internal else "model"
+
+
+@cache
+def _line_and_column(code_id: int, offset: int) -> str:
+    code = _codes[code_id][0].code
+    line, _, column, _ = list(code.co_positions())[offset // 2]
+    return f"{code.co_qualname}:{(line or 0) - code.co_firstlineno}:{column or 0}"

@@ -35,11 +35,7 @@ def bind_arguments(forward: Any, module: nn.Module, args: tuple[Any, ...], kwarg
 def with_positional_tensors(
     kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of one of torch's operations, its required tensors as positional ones.
-
-    `linear(input=x, weight=w)` becomes `linear(x, w)`, so that readers of a graph find operands by
-    index.
-    """
+    """`linear(x, w)` for `linear(input=x, weight=w)`: readers of a graph find operands by index."""
     rest = dict(kwargs)
     for name in _required_parameters(kind, target)[len(args) :] if rest else ():
         if name not in rest or not (contains_proxy(rest[name]) or isinstance(rest[name], torch.Tensor)):

@@ -1,4 +1,7 @@
-"""What a trace patches: modules, attention, and functions of torch that reject proxies."""
+"""What a trace patches: modules, attention, functions of torch that reject proxies, `with` blocks.
+
+The graph holds a block (autocast, a gradient mode) as nodes `enter_context` and `exit_context`.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,19 @@ import contextlib
 import operator
 import threading
 from collections.abc import Callable, Generator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from transformers.modeling_utils import AttentionInterface
 
 from peftc.concurrency.interrupts import shielded
-from peftc.tracing.context_managers import patch_context_managers
-from peftc.tracing.operations import attention, autograd_function, script_function
+from peftc.tracing.operations import attention, autograd_function, enter_context, exit_context, script_function
 from peftc.tracing.proxy import contains_proxy
+from peftc.tracing.region_trace import TraceError
 from peftc.tracing.tensor_provenance import RecordedCall
 from peftc.tracing.tracer_base import TracerBase, current_tracer, intercept, patch_attribute
 
@@ -28,6 +31,70 @@ CRASH = ("where",)  # ends the process when its second argument only looks like 
 PLAIN = frozenset({bool, int, float, str, tuple, list, type(None)})  # attributes that decisions may rest on
 
 _patching = threading.RLock()  # reentrant: a leaf that runs while examples are computed may be traced itself
+MANAGERS: tuple[Any, ...] = (torch.autocast, torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
+GRADIENT_QUERIES = ("is_grad_enabled",)
+AUTOCAST_QUERIES = ("is_autocast_enabled", "get_autocast_dtype", "is_autocast_cache_enabled")
+_ARGUMENTS, _CALL = "_peftc_arguments", "_peftc_call"  # attributes of context managers that a trace makes
+
+
+def is_gradient_context(node: fx.Node) -> bool:
+    """Whether the block that `node` enters changes what has gradients, and not what is computed."""
+    return node.args[0] is not torch.autocast
+
+
+def has_context_decorator(function: Any) -> bool:
+    """Whether a function is decorated with one of the context managers."""
+    while hasattr(function, "__wrapped__"):
+        if {"ctx_factory", "autocast_instance"}.intersection(function.__code__.co_freevars):
+            return True
+        function = function.__wrapped__
+    return False
+
+
+def _record_init(manager: Any, tracer: TracerBase, init: Any, self: Any, /, *args: Any, **kwargs: Any) -> None:
+    with tracer.pause():
+        init(self, *args, **kwargs)
+    self.__dict__[_ARGUMENTS] = (args, kwargs)
+    if manager is torch.set_grad_enabled:  # has its effect already here, without a `with`
+        self.__dict__[_CALL] = tracer.record_node(manager, args, kwargs)
+
+
+def _record_enter(manager: Any, tracer: TracerBase, enter: Any, self: Any) -> Any:
+    with tracer.pause():
+        result = enter(self)
+    args, kwargs = _constructor_arguments(self)
+    if (call := self.__dict__.pop(_CALL, None)) is not None:
+        tracer.graph.erase_node(call)
+    tracer.open_contexts.append((self, tracer.record_node(enter_context, (manager, *args), kwargs)))
+    return result
+
+
+def _record_exit(manager: Any, tracer: TracerBase, leave: Any, self: Any, *error: Any) -> Any:
+    with tracer.pause():
+        result = leave(self, *error)
+    if tracer.open_contexts and tracer.open_contexts[-1][0] is self:
+        tracer.record_node(exit_context, (tracer.open_contexts.pop()[1],))
+    return result
+
+
+def _reject_enter(tracer: TracerBase, enter: Any, self: Any) -> Any:
+    raise TraceError(f"a graph cannot hold a block of `{type(self).__name__}`")
+
+
+def _record_query(name: str, tracer: TracerBase, query: Any, /, *args: Any, **kwargs: Any) -> Any:
+    value = query(*args, **kwargs)
+    if not any(is_gradient_context(node) == (name in GRADIENT_QUERIES) for _, node in tracer.open_contexts):
+        tracer.global_state[name, (*args, *kwargs.values())] = value
+    return value
+
+
+def _constructor_arguments(manager: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """As recorded; of a manager from before the trace, read from its attributes."""
+    if _ARGUMENTS in manager.__dict__:
+        return manager.__dict__[_ARGUMENTS]
+    if isinstance(manager, torch.autocast):
+        return (manager.device,), {"dtype": manager.fast_dtype, "enabled": manager._enabled}  # pyright: ignore
+    return ((manager.mode,), {}) if isinstance(manager, torch.set_grad_enabled) else ((), {})
 
 
 @cache
@@ -73,6 +140,7 @@ def instrument_modules(root: nn.Module) -> Generator[None]:
 @shielded
 def patch_libraries(tracer: TracerBase) -> Generator[None]:
     """Inside, libraries record what neither proxies nor instrumented modules would see."""
+    block = (("__init__", _record_init), ("__enter__", _record_enter), ("__exit__", _record_exit))
     patches: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (AttentionInterface, "get_interface", intercept(_record_interface)),
         *((torch, name, intercept(_record_function, contains_proxy)) for name in FACTORIES + TAKE_SIZES + CRASH),
@@ -81,12 +149,15 @@ def patch_libraries(tracer: TracerBase) -> Generator[None]:
         (torch.autograd.Function, "apply", _recording_apply),
         (checkpoint, "_checkpoint_without_reentrant_generator", intercept(_skip_checkpoint, contains_proxy)),
         (nn.functional, "multi_head_attention_forward", intercept(_trace_attention, contains_proxy)),
+        *((manager, name, intercept(partial(record, manager))) for manager in MANAGERS for name, record in block),
+        (torch.inference_mode, "__enter__", intercept(_reject_enter)),
+        *((torch, name, intercept(partial(_record_query, name))) for name in GRADIENT_QUERIES + AUTOCAST_QUERIES),
     ]
     with _patching, contextlib.ExitStack() as stack:
         for owner, name, wrap in patches:
             stack.enter_context(patch_attribute(owner, name, wrap))
-        stack.enter_context(patch_context_managers())
         stack.enter_context(tracer.activate())
+        stack.enter_context(ProvenanceMode(tracer))
         yield
 
 

@@ -20,10 +20,9 @@ TENSOR_PROPERTIES = frozenset({"ndim", "layout", "requires_grad", "is_cuda", "is
 
 
 class ConcreteProxy(fx.Proxy):
-    """A `Proxy` with the concrete value of its node.
+    """A `Proxy` with the value of its node, which answers Python's questions (type, truth, length).
 
-    Python's questions (type, truth, length, dtype) are answered from the value. The tracer records
-    a guard for each answer that may differ in another call. Sizes of tensors stay symbolic.
+    Each answer that may differ in another call becomes a guard. Sizes of tensors stay symbolic.
     """
 
     tracer: TracerBase  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -175,10 +174,7 @@ def _are_tuples(*values: Any) -> bool:
 
 
 class Attribute:
-    """A number read from a module's attribute. The graph reads the attribute: layers can share it.
-
-    Whenever Python computes or compares with the number, the tracer guards its value.
-    """
+    """A number that the graph reads from a module; Python's own use of it guards its value."""
 
     path: str
     tracer: TracerBase

@@ -2,9 +2,8 @@
 
     for q, k in zip(query.split(lengths.tolist()), key.split(lengths.tolist())): ...
 
-Two iterations are traced. The graph keeps the first, from the `segment` nodes, its loop variables,
-to `end_loop`. The second shows that iterations are independent. After the loop, `collect` is the
-list of what all of them have computed.
+The graph keeps the first iteration, from its variables, `segment` nodes, to `end_loop`. A second
+shows that iterations are independent. `collect` is the list of what all of them have computed.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ class Segments(tuple[torch.Tensor, ...]):
 
 
 def ragged_result(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: str) -> Any:
-    """The example of an operation that returns or takes ragged sizes; None for any other operation.
-
-    Raises: UnknownLength where the operation depends on the number of segments.
-    """
+    """The example of an operation with ragged sizes, or None. Raises: UnknownLength."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if name == "tolist" and isinstance(args[0], torch.Tensor):
         return _sizes(args[0], caller)
@@ -66,19 +62,10 @@ def _sizes(tensor: torch.Tensor, caller: str) -> Any:
 
 
 class Loops:
-    """The loops of one trace.
-
-    Args:
-        provenance, mutations: of the same trace.
-        logs: lists of the trace from which entries of the second iteration are removed.
-    """
+    """The loops of one trace. `logs`: its lists, from which second iterations are removed."""
 
     def __init__(
-        self,
-        tracer: fx.Tracer,
-        provenance: TensorProvenance,
-        mutations: MutationTracker,
-        logs: Sequence[list[Any]],
+        self, tracer: fx.Tracer, provenance: TensorProvenance, mutations: MutationTracker, logs: Sequence[list[Any]]
     ) -> None:
         self.tracer, self.mutations, self.logs = tracer, mutations, logs
         self.constants: tuple[dict[int, fx.Node], ...] = (provenance.nodes, provenance.call_nodes)
@@ -115,7 +102,15 @@ class Loops:
 
     def end(self) -> None:
         first, second = self.iterations
-        self.counterparts |= match_iterations(first, second)
+        matches: dict[fx.Node, fx.Node] = {}
+        for one, other in zip(first, second, strict=False):
+            args, kwargs = fx.map_arg((other.args, other.kwargs), lambda n: matches.get(n, n))  # pyright: ignore
+            if (one.op, one.target, one.args, one.kwargs) != (other.op, other.target, args, kwargs):
+                break
+            matches[other] = one
+        if len(matches) < max(len(first), len(second)):
+            raise TraceError("an iteration of a loop over segments depends on those before it")
+        self.counterparts |= matches
         for node in reversed(second):
             self.tracer.graph.erase_node(node)
         for log, length in zip(self.logs, self.log_lengths, strict=True):
@@ -152,16 +147,3 @@ class Loops:
         converted = self.tracer.create_node("call_function", container, (node,), {})
         converted.meta["example"] = tuple(node.meta["example"])
         return converted
-
-
-def match_iterations(first: list[fx.Node], second: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Second to first iteration, node by node. Raises: TraceError where they differ."""
-    matches: dict[fx.Node, fx.Node] = {}
-    for one, other in zip(first, second, strict=False):
-        args, kwargs = fx.map_arg((other.args, other.kwargs), lambda n: matches.get(n, n))  # pyright: ignore
-        if (one.op, one.target, one.args, one.kwargs) != (other.op, other.target, args, kwargs):
-            break
-        matches[other] = one
-    if len(matches) < max(len(first), len(second)):
-        raise TraceError("an iteration of a loop over segments depends on those before it")
-    return matches

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from peftc.tracing.code_positions import Origin
+from peftc.tracing.bytecode import Origin
 
 
 class TraceError(Exception):
@@ -55,24 +55,16 @@ class ModuleCall:
 
 @dataclass
 class RegionTrace:
-    """The graph of a region. Dotted names are relative to `root`.
-
-    Args:
-        attribute_guards: values of module attributes that decisions rest on, by (module,
-            attribute).
-        parameter_dtype: one parameter with its dtype, which stands for that of all.
-        result: of a region whose code is a leaf, the parts of its result by path.
-        outcomes: those taken at each `branch`, in order.
-    """
+    """The graph of a region. Dotted names are relative to `root`."""
 
     graph: fx.Graph
     calls: list[ModuleCall]
     guards: list[Guard]
-    attribute_guards: dict[tuple[str, str], Any]
+    attribute_guards: dict[tuple[str, str], Any]  # values that decisions rest on, by (module, attribute)
     depends_on_dtype: bool = False
-    parameter_dtype: tuple[str, torch.dtype] | None = None
-    result: Any = None
-    outcomes: tuple[bool, ...] = ()
+    parameter_dtype: tuple[str, torch.dtype] | None = None  # of one that stands for all
+    result: Any = None  # of a region whose code is a leaf: the parts by path
+    outcomes: tuple[bool, ...] = ()  # of each `branch`
     root: nn.Module | None = None
 
 

@@ -1,7 +1,6 @@
 """Tensors that the traced code computes from constants and parameters alone, without its arguments.
 
-Python runs such code on plain tensors. Their calls are recorded, so that nodes can be created for
-them once one of the tensors meets a traced value.
+Python runs such code on plain tensors. Nodes for it are created once one meets a traced value.
 """
 
 from __future__ import annotations
@@ -51,10 +50,7 @@ class RecordedCall:
 
 
 class TensorProvenance:
-    """The calls that made and changed each tensor, and their nodes. Keys are ids.
-
-    Args: `parameters`: the ids of parameters and buffers, which have nodes of their own.
-    """
+    """The calls that made and changed each tensor, by id; `parameters` have nodes of their own."""
 
     def __init__(self, tracer: fx.Tracer, parameters: Container[int]) -> None:
         self.tracer, self.parameters = tracer, parameters

@@ -1,8 +1,7 @@
 """Traces the forward of a region, one module of any model, by running it on proxies.
 
-`torch.fx.symbolic_trace` fails on every transformers model. Unlike it, this tracer enters only the
-chosen children, keeps attention as one leaf, reads numbers of modules as attributes, and records
-Python's decisions as guards.
+Unlike `torch.fx.symbolic_trace`, it enters only the chosen children, keeps attention as one leaf,
+reads numbers of modules as attributes, and records Python's decisions as guards.
 """
 
 from __future__ import annotations
@@ -17,30 +16,22 @@ import torch
 from torch import fx, nn
 from transformers.integrations.moe import ExpertsInterface
 
-from peftc.fakes.data_answers import fake_data_answers, fake_tensor_patches, no_data_answers
-from peftc.tracing.code_positions import Origin, position_of, running_stack
-from peftc.tracing.context_managers import has_context_decorator
+from peftc.fakes.data_answers import data_answers, fake_data_answers, fake_tensor_patches
+from peftc.tracing.bytecode import Origin, position_of, running_stack
 from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, leaves, version
 from peftc.tracing.module_calls import bind_arguments, functional_linear, is_constant, with_positional_tensors
 from peftc.tracing.operations import attention
-from peftc.tracing.patches import ProvenanceMode, instrument_modules, patch_libraries
+from peftc.tracing.patches import has_context_decorator, instrument_modules, patch_libraries
 from peftc.tracing.proxy import Attribute, ConcreteProxy, attribute_proxy, concrete_values, is_proxy, nested_nodes
 from peftc.tracing.ragged_loops import ragged_result
 from peftc.tracing.region_trace import ModuleCall, RegionTrace, TraceError, getitem_root
 from peftc.tracing.tracer_base import TracerBase, patch_attribute
 
-NUMBERS = (bool, int, float)
 CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, str, int, float, bool)
 
 
 class RegionTracer(TracerBase):
-    """Traces `root.forward`.
-
-    Args:
-        inline: says of a child's name whether its code is entered; other children are `call_module`
-            nodes.
-        path_prefix: the outcomes of the first branches on tensor values.
-    """
+    """Traces `root.forward`. `inline`: whether the code of a child, by name, is entered."""
 
     def __init__(self, inline: Callable[[str], bool], path_prefix: tuple[bool, ...] = ()) -> None:
         super().__init__(path_prefix)
@@ -54,7 +45,9 @@ class RegionTracer(TracerBase):
         if type(value) is bool and name != "training":
             self.attribute_guards[owner, name] = value
             return value
-        return attribute_proxy(value, f"{owner}.{name}".lstrip("."), self) if type(value) in NUMBERS else value
+        return (
+            attribute_proxy(value, f"{owner}.{name}".lstrip("."), self) if type(value) in (bool, int, float) else value
+        )
 
     def guard_implementation(self, call: fx.Node) -> None:
         """Guards which attention implementation runs, as only some return attention weights."""
@@ -66,10 +59,8 @@ class RegionTracer(TracerBase):
             self.attribute_guards[f"{name}.config".lstrip("."), "_attn_implementation"] = implementation
 
     def specializes(self, node: fx.Node, value: Any) -> bool:
-        """Whether Python gets None, a dtype or a string itself, guarded, instead of a proxy.
-
-        Parts of results of children and attention may be None. They stay proxies, to be passed on.
-        """
+        """Whether Python gets None, a dtype or a string itself, guarded, instead of a proxy."""
+        # Parts of results of children and attention may be None. They stay proxies.
         source = getitem_root(node)
         if node.meta["origin"] in self.optional_results:
             self.guard_implementation(source)
@@ -79,14 +70,7 @@ class RegionTracer(TracerBase):
         return value is None or isinstance(value, (torch.dtype, str))
 
     def create_proxy(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        kind: str,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        name: str | None = None,
-        type_expr: Any = None,
-        proxy_factory_fn: Any = None,
+        self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None = None
     ) -> Any:
         if target is operator.getitem and is_proxy(args[0]):  # what Python takes an item of is not None
             source = args[0].node
@@ -102,7 +86,7 @@ class RegionTracer(TracerBase):
         with self.pause():
             value = self.compute(kind, target, *operands)
         arguments = tuple(map(self.create_arg, args)), self.create_arg(dict(kwargs))
-        node = self.create_node(kind, target, *arguments, name or OUT_OF_PLACE_NAMES.get(target), type_expr)
+        node = self.create_node(kind, target, *arguments, name or OUT_OF_PLACE_NAMES.get(target))
         self.mutations.record(node, value, versions_before)
         return self.guard(node, "is", value) if self.specializes(node, value) else ConcreteProxy(node, self, value)
 
@@ -187,14 +171,7 @@ class RegionTracer(TracerBase):
         forward = inspect.unwrap(type(root).forward)
         args, kwargs = self.placeholders(inspect.signature(forward), arguments)
         gradients = torch.set_grad_enabled(torch.is_grad_enabled())  # restores the mode, whatever the code does
-        with (
-            gradients,
-            no_data_answers(),
-            fake_tensor_patches(),
-            instrument_modules(root),
-            patch_libraries(self),
-            ProvenanceMode(self),
-        ):
+        with gradients, data_answers(False), fake_tensor_patches(), instrument_modules(root), patch_libraries(self):
             out = forward(root, *args, **kwargs)
             self.graph.output(self.create_arg(out))
         return self.snapshot()
@@ -202,16 +179,8 @@ class RegionTracer(TracerBase):
     def snapshot(self) -> RegionTrace:
         """The trace so far: after an error, up to where it was raised."""
         parameter_dtype = next(((n, p.dtype) for n, p in self.root.named_parameters() if p.is_floating_point()), None)
-        return RegionTrace(
-            self.graph,
-            self.calls,
-            self.guards,
-            self.attribute_guards,
-            self.depends_on_dtype,
-            parameter_dtype,
-            outcomes=tuple(self.outcomes),
-            root=self.root,
-        )
+        decisions = (self.guards, self.attribute_guards, self.depends_on_dtype, parameter_dtype)
+        return RegionTrace(self.graph, self.calls, *decisions, outcomes=tuple(self.outcomes), root=self.root)
 
     def placeholders(
         self, signature: inspect.Signature, arguments: Mapping[str, Any]
@@ -247,8 +216,7 @@ class RegionTracer(TracerBase):
 class ApproximateTracer(RegionTracer):
     """Traces that are read and never run: branches on data are not taken, loops over data run once.
 
-    An experts' forward loops over the experts that were hit: no expert is skipped, and what one
-    iteration does with the weights is what all do. Every child that has children is entered.
+    So no expert is skipped, and one stands for all. Every child that has children is entered.
     """
 
     def __init__(self) -> None:

@@ -7,14 +7,13 @@ import operator
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from peftc.concurrency.interrupts import shielded
-from peftc.tracing.code_positions import Occurrence, Origin, position_of, running_stack
+from peftc.tracing.bytecode import Occurrence, Origin, position_of, running_stack
 from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, MutationTracker
 from peftc.tracing.operations import branch
 from peftc.tracing.ragged_loops import Loops
@@ -24,20 +23,10 @@ from peftc.tracing.tensor_provenance import TensorProvenance
 _active = threading.local()
 
 
-@dataclass(frozen=True)
-class OpenContext:
-    """A context manager whose `with` block is being traced, and the node that enters it."""
-
-    manager: Any
-    node: fx.Node
-
-
 class TracerBase(fx.Tracer):
-    """Like `torch.fx.proxy.TracerBase`: what a proxy may call. Subclasses implement `create_proxy`
-    and `create_arg`.
+    """What a proxy may call; subclasses implement `create_proxy` and `create_arg`.
 
-    Args: `path_prefix`: the outcomes of the first branches on tensor values; later ones take their
-    likely outcome.
+    `path_prefix`: outcomes of the first branches on tensor values; later ones take the likely one.
     """
 
     def __init__(self, path_prefix: tuple[bool, ...] = ()) -> None:
@@ -51,7 +40,7 @@ class TracerBase(fx.Tracer):
         self.outcomes: list[bool] = []
         self.calls: list[ModuleCall] = []
         self.call_stack: list[str] = []  # names of the children whose code is running
-        self.open_contexts: list[OpenContext] = []
+        self.open_contexts: list[tuple[Any, fx.Node]] = []  # with the nodes that enter them
         self.module_names: dict[int, str] = {}
         self.tensor_names: dict[int, str] = {}  # of parameters and buffers
         self.mutations = MutationTracker(self)

@@ -16,9 +16,8 @@ from torch import nn
 from transformers import LlamaConfig, LlavaConfig
 
 import peftc
-from peftc.adapters.base import describe_base, differences
+from peftc.adapters.base import VALUES, describe_base, differences, digest_of, samples
 from peftc.adapters.metadata import METADATA
-from peftc.adapters.weight_sample import VALUES, digest_of, samples
 from peftc.models import settings
 from peftc.models.identity import fingerprint, fingerprint_of, identity
 from tests import zoo

@@ -19,9 +19,8 @@ import pytest
 import torch
 
 import peftc
-from peftc.adapters.files import read
+from peftc.adapters.files import read, write
 from peftc.adapters.metadata import METADATA, TENSORS, Adapter
-from peftc.adapters.writing import write
 from peftc.filesystem import atomic
 from tests import zoo
 from tests.laws.harness import randomise

@@ -230,12 +230,12 @@ def test_a_failure_while_writing_leaves_the_old_adapter(
 
 
 def test_a_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from peftc.adapters import writing
+    from peftc.adapters import files
 
     def failing(*args: Any) -> None:
         raise OSError("disk gone")
 
-    monkeypatch.setattr(writing, "flush", failing)
+    monkeypatch.setattr(files, "flush", failing)
     with pytest.raises(peftc.PeftcError, match="disk gone"):
         peftc.save(compiled("bert", PREFIX), tmp_path / "a")
     assert list(tmp_path.iterdir()) == []

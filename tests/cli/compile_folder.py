@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import peftc
-from peftc.filesystem.output_folder import MARKER
+from peftc.filesystem.atomic import MARKER
 
 SPEC = """peft 1
 

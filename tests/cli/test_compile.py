@@ -17,7 +17,7 @@ from torch import nn
 import peftc
 from peftc.cli.main import main
 from peftc.cli.model_commands import forwards, snake_case
-from peftc.filesystem.output_folder import MARKER, write_folder
+from peftc.filesystem.atomic import MARKER, write_folder
 from tests import zoo
 from tests.cli.compile_folder import SPEC, Out, contents, texts
 

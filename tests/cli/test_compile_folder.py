@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import peftc
-from peftc.filesystem.output_folder import MARKER, write_folder
+from peftc.filesystem.atomic import MARKER, write_folder
 from tests.cli.compile_folder import NEW, OLD, code_of, contents, texts
 from tests.processes import KILLED, killed_at
 

@@ -15,7 +15,7 @@ from peftc.folding.module_folds import CannotFold, Fold, combine
 from peftc.forms import FORMS, Dims
 from peftc.forms.module import FormModule, build
 from peftc.forms.shapes import Shape, Tokens, Vector, Weight
-from peftc.planning.foldability.target import FoldTarget, Side
+from peftc.planning.foldability.affine import FoldTarget, Side
 from peftc.planning.ir import Arithmetic, Assign, Constant, FormCall, FormInstance, FrozenCall, Read, SiteEdit, Term
 from peftc.syntax import ast
 

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from peftc.folding.affine_values import Refusal, fold_terms
+from peftc.folding.module_folds import Refusal, fold_terms
 from peftc.forms.shapes import KeyValue, Tokens, Vector, Weight
-from peftc.planning.foldability.affine import fold_reason
-from peftc.planning.foldability.target import fold_target
+from peftc.planning.foldability.affine import fold_reason, fold_target
 from peftc.planning.ir import Assign, Concat
 from tests.folding import equations as eq
 

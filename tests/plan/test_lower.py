@@ -3,8 +3,7 @@
 import pytest
 
 from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Tokens, Vector, Weight
-from peftc.planning.arithmetic import combine_shapes
-from peftc.planning.ir import Arithmetic, Concat, Constant, FormCall, FrozenCall, Read
+from peftc.planning.ir import Arithmetic, Concat, Constant, FormCall, FrozenCall, Read, combine_shapes
 from tests.call_counts import calls
 from tests.plan import tables
 from tests.plan.specs import planned, refused, underlined

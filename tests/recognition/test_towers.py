@@ -14,8 +14,7 @@ from transformers import CONFIG_MAPPING
 
 import peftc
 from benchmarks.families import build
-from peftc.fakes.constant_propagation import constant_of
-from peftc.fakes.data_answers import fake_data_answers
+from peftc.fakes.data_answers import constant_of, fake_data_answers
 from peftc.fakes.tensors import new_mode
 from tests.laws.harness import Before
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import peftc
-from peftc.rewriting.container import Container
+from peftc.rewriting.edits import Container
 
 
 class Block(nn.Module):

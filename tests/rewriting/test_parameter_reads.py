@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import peftc
-from peftc.rewriting.legality.parameter_reads import own_parameters, parameter_reads
+from peftc.rewriting.legality.bypasses import own_parameters, parameter_reads
 from tests.laws.harness import randomise
 from tests.specialization.test_modes import mode
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import peftc
-from peftc.adapters.weight_access import elect_writer
+from peftc.adapters.base import elect_writer
 from tests.survival.harness import freshly_compiled, layers, model_inputs
 
 STEPS, BATCH = 3, 4

@@ -1,4 +1,4 @@
-"""Which edits fold, into what, and what prevents the others from folding."""
+"""Which edits fold, into what, which entries of the base change, and what prevents the others."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from peftc.addressing.parameter_ranges import EntryChoice, Parameters, RowRange, used_ties
-from peftc.addressing.sites import SiteTable, WeightRef
-from peftc.planning.foldability.affine import fold_reason
-from peftc.planning.foldability.target import FoldTarget, fold_target
-from peftc.planning.foldability.weight_change import changed_entries, rank
-from peftc.planning.ir import SiteEdit
+from peftc.addressing.sites import EntryChoice, Parameters, RowRange, SiteTable, Slice, WeightRef, used_ties
+from peftc.forms.shapes import Weight
+from peftc.planning.foldability.affine import FoldTarget, affine_structure, fold_reason, fold_target, linear_states
+from peftc.planning.ir import Arithmetic, Constant, FormCall, FormInstance, Read, SiteEdit, Term, subterms
 
 
 @dataclass(frozen=True)
@@ -44,12 +42,9 @@ class _SiteFold:
 def check_foldability(
     edits: Sequence[Sequence[SiteEdit]], table: SiteTable, staying: Mapping[str, str] | None = None
 ) -> list[Foldability]:
-    """The foldability of each edit.
+    """The foldability of each edit, in order. `staying`: edits that must stay, with the reason.
 
     An edit folds if it folds at all sites, and no edit that stays acts between it and the weight.
-    Args:
-        edits: each edit as its site edits, in the order of the spec.
-        staying: edits that must stay, with the reason.
     """
     staying = staying or {}
     folds = [list(_site_folds(site_edits, order, table)) for order, site_edits in enumerate(edits)]
@@ -83,24 +78,17 @@ def _foldability(folds: Sequence[_SiteFold], parameters: Parameters) -> Foldabil
         return Foldability(False, f"{reason}{some}")
     targets = [(fold.site_edit, fold.target) for fold in folds if fold.target is not None]
     changed = (entries for site_edit, target in targets for entries in changed_entries(site_edit, target, parameters))
-    return Foldability(True, _into(targets), frozenset(changed))
-
-
-def _into(targets: Sequence[tuple[SiteEdit, FoldTarget]]) -> str:
     names = list(dict.fromkeys(_name(target) for _, target in targets))
     text = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
     ranks = {rank(site_edit) for site_edit, target in targets if target.side != "input"}
     one_rank = next(iter(ranks)) if len(ranks) == 1 and len({t.side for _, t in targets}) == 1 else None
-    return f"into {text}" + (f", rank {one_rank}" if one_rank else "")
+    return Foldability(True, f"into {text}" + (f", rank {one_rank}" if one_rank else ""), frozenset(changed))
 
 
 def _name(target: FoldTarget) -> str:
     name = target.site.module.rpartition(".")[2].strip('"')
     text = f"rows of {name}" if target.refs and target.refs[0].rows is not None else name
     return f"columns of {text}" if target.side == "input" else text
-
-
-# Edits that act between another edit and its weight
 
 
 def _blocked(folds: Sequence[Sequence[_SiteFold]]) -> dict[int, str]:
@@ -122,8 +110,7 @@ def _blocked(folds: Sequence[Sequence[_SiteFold]]) -> dict[int, str]:
             module = fold.target.refs[0].module if fold.target and fold.target.refs else ""
             others = [*by_module[fold.site_edit.site.root], *by_module[module]]
             if (other := next((other for other in others if _between(other, fold)), None)) is not None:
-                edit = other.site_edit.edit
-                blocked[order] = f"`{edit}`, which does not fold, stands between it and the weight"
+                blocked[order] = f"`{other.site_edit.edit}`, which does not fold, stands between it and the weight"
     return blocked
 
 
@@ -162,3 +149,113 @@ def _same_rows(one: WeightRef, other: WeightRef) -> bool:
     if a and b and (one.attribute, a) != (other.attribute, b):
         return False
     return not (one.rows and other.rows) or one.rows.overlaps(other.rows)
+
+
+def changed_entries(
+    site_edit: SiteEdit, target: FoldTarget, parameters: Parameters
+) -> Iterator[RowRange | EntryChoice]:
+    """The entries that differ after the fold. Shapes: w (out, in), b (out)."""
+    if target.side != "weight":
+        yield from _changed_by_value(site_edit, target, parameters)
+    for assign in site_edit.assigns:
+        state = site_edit.site.states[assign.state]
+        if assign.state not in ("w", "b") or state.weight is None:
+            continue
+        ranges = list(parameters.row_ranges(state.weight, state.shape))
+        selectors = _added_selectors(assign.value, assign.state)
+        if selectors is None:
+            yield from ranges
+            continue
+        for instance in selectors:
+            assert instance.form.changes is not None
+            # Sites with common parameters select entries together, from all their parameters.
+            together = instance.owner is not None and instance.form.common(instance.args) is not None
+            key = (str(instance.owner),) if together else (site_edit.edit, site_edit.site.path, instance.key)
+            count = instance.form.changes(instance.args, instance.dims)
+            yield from (EntryChoice(key, count, rows) for rows in ranges)
+
+
+def _changed_by_value(site_edit: SiteEdit, target: FoldTarget, parameters: Parameters) -> Iterator[RowRange]:
+    weight, bias = target.weight, target.bias
+    value = affine_structure(site_edit, linear_states(target, site_edit.site))
+    shape = target.site.states["w"].shape
+    assert isinstance(shape, Weight)
+    if weight and (value.matrix != "identity" or value.input):
+        yield from parameters.row_ranges(weight, shape)
+    bias_is_mapped = target.side == "output" and value.matrix != "identity" and bias is not None
+    if value.constant or bias_is_mapped:
+        rows = weight.rows if weight and weight.rows else Slice(0, shape.d_out)
+        name = parameters.canonical(bias) if bias else f"{target.site.module}.bias"
+        yield from (RowRange(name, start, stop) for start, stop in rows.blocks())
+
+
+def _added_selectors(term: Term, state: str) -> list[FormInstance] | None:
+    """In `state + f + g`, the forms that select where f and g are nonzero; None for other terms."""
+    match term:
+        case Arithmetic(op="+", left=left, right=right):
+            reads = (isinstance(part, Read) and part.state == state for part in subterms(left))
+            own, other = (left, right) if any(reads) else (right, left)
+            return _join(_added_selectors(own, state), _selectors(other))
+        case Arithmetic(op="-", left=left, right=right):
+            return _join(_added_selectors(left, state), _selectors(right))
+        case _:
+            return [] if isinstance(term, Read) and term.state == state else None
+
+
+def _selectors(term: Term) -> list[FormInstance] | None:
+    """The forms that select where a term is not zero; None if it may be nonzero anywhere."""
+    match term:
+        case FormCall(instance=instance):
+            return [instance] if instance.form.changes is not None else None
+        case Arithmetic(op="*", left=left, right=right):
+            first = _selectors(left)
+            return _selectors(right) if first is None else first
+        case Arithmetic(op="/", left=left):
+            return _selectors(left)
+        case Arithmetic(left=left, right=right):
+            return _join(_selectors(left), _selectors(right))
+        case _:
+            return None
+
+
+def _join(first: list[FormInstance] | None, second: list[FormInstance] | None) -> list[FormInstance] | None:
+    return None if first is None or second is None else [*first, *second]
+
+
+def rank(site_edit: SiteEdit) -> int | None:
+    """The rank of what is added to the weight; None if it may have any rank."""
+    return _sum([_rank(assign.value, assign.state) for assign in site_edit.assigns])
+
+
+def _rank(term: Term, state: str) -> int | None:
+    match term:
+        case Arithmetic(op="-", right=Read()):
+            return None
+        case Arithmetic(op="+" | "-", left=left, right=right):
+            return _sum([_rank(left, state), _rank(right, state)])
+        case _:
+            return 0 if isinstance(term, Read) and term.state == state else _added_rank(term)
+
+
+def _added_rank(term: Term) -> int | None:
+    match term:
+        case FormCall(instance=instance):
+            return instance.form.rank(instance.args, instance.dims)
+        case Arithmetic(op="*", left=left, right=right):
+            return _added_rank(right) if is_number(left) else _added_rank(left) if is_number(right) else None
+        case Arithmetic(op="/", left=left, right=right):
+            return _added_rank(left) if is_number(right) else None
+        case _:
+            return None
+
+
+def is_number(term: Term) -> bool:
+    """Whether a term is one number, the same for all tasks."""
+    return isinstance(term, Constant) or (
+        isinstance(term, FormCall) and term.instance.form.name == "scalar" and not term.instance.tasks
+    )
+
+
+def _sum(ranks: list[int | None]) -> int | None:
+    known = [rank for rank in ranks if rank is not None]
+    return sum(known) if len(known) == len(ranks) else None

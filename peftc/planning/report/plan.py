@@ -15,7 +15,7 @@ from rich.text import Text
 from peftc.addressing.paths import compress_paths
 from peftc.addressing.sites import UntracedModule
 from peftc.planning.ir import FormInstance, SiteEdit
-from peftc.planning.selection.untraced import reason_lines
+from peftc.planning.selection.selector_errors import reason_lines
 from peftc.semantics.vocabulary import PLAN_COUNTS
 
 

@@ -58,10 +58,7 @@ def network_groups(sites: Sequence[Site], depth: int) -> dict[Steps, NetworkGrou
 
 
 def render_sites(table: SiteTable, width: int = 80) -> RenderableType:
-    """Every site, once for all layers that have the same sites: `layer[0..11] × 12`.
-
-    Args: `width`: characters in a line.
-    """
+    """Every site, once for all layers that have the same sites: `layer[0..11] × 12`."""
     header = Text.assemble((table.model_id, "bold"), f"  ({table.model_type}, {table.parameters:,} parameters)")
     rows = _Tree(table).rows()
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
@@ -132,7 +129,8 @@ class _Tree:
                 sites[_layer(site)].append(site)
         groups: dict[object, list[Steps]] = defaultdict(list)
         for steps, inside in sites.items():
-            groups[steps[:-1], *map(_signature, inside)].append(steps)
+            parts = ((s.steps[len(steps) :], s.module.removeprefix(s.root), _state_shapes(s), s.runs) for s in inside)
+            groups[steps[:-1], *parts].append(steps)
         return {group[0]: self._layer_rows(group, sites[group[0]]) for group in groups.values()}
 
     def _layer_rows(self, group: Sequence[Steps], sites: Sequence[Site]) -> list[Row]:
@@ -183,10 +181,6 @@ class _Tree:
 
 def _state_shapes(site: Site) -> object:
     return tuple((name, state.shape) for name, state in site.states.items())
-
-
-def _signature(site: Site) -> object:
-    return site.steps[len(_layer(site)) :], site.module.removeprefix(site.root), _state_shapes(site), site.runs
 
 
 def _indent(steps: Steps) -> str:

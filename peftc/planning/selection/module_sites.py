@@ -1,16 +1,40 @@
-"""Modules as sites: what `**` and globs select, whether or not a role was inferred."""
+"""Modules, their parameters (`wb`) and shared modules as sites."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
 
 from peftc.addressing.paths import stack_steps
-from peftc.addressing.sites import INPUT, OUTPUT, ActivationRef, ModuleInfo, Site, SiteTable, State, Steps, WeightRef
+from peftc.addressing.sites import (
+    INPUT,
+    OUTPUT,
+    ActivationRef,
+    ModuleInfo,
+    Parameters,
+    Site,
+    SiteTable,
+    State,
+    Steps,
+    WeightRef,
+    parameter_name,
+    used_ties,
+)
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics.suggestions import FEW_NAMES, first_names, for_sites, join_names
 from peftc.forms.shapes import Tokens, Vector, Weight
+from peftc.semantics.substitute import substitute
+from peftc.semantics.vocabulary import PARAMETERS, WEIGHT_AND_BIAS
+from peftc.semantics.walk import names_in
+from peftc.syntax import ast
 
 NAMES = {"weight": "w", "bias": "b"}
 TRANSPOSED = frozenset({"Conv1D"})  # transformers' Conv1D stores (in, out)
+ALSO_THERE = "an edit here also acts there"
+SiteKey = tuple[str, tuple[object, ...]]  # a module, and what of the module
 
 
 def module_site(module: ModuleInfo, table: SiteTable) -> Site:
@@ -53,8 +77,7 @@ def _states(module: ModuleInfo) -> Iterator[State]:
 def modules_below(paths: Iterable[Steps], table: SiteTable) -> list[ModuleInfo]:
     """The modules with parameters at and under each path, in model order.
 
-    A sub-layer need not be one module (an ffn can be two Linears of the layer); its sites then tell
-    what is below.
+    A sub-layer need not be one module; its sites then tell what is below.
     """
     roots = {root for steps in dict.fromkeys(paths) for root in _roots(steps, table)}
     return [info for info in table.modules if info.parameters and not roots.isdisjoint(_prefixes(info.name))]
@@ -76,3 +99,159 @@ def _roots(steps: Steps, table: SiteTable) -> set[str]:
 def _prefixes(name: str) -> list[str]:
     """`a.b.c` -> `a`, `a.b`, `a.b.c`"""
     return list(accumulate(name.split("."), lambda parent, part: f"{parent}.{part}"))
+
+
+def edits_parameters(edit: ast.Edit) -> bool:
+    """Whether the equations of an edit are of `wb`."""
+    targets = [line.target for line in edit.body if isinstance(line, ast.Equation)]
+    return WEIGHT_AND_BIAS in targets or any(WEIGHT_AND_BIAS in names_in(line.value) for line in edit.body)
+
+
+def body_at(edit: ast.Edit, site: Site) -> tuple[ast.Equation | ast.Let, ...]:
+    """The body of an edit, with `wb` renamed to the one state of the site, `w` or `b`."""
+    if not edits_parameters(edit) or len(site.states) != 1:
+        return edit.body
+    (state,) = site.states
+    body: list[ast.Equation | ast.Let] = []
+    for line in edit.body:
+        if WEIGHT_AND_BIAS in names_in(line.value):
+            value = substitute(line.value, {WEIGHT_AND_BIAS: ast.Name(state, span=line.value.span)})
+            line = replace(line, value=value)
+        is_target = isinstance(line, ast.Equation) and line.target == WEIGHT_AND_BIAS
+        body.append(replace(line, target=state) if is_target else line)
+    return tuple(body)
+
+
+def parameter_sites(edit: ast.Edit, sites: Sequence[Site], table: SiteTable) -> list[Site]:
+    """A site for each weight and bias, tied ones once, in model order. Raises: P205."""
+    if errors := [error for site in sites if (error := _no_parameters(edit, site, table)) is not None]:
+        raise PeftcError(for_sites(errors, " of this edit"))
+    parts = [_parameter_site(site, name) for site in sites for name in PARAMETERS if name in site.states]
+    return list(_merge_tied(parts, table))
+
+
+def other_parameters(edit: ast.Edit, sites: Sequence[Site], table: SiteTable) -> list[Diagnostic]:
+    """P204 warnings for parameters that are neither weights nor biases, such as a class token."""
+    modules = {module.name: module for module in table.modules}
+    others: dict[str, list[str]] = {}
+    for site in sites:
+        attributes = {state.weight.attribute for state in site.states.values() if state.weight is not None}
+        others[site.module] = [name for name in modules[site.module].parameters if name not in attributes]
+    return [
+        Diagnostic("P204", message, edit.selector.span, label="they stay as they are", severity="warning")
+        for module, names in others.items()
+        if names and (message := f"`{module}` has parameters that are neither `w` nor `b`: {join_names(names)}")
+    ]
+
+
+def _no_parameters(edit: ast.Edit, site: Site, table: SiteTable) -> Diagnostic | None:
+    """P205 for a site without `w` and `b`, unless it is a container that a pattern matches."""
+
+    def in_stack(ref: WeightRef | None) -> bool:
+        return ref is not None and ref.stacked_slice is not None and ref.module == site.module
+
+    if any(name in site.states for name in PARAMETERS):
+        return None
+    parts = [other.path for other in table.sites if any(in_stack(s.weight) for s in other.states.values())]
+    if site.path.startswith('"') and not parts:
+        return None
+    message = f"`{site.path}` has no weight and no bias of its own"
+    notes = (f"its parameters are those of {join_names(parts[:3])}{' and others' * (len(parts) > 3)}",) if parts else ()
+    help_ = "leave it out with `-`, and name these sites: `w += …`" if parts else f"write `{site.path}.**`"
+    return Diagnostic("P205", message, edit.selector.span, label="no `wb` here", notes=notes, help=help_)
+
+
+def _parameter_site(site: Site, name: str) -> Site:
+    return replace(
+        site,
+        path=f"{site.path}.{name}",
+        steps=(*site.steps, (name, None)),
+        states={name: site.states[name]},
+        frozen_modules={},
+        shared_with=tuple(_parameter_site(other, name) for other in site.shared_with),
+    )
+
+
+def _merge_tied(sites: Sequence[Site], table: SiteTable) -> Iterator[Site]:
+    """Merges the sites of a tied parameter into one, if possible one that is in the table."""
+    parameters, known = Parameters(table), {site.path for site in table.sites}
+    used = {name for group in used_ties(table) for name in group}
+    groups: dict[object, list[Site]] = defaultdict(list)
+    for site in sites:
+        ref = _weight(site)
+        part = site.path if ref.is_partial else None
+        shapes = [state.shape for state in site.states.values()]
+        groups[parameters.canonical(ref), part, *shapes, ref.transposed].append(site)
+    for group in groups.values():
+        readers = [site for site in group if parameter_name(_weight(site)) in used] or group
+        readers.sort(key=lambda site: site.path.rpartition(".")[0] not in known)
+        yield replace(readers[0], shared_with=tuple(use for site in readers for use in site.uses)[1:])
+
+
+def _weight(site: Site) -> WeightRef:
+    (state,) = site.states.values()
+    assert state.weight is not None
+    return state.weight
+
+
+class SharedModules:
+    """Modules that are registered under several names."""
+
+    def __init__(self, table: SiteTable) -> None:
+        self.table = table
+        self.groups = {name: group for group in table.shared_modules for name in group}
+
+    @cached_property
+    def sites(self) -> Mapping[SiteKey, Site]:
+        return {(site.module, _role(site)): site for site in reversed(self.table.sites) if site.module in self.groups}
+
+    def merge(self, sites: Sequence[Site], selector: ast.Selector) -> list[Site]:
+        """Sites with each module once, at its first name. Raises: P211: it has uses elsewhere."""
+        self._refuse_cross_layer_calls(sites, selector)
+        if not any(site.module in self.groups for site in sites):
+            return list(sites)
+        selected = {(site.module, _role(site)): site for site in sites}
+        errors = [error for site in sites if (error := self._incomplete(site, selected, selector)) is not None]
+        if errors:
+            raise PeftcError(for_sites(errors))
+        merged: list[Site] = []
+        for site in sites:
+            first, *names = self.groups.get(site.module, (site.module,))
+            if site.module == first:  # else it is one of the others of the first
+                others = tuple(selected[name, _role(site)] for name in names)
+                runs = site.runs + sum(other.runs for other in others)
+                merged.append(replace(site, shared_with=others, runs=runs) if others else site)
+        return merged
+
+    def _refuse_cross_layer_calls(self, sites: Sequence[Site], selector: ast.Selector) -> None:
+        """Raises: P211 if another layer calls the module of a site without registering it."""
+        calls = dict(self.table.cross_layer_calls)
+        for site in sites:
+            if (layer := calls.get(site.module)) is not None and site.module not in self.groups:
+                message = f"`{site.module}` of `{site.path}` is called by `{layer}`, too"
+                help_ = "register the module in both layers: one set of parameters then acts at each"
+                raise PeftcError(Diagnostic("P211", message, selector.span, label=ALSO_THERE, help=help_))
+
+    def _incomplete(self, site: Site, selected: Mapping[SiteKey, Site], selector: ast.Selector) -> Diagnostic | None:
+        """P211 if not all sites of a module are selected."""
+        role = _role(site)
+        missing = [name for name in self.groups.get(site.module, ()) if (name, role) not in selected]
+        if not missing:
+            return None
+        paths = [other.path if (other := self.sites.get((name, role))) else f'"{name}"' for name in missing]
+        message = f"`{site.path}` is one module with {first_names(paths)}"
+        note = f"`{site.module}` is also {first_names(missing)}"
+        help_ = "name all of them: one set of parameters acts at each"
+        if len(paths) <= FEW_NAMES:
+            help_ += f", `at {' | '.join((site.path, *paths))}`"
+        return Diagnostic("P211", message, selector.span, label=ALSO_THERE, notes=(note,), help=help_)
+
+
+def _role(site: Site) -> tuple[object, ...]:
+    """What of its module a site is: part of the weight, or something that the module computes."""
+    refs = (state.weight for state in site.states.values() if state.weight is not None)
+    parts = sorted({(str(ref.rows), str(ref.stacked_slice)) for ref in refs if ref.module == site.module})
+    below = site.steps[stack_steps([name for name, _ in site.steps]) + 1 :]
+    if parts:
+        return ("weight", *parts, below if site.calls > 1 else ())
+    return ("module",) if site.steps[-1][0].startswith('"') else ("part", below)

@@ -20,7 +20,7 @@ from peftc.addressing.sites import ModuleInfo, Site, SiteTable
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.planning.selection import selector_errors
 from peftc.planning.selection.module_sites import module_site, modules_below
-from peftc.planning.selection.untraced import signed_arms, untraced_errors
+from peftc.planning.selection.selector_errors import signed_arms, untraced_errors
 from peftc.syntax import ast
 from peftc.syntax.printer import print_index, print_selector
 
@@ -30,9 +30,8 @@ SitesByPath = dict[str, Site]
 def resolve(selector: ast.Selector, table: SiteTable) -> list[Site]:
     """The sites that a selector names, each once, in model order.
 
-    Raises: P201: an arm matches nothing. P202: an index that does not exist. P203: a difference
-    that removes nothing, or everything. P214: an arm may name sites in an untraced module. All
-    errors of the selector are raised together.
+    Raises: P201 (no match), P202 (no such index), P203 (a difference removes nothing or all), P214
+    (an arm may name sites in an untraced module): all errors of the selector together.
     """
     paths = SitePaths(table)
     resolver = _Resolver(paths)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from peftc.addressing.parameter_ranges import Parameters, RowRange, numel, parameter_name, used_ties
-from peftc.addressing.sites import Site, SiteTable, State
+from peftc.addressing.sites import Parameters, RowRange, Site, SiteTable, State, numel, parameter_name, used_ties
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.diagnostics.suggestions import join_names
-from peftc.planning.messages import MAX_NAMES, first_names
+from peftc.diagnostics.suggestions import FEW_NAMES, first_names, join_names
 from peftc.syntax import ast
 
 
@@ -24,8 +22,7 @@ class TrainTarget:
 def resolve_train(statement: ast.Train, sites: Sequence[Site], table: SiteTable) -> TrainTarget:
     """The parameters of a `train` statement; an RMS norm, for one, need not have a `b`.
 
-    Raises: P205: no site has any of the states. P211: layers use the parameter at other sites, too.
-    P212: the parameter shares its memory. P309: the states are only some rows of it.
+    Raises: P205 (no such state), P211 (other uses), P212 (shared memory), P309 (only some rows).
     """
     parameters = Parameters(table)
     states = [(site, state) for site in sites for name in statement.states if (state := site.states.get(name))]
@@ -82,7 +79,7 @@ def _tied(statement: ast.Train, sites: Sequence[Site], table: SiteTable) -> Diag
         if name and others:
             union = " | ".join(paths.get(n, f'"{n.rpartition(".")[0]}"') for n in (name, *others))
             message = f"`{name}` is one parameter with {first_names(others)}"
-            help_ = "name all of its uses in layers" + (f", `at {union}`" if len(others) < MAX_NAMES else "")
+            help_ = "name all of its uses in layers" + (f", `at {union}`" if len(others) < FEW_NAMES else "")
             label = "training it here also trains it there"
             return Diagnostic("P211", message, statement.span, label=label, help=help_)
     return None

@@ -1,6 +1,4 @@
-"""Whether a region can be edited: a call runs its class's code, with gradients, and its weights are
-loaded.
-"""
+"""Whether a region can be edited: its class's code runs, with gradients, and has its weights."""
 
 from __future__ import annotations
 
@@ -13,16 +11,15 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.modules.instance_forward import instance_forward
 from peftc.modules.offload import loads_submodules, offloaded_parameters, only_moves_arguments
 from peftc.rewriting.edits import Region
-from peftc.rewriting.legality.fast_paths import parents
-from peftc.tracing.context_managers import is_gradient_context
+from peftc.rewriting.legality.bypasses import parents
 from peftc.tracing.operations import enter_context, exit_context
+from peftc.tracing.patches import is_gradient_context
 
 
 def check_forwards(region: Region, model: nn.Module) -> None:
     """Checks a region's module, the modules whose code it enters, and those around it.
 
-    Raises: P424 where the `forward` of an instance hides the code of its class, P426 where a hook
-    would not run, or would take the edit's parameters for the model's, P427 for compiled code.
+    Raises: P424 (an instance's `forward` hides the class's), P426 (hooks), P427 (compiled code).
     """
     module = model.get_submodule(region.module)
     check_forward(region.module, module)

@@ -1,13 +1,16 @@
-"""Reads of a child's parameters in a module's own code: `F.linear(x, self.fc.weight)` instead of
-`self.fc(x)`.
+"""Code around an edit that may bypass it: it runs one kernel, or reads a child's parameters.
 
-Such code may call the child in one call and compute with its weight in another (without gradients,
-in evaluation, for a long input), and one trace shows one of the two. An edit inside the child would
-be bypassed by the other, so its region is the module that reads.
+In evaluation, `nn.TransformerEncoderLayer`, `nn.MultiheadAttention` and `nn.TransformerEncoder`
+read the weights of their children and call none of them. Their code asks torch whether its fast
+path is enabled; while a module is traced, the answer is no, so its generated forward has none.
+Source: torch.backends.mha; `why_not_fast_path` in torch/nn/modules/activation.py, transformer.py.
 
-This is a static analysis of the `forward` of the class and of its parent classes, and of functions
-that it names, of its class and file. Code that passes the child itself on (`kernel(self.fc, x)`)
-may read its parameters there. Reads of metadata (`self.fc.weight.dtype`) do not count.
+Other code calls a child in one call and computes with its weight in another, as in
+`F.linear(x, self.fc.weight)` without gradients, in evaluation, for a long input; one trace shows
+one of the two. Then the region of the edit is the module that reads. The analysis is static: of the
+`forward` of the class and of its parent classes, and of functions that it names, of its class and
+file. Code that passes the child itself on (`kernel(self.fc, x)`) may read its parameters there.
+Reads of metadata (`self.fc.weight.dtype`) do not count.
 """
 
 from __future__ import annotations
@@ -15,21 +18,73 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from peftc.modules.instance_forward import instance_forward
+from peftc.rewriting.edits import Region
 
+QUERY = "get_fastpath_enabled"
+ENTERED = frozenset({""})
 ANY = "*"  # stands for an index, or for a name that the code computes
 ALL_PARAMETERS = frozenset({"parameters", "named_parameters", "_parameters", "state_dict", "get_parameter"})
 MODE_QUERIES = frozenset({"is_grad_enabled", "requires_grad", "is_inference_mode_enabled", "training"})
 METADATA = frozenset({"dtype", "device", "shape", "ndim", "size", "dim", "numel", "requires_grad", "is_cuda"})
 INSPECTING = frozenset({"isinstance", "hasattr", "id", "type"})
+
+
+@cache
+def has_fast_path(cls: type[nn.Module]) -> bool:
+    """Whether the forward of a class or of a parent class uses torch's fast path."""
+    forwards = (inspect.unwrap(vars(c)["forward"]) for c in cls.__mro__ if "forward" in vars(c))
+    return any(QUERY in getattr(getattr(f, "__code__", None), "co_names", ()) for f in forwards)
+
+
+def parents(module: str) -> Iterator[str]:
+    """The dotted names of all modules that contain a module, innermost first; the root is ""."""
+    while module:
+        module = module.rpartition(".")[0]
+        yield module
+
+
+def innermost_called(module: str, calls: Collection[str], model: nn.Module) -> str:
+    """The module itself if called, or the innermost called module around it."""
+    if module not in calls and is_called_in_siblings(module, calls, model):
+        return module
+    return next((n for n in (module, *parents(module)) if n in calls), module)
+
+
+def is_called_in_siblings(module: str, calls: Collection[str], model: nn.Module) -> bool:
+    """Whether a sibling of the module, or of one around it, has this part called."""
+    names = module.split(".")
+    for i, name in enumerate(names):
+        parent = model.get_submodule(".".join(names[:i]))
+        cls = type(parent.get_submodule(name))
+        siblings = [n for n, m in parent.named_children() if type(m) is cls and n != name]
+        if any(".".join([*names[:i], sibling, *names[i + 1 :]]) in calls for sibling in siblings):
+            return True
+    return False
+
+
+def disable_fast_paths(regions: list[Region], model: nn.Module, shared: Iterable[Collection[str]] = ()) -> list[Region]:
+    """Adds a region without edits for each module around a region that has a fast path."""
+    names = {name: group for group in shared for name in group}
+    by_module = {region.module: region for region in regions}
+    entered = {f"{r.module}.{name}".strip(".") for r in regions for name in r.inline}
+    outer: dict[str, Region] = {}
+    for name in (p for r in regions for module in names.get(r.module, (r.module,)) for p in parents(module)):
+        if name in entered or name in outer or not has_fast_path(type(model.get_submodule(name))):
+            continue
+        if name in by_module:
+            by_module[name].inline |= ENTERED
+        else:
+            outer[name] = Region(name, ENTERED, [])
+    return [*outer.values(), *regions]
 
 
 @dataclass(frozen=True)
@@ -90,9 +145,6 @@ def attributes_of(forward: FunctionType, cls: type[nn.Module], region: str) -> f
 def own_parameters(module: nn.Module, prefix: str, recurse: bool = False) -> list[str]:
     """The names of a module's parameters under a prefix, all of tied ones."""
     return [name for name, _ in module.named_parameters(prefix, recurse, remove_duplicate=False)]
-
-
-# Code --------------------------------------------------------------------------------------------
 
 
 def forwards(module: nn.Module) -> Iterator[FunctionType]:
@@ -163,9 +215,6 @@ def resolve(name: str, function: FunctionType, cls: type[nn.Module]) -> tuple[Fu
     return (other if other is not None and other.__module__ == function.__module__ else None), False
 
 
-# Attributes --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class AttributeUse:
     """An expression that reads attributes: `self.layers[0].fc` has the names (layers, *, fc)."""
@@ -199,13 +248,17 @@ def attribute_uses(function: FunctionType, root: str) -> tuple[AttributeUse, ...
     uses: list[AttributeUse] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute | ast.Subscript) and not is_metadata_read(node, parents):
-            names, base = attribute_chain(node)
-            if isinstance(node, ast.Subscript) and (not root or base != root):
+            names, base = list[str](), cast(Any, node)  # `self.layers[0].fc` has layers, *, fc
+            while isinstance(base, ast.Attribute | ast.Subscript):
+                names.insert(0, base.attr if isinstance(base, ast.Attribute) else ANY)
+                base = base.value
+            is_own = isinstance(base, ast.Name) and base.id == root != ""
+            if isinstance(node, ast.Subscript) and not is_own:
                 continue  # mostly of tensors
             parent = parents.get(node)
             following = parent.attr if isinstance(parent, ast.Attribute) else ""
             is_called = isinstance(parent, ast.Call) and parent.func is node
-            uses.append(AttributeUse(names, bool(root) and base == root, "()" if is_called else following))
+            uses.append(AttributeUse(tuple(names), is_own, "()" if is_called else following))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # getattr(self.fc, "weight")
             uses.append(AttributeUse((node.value,), False, is_text=True))
     return tuple(dict.fromkeys(uses))
@@ -221,13 +274,3 @@ def is_metadata_read(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     if isinstance(parent, ast.Call) and node in parent.args:
         return isinstance(parent.func, ast.Name) and parent.func.id in INSPECTING
     return isinstance(getattr(node, "ctx", None), ast.Store)
-
-
-def attribute_chain(node: ast.expr) -> tuple[tuple[str, ...], str]:
-    """`self.layers[0].fc` as (layers, *, fc) and `self`; "" where the object has no name."""
-    names: list[str] = []
-    base: Any = node
-    while isinstance(base, ast.Attribute | ast.Subscript):
-        names.insert(0, base.attr if isinstance(base, ast.Attribute) else ANY)
-        base = base.value
-    return tuple(names), base.id if isinstance(base, ast.Name) else ""
