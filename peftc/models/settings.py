@@ -25,10 +25,8 @@ _OUTPUTS = """
     output_attentions output_hidden_states output_router_logits pretraining_tp return_dict
     torchscript use_cache use_return_dict
 """  # what is returned besides the result, and how the same result is computed
-_TOKENS = """
-    bos_token_id cls_token_id decoder_start_token_id eos_token_id mask_token_id pad_token_id
-    sep_token_id
-"""  # a matter of the tokenizer and the batch; users set them after loading
+# A matter of the tokenizer and the batch; users set them after loading.
+_TOKENS = "bos_token_id cls_token_id decoder_start_token_id eos_token_id mask_token_id pad_token_id sep_token_id"
 _GENERATION = """
     bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping
     encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id

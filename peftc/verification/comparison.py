@@ -95,8 +95,6 @@ class Comparison:
         self.tasks: tuple[str | None, ...] = names if len(names) > 1 else (None,)
         self.task = self.tasks[0]
 
-    # Calls ----------------------------------------------------------------------------------------
-
     def selected_task(self) -> AbstractContextManager[object]:
         return task(self.compiled, self.task) if self.task is not None else nullcontext()
 
@@ -153,8 +151,6 @@ class Comparison:
 
     def output_difference(self) -> Difference | None:
         return first_difference(self.run_reference(EVALUATION).outputs, self.run_compiled(EVALUATION).outputs)
-
-    # Values of parameters -------------------------------------------------------------------------
 
     def values(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.parameters.items()}

@@ -91,9 +91,6 @@ def _finding(site_edit: ir.SiteEdit, code: str, message: str, size: float, modul
     return Finding(code=code, message=message, edit=site_edit.edit, site=site, state=state, module=module, size=size)
 
 
-# Queries, keys and values at the attention --------------------------------------------------------
-
-
 class _AllObserved(Exception):
     """Ends a call of the base once all operands are observed."""
 

@@ -86,8 +86,7 @@ class _EquationChecker:
             case ast.Call():
                 yield from self._call(value)
             case ast.Negative() | ast.Binary():
-                for operand in children(value):
-                    yield from self._value(operand)
+                yield from (error for operand in children(value) for error in self._value(operand))
             case ast.Boolean() | ast.String():
                 message = f"expected a hidden state or a number, found `{print_expression(value)}`"
                 yield Diagnostic("P105", message, value.span)

@@ -150,8 +150,7 @@ def _is_predicate(value: ast.Expr) -> bool:
 def _fact(value: ast.Expr, edits: Collection[str]) -> Iterator[Diagnostic]:
     match value:
         case ast.Negative() | ast.Binary():
-            for operand in children(value):
-                yield from _fact(operand, edits)
+            yield from (error for operand in children(value) for error in _fact(operand, edits))
         case ast.Call(function) if function in EDIT_FACTS:
             yield from _edit_fact(value, edits)
         case ast.Call(function):

@@ -130,9 +130,6 @@ def calculate(op: str, left: Any, right: Any) -> Any:
     return function(left, right)
 
 
-# Slices of values ---------------------------------------------------------------------------------
-
-
 def features(rows: Slice | None, value: Tensor, dim: int = -1) -> Tensor:
     return value if rows is None else value.index_select(dim, _index(rows, value.device))
 
