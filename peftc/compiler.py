@@ -4,8 +4,6 @@ text → `parse` → Spec → `expand` → a flat Spec → `analyse` a model →
 `reinstall` → the same model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -14,13 +12,13 @@ import torch
 from torch import nn
 
 from peftc.addressing.sites import SiteTable
+from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import PeftcError
 from peftc.forms.module import checked_seed
 from peftc.installation.compiled_model import CompiledModel, analyse_base, plan_on
 from peftc.installation.completeness import active_installation
 from peftc.installation.record import InstalledSpec
 from peftc.installation.spec_names import free_name, prefixed, require_tasks, task_names
-from peftc.models.configs import paused_gc
 from peftc.models.sources import load_model, resolve
 from peftc.planning.planner import Plan, PlanResult
 from peftc.planning.report.design import Design, design_of

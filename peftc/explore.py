@@ -1,7 +1,5 @@
 """Layers as fx graphs, and edits inserted into them, for people who write passes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Reads and writes the files of an adapter: its tensors, and `adapter.json`, which names them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Loads a saved adapter onto its base. All checks precede the first change of the model."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike

@@ -1,7 +1,5 @@
 """The format of `adapter.json`, which describes a saved adapter and names its file of tensors."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any, Literal, cast
 

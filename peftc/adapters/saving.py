@@ -5,8 +5,6 @@ adapters as their mean, a masked change as its sparse entries. The saved spec ha
 an adapter or a sparse change in their place.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace

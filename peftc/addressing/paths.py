@@ -5,8 +5,6 @@ written steps appear in order, and the last written step is the last of the site
 left out are qualifiers: the stack, `self` and `cross`.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence

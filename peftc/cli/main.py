@@ -3,8 +3,6 @@
 Commands that need a model are in `peftc.cli.model_commands`, which imports torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

@@ -1,7 +1,5 @@
 """The commands that need a model: `sites`, `plan`, `compile`, `verify`. They import torch."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import re

@@ -1,7 +1,5 @@
 """Finds, reads and writes the spec files that a command names."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ permutations) is done to the numbers. A fused q, k, v thus gives the right rows 
 model keeps them: one block each, or interleaved head by head.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import itertools

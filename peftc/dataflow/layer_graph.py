@@ -1,7 +1,5 @@
 """A traced layer: its graph, together with the module that it was traced from."""
 
-from __future__ import annotations
-
 from torch import fx, nn
 
 from peftc.dataflow.nodes import example, first_input, is_tensor

@@ -1,7 +1,5 @@
 """Nodes of a traced graph and the values that they had in the sample forward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

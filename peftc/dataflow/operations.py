@@ -5,8 +5,6 @@ Models spell one operation in many ways: `a + b`, `a.add(b)`, `torch.add(a, b)` 
 and nowhere else.
 """
 
-from __future__ import annotations
-
 import operator
 from enum import Enum, auto
 from functools import cache

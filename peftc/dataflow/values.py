@@ -4,8 +4,6 @@ An operation takes a tensor for its values, or only for its dtype, its device or
 `k.to(q)`, `x.expand_as(y)` and `torch.zeros_like(x)` do. Every walk follows values alone.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Every diagnostic code, as `peftc explain CODE` prints it; never reused. See `explanations/`."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -8,8 +8,6 @@ error[P201]: `layer[*].attn.croos` matches nothing in facebook/bart-large
    = help: did you mean `cross`?
 """
 
-from __future__ import annotations
-
 import json
 import os
 import unicodedata

@@ -1,7 +1,5 @@
 """Suggestions for misspelled names, lists of names, and other common parts of messages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches

@@ -6,8 +6,6 @@ activation, such as grids of patches, answer for themselves: their data is kept 
 tensors, and each operation on these is repeated on the data.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Generator

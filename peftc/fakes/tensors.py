@@ -1,7 +1,5 @@
 """Fake tensors: shapes, dtypes and devices without data."""
 
-from __future__ import annotations
-
 import copy
 import re
 import sys

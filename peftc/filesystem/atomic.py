@@ -2,8 +2,6 @@
 generated files. Its `.peftc.json` has their hashes, to protect the user's own files.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

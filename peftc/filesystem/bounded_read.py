@@ -1,7 +1,5 @@
 """Reads untrusted files: only regular files, up to a size limit."""
 
-from __future__ import annotations
-
 import os
 import stat
 from io import BufferedReader

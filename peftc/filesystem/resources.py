@@ -1,7 +1,5 @@
 """The grammar and the standard recipes: in the wheel, or at the root of a checkout."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

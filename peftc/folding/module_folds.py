@@ -1,7 +1,5 @@
 """Folds edits into the parameters of a module: an interpreter of equations over affine values."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast

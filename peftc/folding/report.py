@@ -1,7 +1,5 @@
 """What a fold did, and what it refused."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Folding edits into the weights of the base, in memory and in place."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace

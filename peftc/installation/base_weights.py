@@ -1,7 +1,5 @@
 """Weights of the base as `nn.Linear` stores them, whatever their layout."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Makes what an installation puts into a model: generated classes, containers, forms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property

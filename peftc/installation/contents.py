@@ -1,7 +1,5 @@
 """What is on a compiled model: its specs, parameters, states and generated code."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast

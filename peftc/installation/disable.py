@@ -1,7 +1,5 @@
 """Switching edits of a compiled model off: in a context, or until they are switched on again."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import nn

@@ -4,8 +4,6 @@ Inside of `disabled`, base parameters that `train` has changed have their first 
 `save_pretrained` writes the base. A call of the model checks that its edited modules are in it.
 """
 
-from __future__ import annotations
-
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping

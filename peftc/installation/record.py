@@ -1,7 +1,5 @@
 """What was done to a model: the specs on it, and enough to undo each. Kept in the model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

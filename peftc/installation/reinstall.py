@@ -1,7 +1,5 @@
 """Changes which specs a model has, all or nothing. What stays keeps its parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast

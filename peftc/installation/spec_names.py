@@ -1,7 +1,5 @@
 """Names of specs and tasks, and what specs on one model must not share."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Configurations of well-known checkpoints: planning needs neither network nor weights."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Mapping

@@ -1,10 +1,7 @@
 """Makes transformers configs from values, and finds the model class of a config."""
 
-from __future__ import annotations
-
-import gc
 import json
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +11,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from peftc.concurrency.interrupts import shielded
+from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.filesystem.bounded_read import read_regular
 from peftc.models.catalogue import Head
@@ -133,15 +130,3 @@ def class_of(config: PretrainedConfig, name: str, repository: str) -> type[PreTr
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         raise PeftcError(Diagnostic("P503", f"`{references[0]}` of {name} is not a model class of transformers"))
     return cls
-
-
-@shielded
-def paused_gc() -> Generator[None]:
-    """Runs the body without garbage collection, a third of the time of a transformers import."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -1,7 +1,5 @@
 """What identifies a base model: type, configuration, parameter names and shapes, ties."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping

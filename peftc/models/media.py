@@ -1,7 +1,5 @@
 """Small images and sounds without content, in each form that models take, and calls with them."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

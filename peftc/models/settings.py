@@ -1,7 +1,5 @@
 """The values of a configuration that the function of a model depends on."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -2,8 +2,6 @@
 make them run.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy, fake_mode
-from peftc.models.configs import error_summary, paused_gc
+from peftc.models.configs import error_summary
 from peftc.models.sources import ModelSource
 
 BATCH, TOKENS, DECODER_TOKENS = 2, 5, 4

@@ -16,6 +16,7 @@ from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
 from peftc.filesystem.bounded_read import check_regular
 from peftc.models import catalogue
@@ -27,7 +28,6 @@ from peftc.models.configs import (
     from_code,
     has_code,
     model_class,
-    paused_gc,
     read_values,
 )
 

@@ -5,8 +5,6 @@ in the end. It stays; what it calls is replaced with the code. A *patch* is a me
 its own. That code counts as the module's code, as if it stood in a class.
 """
 
-from __future__ import annotations
-
 import copyreg
 import inspect
 from collections.abc import Callable, Iterator, Mapping

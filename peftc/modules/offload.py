@@ -4,8 +4,6 @@ Such a parameter is on the device "meta". The module's hook has a map with its v
 device on which the module runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any

@@ -2,8 +2,6 @@
 list, a model that multiplies by an embedding's weight itself.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import Any

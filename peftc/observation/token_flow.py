@@ -1,7 +1,5 @@
 """Finds the modules that consume the tokens of an embedding, and whether they need ids."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field

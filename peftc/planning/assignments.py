@@ -1,7 +1,5 @@
 """What edits assign: whether values change at initialisation, and pairs that assign one state."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

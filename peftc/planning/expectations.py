@@ -1,7 +1,5 @@
 """Evaluates `expect`: budgets and facts about a plan."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What lowering knows beyond one edit at one site: the model, and sets of parameters."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Plans an expanded spec on the sites of a model. No weight is read."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence

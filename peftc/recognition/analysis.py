@@ -1,7 +1,5 @@
 """From a model, or the name of one, to its sites."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain

@@ -1,7 +1,5 @@
 """The Linears of one feed-forward network: `up`, `gate` and `down` around an activation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import fx

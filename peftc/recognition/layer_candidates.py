@@ -4,8 +4,6 @@ A stage is a repeated module with a list of layers: all its sub-layers are those
 the list. A layer with a list of experts, or of feed-forward networks, has an attention beside them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn

@@ -1,7 +1,5 @@
 """Layers by type: one traced graph for all layers of one structure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

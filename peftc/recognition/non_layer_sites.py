@@ -1,7 +1,5 @@
 """Sites outside the layers, every module of a model, and those that could not be traced."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence

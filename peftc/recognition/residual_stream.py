@@ -7,8 +7,6 @@ matrices mix them. Weights, factors and matrices are a token's, the same for all
 Source: Zhu et al. 2024, "Hyper-Connections", arXiv:2409.19606.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Collection
 

@@ -8,8 +8,6 @@ module whose code could not be traced is `untraced`. Two that read one stream an
 they are added to it (parallel blocks) are two sub-layers.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Collection, Mapping

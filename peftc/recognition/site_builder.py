@@ -1,7 +1,5 @@
 """The sites of a dissected model: canonical paths, states, shapes and weights."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator

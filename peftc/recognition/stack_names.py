@@ -2,8 +2,6 @@
 `vision.layer[0]`, `text.decoder.layer[0]`, `qformer.layer[0]`.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Whether a computation mixes tokens: by attention, convolutions, scans or Linears along tokens."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -4,8 +4,6 @@ Nothing in such a module has a name, nor has a sub-layer that one computes: it m
 a feed-forward network or neither. The operations of a run on its example tell whether it attends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The regions of a whole model for a plan's site edits, one for each module."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Keys and values of attention in a graph: read, replaced, joined with rows."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Graphs of regions that are edited at their boundary: they call the class's own forward."""
 
-from __future__ import annotations
-
 import inspect
 import operator
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Inserts the equations of edits into the graph of a region."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from itertools import count

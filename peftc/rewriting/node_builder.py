@@ -1,7 +1,5 @@
 """Adds nodes to a graph at an insertion point, and edits of matrices stacked in one parameter."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Edits of the modules that take embedded tokens: prompts, and forms that act at some positions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 

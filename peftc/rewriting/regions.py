@@ -1,7 +1,5 @@
 """Chooses, for each edit, the smallest module that contains every state that it reads or writes."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The states of a site: nodes, anchors and uses in its layer's graph; in-place writes to them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Attention over keys and values with joined rows that every query sees (prefixes)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Guards of generated forwards, and calls that no variant was traced for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

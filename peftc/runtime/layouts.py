@@ -1,7 +1,5 @@
 """Layouts of hidden states: parts of a result, flattened tokens, images as tokens."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

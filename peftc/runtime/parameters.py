@@ -1,7 +1,5 @@
 """Parameters in generated forwards: quantised, sliced, stacked, or replaced for one call."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

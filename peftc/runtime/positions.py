@@ -1,7 +1,5 @@
 """Tokens, masks and caches among the arguments of a call, and the positions of its tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Forwards of stacks whose input has the rows of a prompt before its tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

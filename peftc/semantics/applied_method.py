@@ -1,7 +1,5 @@
 """`apply … at STACK as enc`: restricts the selectors of a method, and prefixes its names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Binds the arguments of a call to the parameters of its form, like `inspect.Signature.bind`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

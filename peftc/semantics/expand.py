@@ -3,8 +3,6 @@
 An expanded spec consists of `edit`, `train`, `expect` and shared `let` statements.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The `spec` argument of public functions: a path, a text or a parsed spec, and its settings."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from os import PathLike, fspath

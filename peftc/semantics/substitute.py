@@ -2,8 +2,6 @@
 decimal fractions.
 """
 
-from __future__ import annotations
-
 from collections import ChainMap
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace

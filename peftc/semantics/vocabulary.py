@@ -1,7 +1,5 @@
 """Names that are not in the grammar: states, sites, facts and built-in functions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 STATES: Mapping[str, str] = {

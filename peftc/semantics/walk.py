@@ -1,7 +1,5 @@
 """Traversal of expressions, statements and selectors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Nodes of a graph as Python expressions, and the layout of generated functions."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import keyword

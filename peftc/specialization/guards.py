@@ -1,7 +1,5 @@
 """The conditions under which a traced forward is the right one, as expressions of its arguments."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The names in generated code: globals with their imports, and locals as in the model's code."""
 
-from __future__ import annotations
-
 import builtins
 import dis
 import inspect

@@ -1,7 +1,5 @@
 """Makes the variants of ordinary calls ahead of the first call, by running a copy without data."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping

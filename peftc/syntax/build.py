@@ -1,7 +1,5 @@
 """Parse trees to AST, with the comments of each statement."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import zip_longest

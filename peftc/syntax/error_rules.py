@@ -3,8 +3,6 @@
 tests/syntax/malformed.py has examples of each. A comment shows one where the rule does not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

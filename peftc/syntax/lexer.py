@@ -1,7 +1,5 @@
 """The lexer: text to tokens and comments. It accepts any text; unknown characters become tokens."""
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The parser: text to AST, or to all syntax errors of the text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from lark import Token, Tree

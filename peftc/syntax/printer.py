@@ -4,8 +4,6 @@ Laws (tests/syntax): parse(print(s)) == s, print(parse(print(s))) == print(s), a
 contains every comment exactly once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from peftc.syntax import ast

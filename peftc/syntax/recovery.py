@@ -6,8 +6,6 @@ helps, panic mode skips tokens up to one that begins a statement or closes a blo
 parser's stack to a state that accepts it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

@@ -8,8 +8,6 @@ tensor, its node is the new version. For any other tensor on the same memory, a 
 is created at its next use.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Calls of modules and of torch's functions, with their arguments bound to parameters."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from functools import cache

@@ -3,8 +3,6 @@
 The graph holds a block (autocast, a gradient mode) as nodes `enter_context` and `exit_context`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import operator
 import threading

@@ -1,7 +1,5 @@
 """Proxies with the values of one call: ordinary Python runs on them and records a graph."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any

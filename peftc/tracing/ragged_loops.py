@@ -6,8 +6,6 @@ The graph keeps the first iteration, from its variables, `segment` nodes, to `en
 shows that iterations are independent. `collect` is the list of what all of them have computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

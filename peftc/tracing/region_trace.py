@@ -1,7 +1,5 @@
 """The result of a trace: the graph of a region with all that its code decided on, or an error."""
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass
 from typing import Any

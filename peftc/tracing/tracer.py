@@ -4,8 +4,6 @@ Unlike `torch.fx.symbolic_trace`, it enters only the chosen children, keeps atte
 reads numbers of modules as attributes, and records Python's decisions as guards.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import operator

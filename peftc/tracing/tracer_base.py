@@ -1,7 +1,5 @@
 """The part of the tracer that proxies and patches use: nodes, guards, the recording state."""
 
-from __future__ import annotations
-
 import contextlib
 import operator
 import threading

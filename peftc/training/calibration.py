@@ -1,7 +1,5 @@
 """Selects what selective edits train, from data."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The hooks of methods into training: a call after each optimizer step, and terms of the loss."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterator, Mapping
 from operator import index
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Tasks of a compiled model: choosing one, or one for each row of a batch; adding and dropping."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

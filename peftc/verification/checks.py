@@ -1,7 +1,5 @@
 """Checks the whole model: outputs, gradients, disabled, removed and folded edits, and decoding."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections import Counter

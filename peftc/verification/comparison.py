@@ -1,7 +1,5 @@
 """A compiled model and the reference model of its spec, called on the same batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The ways to call a model, with dropout and random numbers that are equal in two models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

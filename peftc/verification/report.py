@@ -1,7 +1,5 @@
 """The result of a verification as plain data and as a table."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Literal
 

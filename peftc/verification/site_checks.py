@@ -1,7 +1,5 @@
 """Checks sites one by one: an edit perturbed alone, and the operands of an attention."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """`peftc.verify`: compares a compiled model to the equations of its spec, evaluated on its base."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping

@@ -1,7 +1,5 @@
 """Which edits fold, into what, which entries of the base change, and what prevents the others."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The design dimensions of an edit, from its equations: Table 1 of He et al. 2022."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal

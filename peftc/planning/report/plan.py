@@ -1,7 +1,5 @@
 """The Plan: what the compiler will do, as JSON and as tables of 80 columns."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable, Sequence
 from typing import Literal

@@ -1,7 +1,5 @@
 """The sites of a model as a tree, with their modules, shapes, parameters and states."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Sequence

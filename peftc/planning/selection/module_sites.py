@@ -1,7 +1,5 @@
 """Modules, their parameters (`wb`) and shared modules as sites."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

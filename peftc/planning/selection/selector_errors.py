@@ -1,7 +1,5 @@
 """Errors of selectors that match nothing, or that name what an untraced module may contain."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

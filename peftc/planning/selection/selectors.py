@@ -1,7 +1,5 @@
 """Resolves selectors to sites. Every arm must match something."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 from peftc.addressing.paths import (

@@ -1,7 +1,5 @@
 """Resolves `train` statements to the base parameters that get a gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 

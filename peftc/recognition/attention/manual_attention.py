@@ -6,8 +6,6 @@ where s are the steps from the scores to the softmax, and s' those of them that 
 keys: a scale, a cast; not a mask or a position bias, which leave the joined rows visible.
 """
 
-from __future__ import annotations
-
 import contextlib
 import operator
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ of that with a third activation. What is done to the scores in between (scale, m
 does not matter for the roles.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Mixtures of experts: which sub-layers have experts, what routes to them, what is beside them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace

@@ -7,8 +7,6 @@ its Linears. Dataflow gives their roles, the rows of each in a fused `gate`-and-
 whether a matrix is stored (out, in) or (in, out).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

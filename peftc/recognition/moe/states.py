@@ -1,7 +1,5 @@
 """The states at the sites of a mixture of experts."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 

@@ -13,8 +13,6 @@ file. Code that passes the child itself on (`kernel(self.fc, x)`) may read its p
 Reads of metadata (`self.fc.weight.dtype`) do not count.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap

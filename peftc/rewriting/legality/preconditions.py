@@ -1,7 +1,5 @@
 """Whether a region can be edited: its class's code runs, with gradients, and has its weights."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 
 import torch

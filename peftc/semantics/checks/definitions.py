@@ -1,7 +1,5 @@
 """Checks of the definitions in a file: unique names, no reserved names, no unused parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from peftc.diagnostics import Diagnostic, Span

@@ -1,7 +1,5 @@
 """Checks of edits without a model: defined names, calls that fit forms, names of sites."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 
 from peftc.diagnostics import Diagnostic, PeftcError, Span

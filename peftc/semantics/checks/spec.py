@@ -1,7 +1,5 @@
 """Checks of an expanded spec that need no model."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 

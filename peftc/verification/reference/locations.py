@@ -1,7 +1,5 @@
 """Locates the states of a site on the base: modules, attention functions, residual sums."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The reference model: forward hooks on the base evaluate the equations of the edits."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager

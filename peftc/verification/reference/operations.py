@@ -4,8 +4,6 @@ Tensors are labelled, and an operation passes the labels of its operands to its 
 operation that is searched for is reached.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol

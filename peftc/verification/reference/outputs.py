@@ -1,7 +1,5 @@
 """Tensors in the inputs and outputs of modules, and the tolerances by which they are compared."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
