@@ -5,11 +5,13 @@ python -m tools.python_api_page > docs/python-api.md
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import peftc
 from peftc.addressing.sites import ActivationRef, ModuleInfo, Site, SiteTable, State, UntracedModule, WeightRef
@@ -115,10 +117,11 @@ def function_lines(name: str, function: Callable[..., Any]) -> Iterator[str]:
     signature, doc = inspect.signature(function), docstring(function)
     parameters = [p for p in signature.parameters.values() if p.name != "self"]
     short = inspect.Signature([p.replace(annotation=inspect.Parameter.empty) for p in parameters])
-    returns = "" if signature.return_annotation in ("None", None) else f" -> {signature.return_annotation}"
+    annotations = annotations_of(function)
+    returns = "" if annotations["return"] == "None" else f" -> {annotations['return']}"
     yield from (f"`{name}{short}{returns}`", "", doc.text, "")
     if described := doc.entries("Args"):
-        types = {p.name: f"`{p.annotation}`".replace("|", r"\|") for p in parameters}
+        types = {p.name: f"`{annotations[p.name]}`".replace("|", r"\|") for p in parameters}
         yield from table("argument", ((f"`{arg}`", types[arg], text) for arg, text in described.items()))
     yield from section_lines(doc)
 
@@ -161,8 +164,20 @@ def attributes_of(cls: type) -> dict[str, str]:
     """The types of the attributes that `repr` shows."""
     hidden = {name for name, item in getattr(cls, "__dataclass_fields__", {}).items() if not item.repr}
     hidden |= {"model_config", "format_version"}
-    types = inspect.get_annotations(cls).items()
+    types = annotations_of(cls).items()
     return {name: str(kind).replace("|", r"\|") for name, kind in types if name not in hidden}
+
+
+def annotations_of(thing: type | Callable[..., Any]) -> dict[str, str]:
+    """Annotations as the source has them: of the attributes of a class, or of a function."""
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(thing))).body
+    if isinstance(node, ast.ClassDef):
+        fields = (part for part in node.body if isinstance(part, ast.AnnAssign))
+        return {ast.unparse(field.target): ast.unparse(field.annotation) for field in fields}
+    assert isinstance(node, ast.FunctionDef)
+    arguments = (part for part in ast.walk(node.args) if isinstance(part, ast.arg) and part.annotation)
+    annotations = {argument.arg: ast.unparse(cast(ast.expr, argument.annotation)) for argument in arguments}
+    return annotations | {"return": ast.unparse(node.returns) if node.returns else "None"}
 
 
 def comments_of(cls: type) -> dict[str, str]:
