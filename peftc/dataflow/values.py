@@ -1,7 +1,7 @@
 """Which nodes the values of a result are computed from.
 
-An operation takes a tensor for its values, or only for its dtype, its device or its shape, as
-`k.to(q)`, `x.expand_as(y)` and `torch.zeros_like(x)` do. Every walk follows values alone.
+An operation may read the values of a tensor, or only its dtype, device or shape: `k.to(q)` reads
+the dtype of `q`, `torch.zeros_like(x)` the shape of `x`. Walks follow values only.
 """
 
 import operator
@@ -17,12 +17,12 @@ from peftc.tracing.operations import new_version
 from peftc.tracing.region_trace import ModuleCall, RegionTrace
 from peftc.tracing.tracer import approximate_trace
 
-# In a node's meta: what each part of a module's result is computed from; `WHOLE`: the only result.
+# In a module call's meta: the operands of each item of the result, or of a `WHOLE` result.
 CARRIERS, WHOLE = "carriers", -1
 
 
 def upstream(node: fx.Node, stop: Callable[[fx.Node], bool] = lambda _: False) -> Iterator[fx.Node]:
-    """The nodes that `node` is computed from, itself first; nothing behind those that `stop`."""
+    """`node`, then the nodes that it is computed from. The walk ends at nodes that `stop`."""
     seen: set[fx.Node] = set()
     stack = [node]
     while stack:
@@ -42,8 +42,10 @@ def reaches(source: fx.Node, node: fx.Node) -> bool:
 
 
 def value_operands(node: fx.Node) -> list[fx.Node]:
-    """The nodes that the values of `node` are computed from, each once: of a tensor of constants
-    what is written into it, of a part of a cache what the cache was updated with.
+    """The nodes that the values of `node` are computed from, each once.
+
+    A tensor of constants depends on the nodes that write to it. The keys and values that a cache's
+    update returns depend on those that were passed to it.
     """
     if (part := _part(node)) is not None:
         return part
@@ -58,19 +60,19 @@ def value_operands(node: fx.Node) -> list[fx.Node]:
 
 
 def value_users(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose values are computed from `node`: users, and parts of what they return."""
+    """The nodes whose values are computed from `node`: users, and items of their results."""
     parts = (part for user in node.users for part in user.users if part.target is operator.getitem)
     users = dict.fromkeys([*node.users, *parts])
     return [user for user in users if op_of(user) is not Op.QUERY and node in value_operands(user)]
 
 
 def changes(node: fx.Node, value: fx.Node) -> bool:
-    """Whether a node writes into an earlier value: what reads that later reads what was written."""
+    """Whether `node` writes to `value` in place. Later nodes that read `value` depend on `node`."""
     return is_in_place(node) and bool(node.args) and node.args[0] is value
 
 
 def cache_update(node: fx.Node) -> fx.Node | None:
-    """The keys or the values of a cache's update, where `node` is what it returned for them."""
+    """For the keys or values that a cache's update returned: those that were passed to it."""
     source = node.args[0] if op_of(node) is Op.ITEM else None
     if not isinstance(source, fx.Node) or op_of(source) is not Op.CACHE or node.args[1] not in (0, 1):
         return None
@@ -79,7 +81,7 @@ def cache_update(node: fx.Node) -> fx.Node | None:
 
 
 def _part(node: fx.Node) -> list[fx.Node] | None:
-    """What one of several results, or a module's result, is computed from; None where unknown."""
+    """The operands of one item of a result, or of a module's result; None where unknown."""
     if node.op == "call_module":
         return node.meta.get(CARRIERS, {}).get(WHOLE)
     if node.target is not operator.getitem:
@@ -96,13 +98,13 @@ def _part(node: fx.Node) -> list[fx.Node] | None:
 
 
 def _sliced(node: fx.Node) -> fx.Node | None:
-    """The results of which a node is a slice."""
+    """The list or tuple of results that `node` is a slice of, if it is one."""
     source = node.args[0] if node.target is operator.getitem and isinstance(node.args[1], slice) else None
     return source if isinstance(source, fx.Node) and isinstance(example(source), (tuple, list)) else None
 
 
 def _writes(node: fx.Node) -> Iterator[fx.Node]:
-    """What is written into a tensor, or into a view of it."""
+    """The nodes that write into a tensor, or into a view of it."""
     for user in node.users:
         if user.args and user.args[0] is node:
             if is_in_place(user):
@@ -112,12 +114,12 @@ def _writes(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def mark_operands(traced: RegionTrace, root: nn.Module, mode: FakeTensorMode) -> None:
-    """Notes at each leaf without matrices which arguments its results are computed from.
+    """Sets `CARRIERS` for calls of leaf modules that have no weight matrices.
 
-    `rotary(values, positions)` takes `values` for their dtype alone; `rotary(q, k)` returns two
-    results, each of one argument.
+    `rotary(values, positions)` reads only the dtype of `values`. `rotary(q, k)` returns two
+    results, each computed from one argument.
     """
-    # Seen in: rotary embeddings that are modules; several roles would be one without it
+    # Seen in: rotary embeddings that are modules; without it, several roles would be one
     for call in traced.calls:
         node, module = call.result, root.get_submodule(call.name)
         arguments = {name: value for name, value in call.arguments.items() if isinstance(value, fx.Node)}
@@ -129,7 +131,7 @@ def mark_operands(traced: RegionTrace, root: nn.Module, mode: FakeTensorMode) ->
 
 
 def _carriers(module: nn.Module, call: ModuleCall, mode: FakeTensorMode) -> dict[int, list[str]]:
-    """The parameters of a leaf's forward that each of its results is computed from."""
+    """For each item of a leaf's result, the parameters of its forward that it is computed from."""
     arguments = fx.map_arg(call.arguments, lambda n: n.meta.get("example"))
     try:
         with mode:

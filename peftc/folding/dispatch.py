@@ -171,8 +171,8 @@ def fold_into_state(
 ) -> State:
     """Takes prefixes and prompts out of a model and returns them as a state.
 
-    A seed has the same number of keys in every layer, since the model asks its cache once how many
-    tokens it has seen. Positions are computed here, so that the tokens keep theirs. Raises: P538.
+    A seed has the same number of keys in every layer: the model reads the length of its cache only
+    once. `State.inputs` computes positions, so that tokens keep theirs. Raises: P538.
     """
     folding = Folding(model, only, name, sample)
     selected = {edit: sites for edit, sites in folding.places.items() if edit not in folding.others}
@@ -196,7 +196,7 @@ def fold_into_state(
 
 
 def refusal(sites: list[ir.SiteEdit], folding: Folding) -> str | None:
-    """Why an edit is no state; None where it is one."""
+    """Why an edit cannot become a state; None if it can."""
     for one in sites:
         *rows, own = value.parts if isinstance((value := one.assigns[0].value), ir.Concat) else (value,)
         is_trained = all(isinstance(row, ir.FormCall) and row.input is None for row in rows)

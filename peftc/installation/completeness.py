@@ -1,4 +1,4 @@
-"""Whether the edited modules of a model are still in it: quantisers and users replace modules."""
+"""Checks that a model still has its edited modules: quantisers and users replace modules."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.installation.record import Installation, installation_of
 from peftc.rewriting.edits import CONTAINER
 
-ORIGINALS = "peftc_originals"  # the name of the first values of what `train` changes in the attributes of a module
-COMPLETENESS = "peftc_completeness"  # the name of a `Completeness` in the attributes of a compiled model
+ORIGINALS = "peftc_originals"  # attribute of a module: the original values of what `train` changes
+COMPLETENESS = "peftc_completeness"  # attribute of a compiled model: its `Completeness`
 HELP = "put the edited module back, or take all edits out with `peftc.remove` and compile again"
-Link = tuple[dict[str, nn.Module | None], str, nn.Module]
+Link = tuple[dict[str, nn.Module | None], str, nn.Module]  # the children of a module, a name, the child of that name
 
 _count = itertools.count()
 _registry: weakref.WeakValueDictionary[int, Completeness] = weakref.WeakValueDictionary()
@@ -30,16 +30,16 @@ _registry: weakref.WeakValueDictionary[int, Completeness] = weakref.WeakValueDic
 class Completeness:
     """Checks that no edited module of a compiled model has been replaced.
 
-    Every call compares `links`, the attributes between the model and its edited modules. Where one
-    has changed, all modules are searched: an edited one may be inside of a wrapper, or elsewhere.
+    Every call compares `links`: the children on the paths from the model to its edited modules. If
+    one has changed, all modules are searched: an edited one may be in a wrapper, or elsewhere.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.model: Callable[[], nn.Module | None] = (lambda: None) if model is None else weakref.ref(model)
         self.number = next(_count)
-        self.attribute = f"whole_{self.number}"  # of `VIEW`
-        self.links: tuple[tuple[Any, ...], ...] | None = None
-        self.has_names = False  # whether the edited modules have the names that they were compiled under
+        self.attribute = f"whole_{self.number}"  # of `VIEW`, read by compiled code
+        self.links: tuple[tuple[Any, ...], ...] | None = None  # owners, names, modules, their classes
+        self.has_names = False  # whether each edited module still has the name that it was compiled under
         _registry[self.number] = self
 
     def __deepcopy__(self, memo: object) -> Completeness:
@@ -49,14 +49,14 @@ class Completeness:
         return (Completeness, ())
 
     def unchanged(self) -> bool:
-        """Whether nothing has changed since the last search."""
+        """Whether all links, and the classes of their modules, are those of the last search."""
         if self.links is None:
             return False
         owners, names, modules, classes = self.links
         return all(map(is_, map(dict.get, owners, names), modules)) and all(map(is_, map(type, modules), classes))
 
     def search(self, model: nn.Module, record: Installation) -> None:
-        """Searches all modules. Raises: P436 where an edited one is not in the model."""
+        """Searches all modules, renews `links`. Raises: P436 if an edited module is missing."""
         links = list[Link]()
         _collect_links(model, record, {}, links)
         elsewhere = [name for name in _names(record) if not _is_edited_at(model, name, record)]
@@ -85,7 +85,7 @@ class Completeness:
 
 
 def complete_installation(model: nn.Module) -> Installation:
-    """The record of a compiled model. Raises: P410 for any other, P436 for a replaced module."""
+    """The record of a compiled model. Raises: P410 if there is none, P436 for a replaced module."""
     record = installation_of(model)
     completeness: Completeness = vars(model).setdefault(COMPLETENESS, Completeness(model))
     completeness.check(model, record)
@@ -93,7 +93,7 @@ def complete_installation(model: nn.Module) -> Installation:
 
 
 def active_installation(model: nn.Module, *, complete: bool = True) -> Installation:
-    """The record of a compiled model all of whose edits act in the present context.
+    """The record of a compiled model whose edits are switched on in the current context.
 
     Raises: P410 for other models, P436 for a replaced module (if `complete`), P529 for edits off.
     """
@@ -107,14 +107,14 @@ def active_installation(model: nn.Module, *, complete: bool = True) -> Installat
 
 
 def is_edited(module: nn.Module, record: Installation) -> bool:
-    """Whether edits of this installation are in a module, or parameters that it trains."""
+    """Whether a module contains edits of this installation, or parameters that it trains."""
     own = vars(module)
     has_edits = CONTAINER in own["_modules"] and hasattr(type(module), "_peftc_kind")
     return (has_edits or ORIGINALS in own) and own.get(CHOICE) is record.choice
 
 
 def edited_modules(model: nn.Module, record: Installation) -> list[nn.Module]:
-    """The modules that edits are in, or parameters that they train, wherever they are now."""
+    """The modules that contain edits or trained parameters, wherever they are now."""
     return [module for module in model.modules() if is_edited(module, record)]
 
 
@@ -126,14 +126,14 @@ def module_at(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def check_complete(model: nn.Module) -> None:
-    """Begins every call of a compiled model. Raises: P436 for a replaced module."""
+    """Runs first in every call of a compiled model. Raises: P436 for a replaced module."""
     completeness: Completeness = vars(model)[COMPLETENESS]
     if not completeness.unchanged():
-        model = completeness.model() or model  # of a replica, which has no edited modules of this installation
+        model = completeness.model() or model  # for a replica, the original: a replica's modules are not edited
         completeness.search(model, vars(model)["_peftc"])
 
 
-# The reason is shown where a whole graph is asked for.
+# Dynamo shows the reason if the user compiles with `fullgraph=True`.
 @cast(Any, torch.compiler.disable)(reason="an edited module of this model was replaced (P436)")
 def check_complete_number(number: int) -> None:
     """`check_complete`, called by compiled code."""
@@ -142,9 +142,9 @@ def check_complete_number(number: int) -> None:
 
 
 def _collect_links(module: nn.Module, record: Installation, seen: dict[int, bool], links: list[Link]) -> bool:
-    """Collects the attributes on the ways to edited modules. Returns whether there are any."""
+    """Collects the links on paths to edited modules. Returns whether `module` is or holds one."""
     if id(module) not in seen:
-        seen[id(module)] = False  # a module may be inside of itself
+        seen[id(module)] = False  # a module may be its own descendant
         children: dict[str, nn.Module | None] = vars(module)["_modules"]
         all_links = [(children, n, m) for n, m in children.items() if m is not None and n != CONTAINER]
         below = [link for link in all_links if _collect_links(link[2], record, seen, links)]
@@ -178,7 +178,7 @@ def _leads_to_edits(model: nn.Module, name: str, record: Installation) -> bool:
 
 
 def _merged(model: nn.Module, names: Sequence[str]) -> Diagnostic:
-    """P436 where what is at each of these names has edits, but there were more."""
+    """P436 for fewer edited modules than `names`, although each name still leads to one."""
     first: dict[int, str] = {}
     for name in names:
         if (other := first.setdefault(id(module_at(model, name)), name)) != name:
@@ -187,7 +187,7 @@ def _merged(model: nn.Module, names: Sequence[str]) -> Diagnostic:
 
 
 def _replaced(model: nn.Module, name: str, inside: bool = False) -> Diagnostic:
-    """P436. `inside`: whether the edited module is inside of the one that has its name."""
+    """P436. `inside`: the module now at `name`, such as a wrapper, contains the edited one."""
     module = module_at(model, name)
     kind = type(module).__name__
     state = f"is inside of a {kind} now" if inside else f"is a {kind} without its edits now"
@@ -195,8 +195,8 @@ def _replaced(model: nn.Module, name: str, inside: bool = False) -> Diagnostic:
     return Diagnostic("P436", f"`{name}` was edited, and {state}", help=HELP)
 
 
-# Code under `torch.compile` reads this: dynamo guards on the attribute, and each evaluation of
-# the guard compares anew.
+# Code under `torch.compile` reads an attribute of `VIEW`. Dynamo guards on it, and each
+# evaluation of the guard calls `_view`, which compares the links again.
 
 
 def _view(name: str) -> Any:
@@ -217,7 +217,7 @@ vars(VIEW)["__getattr__"] = _view
 
 
 def checked_call(under: Any) -> Callable[..., Any]:
-    """The `__call__` of a compiled model, whose class overlays `under`."""
+    """The `__call__` of a compiled model's class, which is derived from `under`."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(self, COMPLETENESS):  # a bound method, such as `torch.compile` keeps, may outlive the edits

@@ -1,4 +1,4 @@
-"""What a transaction has done to a model, step by step, and how to undo it, old values included."""
+"""The undo log of a transaction on a model: what reverts each step, with the old values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from peftc.concurrency.interrupts import Deferral
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.runtime.parameters import is_quantised
 
-IN_MEMORY = 2**24  # bytes; more is kept in a file
+IN_MEMORY = 2**24  # bytes of old values; if there are more, they go to a file
 
 
 class Journal:
@@ -25,7 +25,7 @@ class Journal:
     """
 
     def __init__(self) -> None:
-        self.steps: list[Callable[[], object]] = []  # undo what was done
+        self.steps: list[Callable[[], object]] = []  # each undoes one change
         self.file: Any = SpooledTemporaryFile(max_size=IN_MEMORY)  # noqa: SIM115  # `__exit__` closes it
 
     def __enter__(self) -> Journal:
@@ -35,7 +35,7 @@ class Journal:
         self.file.close()
 
     def write(self, model: nn.Module, name: str, value: Tensor) -> None:
-        """Sets a value of the same dtype and shape. What is quantised or missing becomes plain."""
+        """Sets a value of equal dtype and shape. A quantised or missing parameter becomes plain."""
         module, _, attribute = name.rpartition(".")
         owner = model.get_submodule(module)
         old: nn.Parameter | None = vars(owner)["_parameters"].get(attribute)
@@ -50,11 +50,12 @@ class Journal:
         """`tensor.copy_(value)`. Raises: P546 where there is no room for the old values."""
         if type(tensor.data) is Tensor:
             self.steps.append(partial(self.restore, self.save(tensor), tensor))
-        else:  # sharded
+        else:  # a tensor subclass, such as a sharded tensor
             self.steps.append(partial(tensor.copy_, tensor.detach().clone()))
         tensor.copy_(value)
 
     def save(self, tensor: Tensor) -> int:
+        """Appends the bytes of a tensor to the file. Returns their offset. Raises: P546."""
         start: int = self.file.seek(0, 2)
         try:
             self.file.write(buffer(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)))
@@ -76,7 +77,7 @@ class Journal:
         tensor.copy_(old.view(tensor.dtype).view(tensor.shape))
 
     def undo(self, start: int = 0) -> None:
-        """Undoes all steps but the first `start`, the last one first."""
+        """Undoes all steps after the first `start`, from the last one back."""
         with torch.no_grad():
             while len(self.steps) > start:
                 self.steps[-1]()
@@ -85,7 +86,7 @@ class Journal:
 
 @contextmanager
 def transaction(journal: Journal | None = None) -> Generator[tuple[Journal, Deferral]]:
-    """A block that changes a model: all or nothing. The journal gets the undo of each step."""
+    """A block that changes a model: all or nothing. `journal`: an open one to append to."""
     own = Journal() if journal is None else journal
     with own if journal is None else nullcontext(), Deferral() as deferral:
         start = len(own.steps)
@@ -98,7 +99,7 @@ def transaction(journal: Journal | None = None) -> Generator[tuple[Journal, Defe
 
 
 def copy_all(pairs: Iterable[tuple[Tensor, Tensor]], finish: Callable[[], object]) -> None:
-    """Copies second tensors into first ones and calls `finish`, in one transaction."""
+    """Copies the second tensor of each pair into the first, then calls `finish`: all or nothing."""
     with transaction() as (journal, _):
         for tensor, value in pairs:
             journal.copy(tensor, value)

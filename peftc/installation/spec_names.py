@@ -16,11 +16,11 @@ from peftc.semantics.applied_method import prefix_names
 from peftc.syntax import ast
 
 NAME = re.compile(r"[A-Za-z0-9_-]+")
-_DICT = nn.ModuleDict()  # its attributes cannot be names of its modules
+_DICT = nn.ModuleDict()  # no task may have the name of one of its attributes
 
 
 def prefixed(flat: ast.Spec, prefix: str | None) -> ast.Spec:
-    """A flat spec with `prefix.` before the names of its edits. Raises: P545 for no words."""
+    """A flat spec with `prefix.` before the names of its edits. Raises: P545 for invalid prefix."""
     if prefix is None:
         return flat
     if not isinstance(prefix, str) or not all(  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
@@ -33,7 +33,7 @@ def prefixed(flat: ast.Spec, prefix: str | None) -> ast.Spec:
 
 
 def free_name(specs: Iterable[InstalledSpec], name: str | None, default: str) -> str:
-    """A name that no spec of the model has. Raises: P412 for a second one, P545 for no text."""
+    """`name`, else a free one like `default`. Raises: P412 if `name` is taken, P545 for no text."""
     if name is not None and not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
         raise PeftcError(Diagnostic("P545", f"the name of a spec is a text, not a {type(name).__name__}"))
     present = {spec.name for spec in specs}
@@ -46,7 +46,7 @@ def free_name(specs: Iterable[InstalledSpec], name: str | None, default: str) ->
 
 @contextmanager
 def with_note(note: str) -> Generator[None]:
-    """Adds a note to what is raised in the block."""
+    """Adds a note to each diagnostic that the block raises."""
     try:
         yield
     except PeftcError as error:
@@ -54,7 +54,7 @@ def with_note(note: str) -> Generator[None]:
 
 
 def refuse_second(record: Installation, flat: ast.Spec, trained: Iterable[str]) -> None:
-    """Raises: P412 for edits of the same names, P414 for base parameters that are trained twice."""
+    """Raises: P412 if two specs have edits of one name, P414 if both train a base parameter."""
     errors: list[Diagnostic] = []
     first = {name: spec.name for spec in record.specs for name in _names(spec.spec)}
     if same := [name for name in _names(flat) if name in first]:
@@ -83,7 +83,7 @@ def has_tasks(planned: PlanResult) -> bool:
 
 
 def task_names(tasks: Sequence[str] | None, present: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """The tasks that are asked for, else those that the model has. Raises: P537 for wrong names."""
+    """`tasks`, by default those that the model has (`present`). Raises: P537 for wrong names."""
     if tasks is None:
         return present
     names = (tasks,) if isinstance(tasks, str) or not isinstance(tasks, Iterable) else tuple(tasks)  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
@@ -100,6 +100,6 @@ def task_names(tasks: Sequence[str] | None, present: tuple[str, ...] = ()) -> tu
 
 
 def require_tasks(tasks: Sequence[str] | None, planned: PlanResult) -> None:
-    """Raises: P537 where tasks are asked for and no edit is `per task`."""
+    """Raises: P537 if there are `tasks`, but no edit is `per task`."""
     if tasks is not None and not has_tasks(planned):
         raise PeftcError(Diagnostic("P537", "`tasks` was given, but no edit is marked `per task`"))

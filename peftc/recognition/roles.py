@@ -1,11 +1,10 @@
 """Sub-layers of a traced layer and the roles of their Linears, by dataflow alone.
 
-A layer carries a residual stream. Each sum of the stream and of something computed from it, with
-weights or by mixing tokens, is a sub-layer: what is added is its `h`, what it is added to its
-`res`. A sub-layer with an attention is `attn` (`cross` where its keys do not come from the stream),
-one that mixes tokens in another way is `mixer`, any other is `ffn`. One that is computed by a
-module whose code could not be traced is `untraced`. Two that read one stream and are summed before
-they are added to it (parallel blocks) are two sub-layers.
+A layer carries a residual stream. A sub-layer is a sum `res + h`: `res` is the stream, and `h` is
+computed from it, with weights or by mixing tokens. A sub-layer with an attention is `attn` (`cross`
+where its keys do not come from the stream), one that mixes tokens in another way is `mixer`, any
+other is `ffn`. If the code of its module could not be traced, it is `untraced`. Parallel blocks
+read one stream and are summed before they are added to it. They are two sub-layers.
 """
 
 import itertools
@@ -51,10 +50,10 @@ class SubLayer:
     projections: dict[str, Projection] = field(default_factory=dict[str, Projection])
     linears: list[fx.Node] = field(default_factory=list[fx.Node])  # those without a role
     norms: list[fx.Node] = field(default_factory=list[fx.Node])
-    output_norm: fx.Node | None = None  # the post-norm: what `norm(...)` means first
+    output_norm: fx.Node | None = None  # the post-norm, to which `norm(...)` refers first
     experts: list[Experts] = field(default_factory=list["Experts"])
     router: Router | None = None
-    # networks beside experts
+    # feed-forward networks beside the experts
     shared: list[dict[str, Projection]] = field(default_factory=list[dict[str, Projection]])
 
     @property
@@ -88,7 +87,7 @@ def sub_layers(layer: LayerGraph, opaque: Collection[str] = ()) -> list[SubLayer
 
 
 def _relabel_local_mixer(sub: SubLayer, stream: Stream) -> None:
-    """A last mixer of neighbouring tokens is the feed-forward part of a layer without another."""
+    """Without another ffn in its layer, a last mixer of neighbouring tokens becomes the `ffn`."""
     # Seen in: PVT v2, RWKV, SegFormer
     if mixes_neighbours(sub.body, stream):
         sub.kind = "ffn"
@@ -114,7 +113,7 @@ class _Finder:
         return subs
 
     def stream_replacement(self) -> fx.Node | None:
-        """An attention's result that replaces the stream: the last sum adds to it what it feeds."""
+        """An attention's result that replaces the stream: a sum adds to it what depends on it."""
         # Seen in: Hiera, Inkling 2
         for add in reversed(self.sums):
             operands = [a for a in _operands(add) if is_tensor(a)]
@@ -124,7 +123,7 @@ class _Finder:
         return None
 
     def added_by(self, add: fx.Node) -> list[SubLayer]:
-        """What a sum adds to the stream: nothing, one sub-layer, or two in parallel."""
+        """The sub-layers that a sum adds to the stream: none, one, or two (parallel or serial)."""
         operands = [a for a in _operands(add) if is_tensor(a)]
         for res, h in itertools.permutations(operands, 2) if len(operands) == 2 else ():
             if not self.stream.holds(res) or self.stream.holds(h) or self.mixes_streams(h) or not self.is_computed(h):
@@ -139,10 +138,10 @@ class _Finder:
         return []
 
     def bottleneck_sublayers(self, sub: SubLayer) -> list[SubLayer]:
-        """The sub-layers of an inner stream (a bottleneck); none where it has fewer than two. The
-        inner stream begins with what the first result of an attention is added to.
+        """The sub-layers of a stream inside of `sub` (a bottleneck); none if there are fewer than
+        two. The inner stream begins with the value that the attention is first added to.
         """
-        # Seen in: MobileBERT, whose sub-layers have no site without it
+        # Seen in: MobileBERT. Without it, its sub-layers would have no sites
         if sub.attention is None:
             return []
         call, sums = sub.attention.call, [n for n in self.sums if n in sub.body]
@@ -162,7 +161,7 @@ class _Finder:
         return subs if len(subs) > 1 else []
 
     def carries_on(self, add: fx.Node) -> bool:
-        """Whether a sum adds to the stream itself, a mixture of copies, or what needs no stream."""
+        """Whether a sum is the stream plus itself, a mixture of copies, or what needs no stream."""
         # Seen in: Gemma 3n, MRA, PoolFormer
         operands = _operands(add)
         others = [a for a in operands if not self.stream.holds(a)]
@@ -170,7 +169,7 @@ class _Finder:
         return len(operands) == 2 > len(others) and all(carried)
 
     def mixes_streams(self, h: fx.Node) -> bool:
-        """Whether a value mixes several streams: weights are in its coefficients alone."""
+        """Whether a value mixes several streams: only its coefficients depend on weights."""
         # Seen in: Gemma 3n, PoolFormer
         if not is_several(h) or self.stream.holds(h):
             return False
@@ -186,7 +185,7 @@ class _Finder:
         return any(map(self.stream.holds, body)) and (weighted or mixing)
 
     def parallel_parts(self, h: fx.Node) -> list[fx.Node]:
-        """The two summands of a value one of which attends and the other does not."""
+        """The two summands of `h`, if exactly one of them contains an attention."""
         # Seen in: CodeGen, Falcon, GPT-NeoX, GPT-J, Phi
         total = self.layer.stripped(h)
         operands = _operands(total) if self.layer.op(total) is Op.ADD else []
@@ -197,7 +196,7 @@ class _Finder:
         return operands if attends[0] != attends[1] else []
 
     def serial_attention_output(self, h: fx.Node) -> fx.Node | None:
-        """The result of an attention, or of convolutions, that only an ffn of one sum reads."""
+        """The result of an attention, or of convolutions, if `h` is an ffn of that result alone."""
         # Seen in: ConvNeXt, Zamba, Zamba 2
         body = self.stream.body(h)
         outputs = (self.layer.consumer_linear(a.out, body) for a in self.attentions if a.call in body)
@@ -229,7 +228,7 @@ class _Finder:
 
 def has_softmax_mixture(body: Collection[fx.Node], layer: LayerGraph) -> bool:
     """Whether a softmax is multiplied with an activation, as in an attention."""
-    # Seen in: attentions of an unknown kind, which would be mixers without it
+    # Seen in: attentions of an unknown kind. Without it, they would be mixers
     return any(layer.op(n) is Op.SOFTMAX and any(value_mixtures(n)) for n in body)
 
 
@@ -238,7 +237,7 @@ def _operands(add: fx.Node) -> list[fx.Node]:
 
 
 def _last_of_chain(h: fx.Node, layer: LayerGraph) -> fx.Node:
-    """The result of the first of the Linears that follow each other at the end."""
+    """The first of the consecutive Linears at the end of `h`; `h` if it ends with none."""
     # Seen in: Zamba, Zamba 2
     node = layer.stripped(h)
     while layer.is_linear(node) and (source := first_input(node)) is not None:
@@ -258,7 +257,7 @@ def _set_attention_roles(sub: SubLayer, stream: Stream) -> None:
         if any(stream.hides(n) for n in upstream(value, layer.is_linear) if n in sub.body):
             linears = []  # an opaque module may change a Linear's result, or replace it
         last = [n for n in linears if not any(n in _linears_before(other, layer) for other in linears)]
-        # not those that positions are computed by
+        # not the Linears that compute positions
         nearest[role] = list(filter(stream.reaches, last)) or last
         rows = dict(source_linears(layer, value, *others))
         if (node := next(iter(nearest[role]), None)) is not None and node in rows:
@@ -282,14 +281,14 @@ def _set_attention_roles(sub: SubLayer, stream: Stream) -> None:
 
 
 def _entangled(nearest: Mapping[str, list[fx.Node]]) -> set[str]:
-    """Roles computed by the same several Linears as queries. Keys and values may be one value."""
-    # Seen in: ZAYA, whose keys would have no role without it
+    """The roles computed by the same Linears as `q`, if several. `k` and `v` may be one value."""
+    # Seen in: ZAYA. Without it, its keys would have no role
     same = {role for role in ("k", "v") if len(nearest["q"]) > 1 and set(nearest[role]) == set(nearest["q"])}
     return {"q", *same} if same else same
 
 
 def _confused(projections: Mapping[str, Projection], attention: Attention) -> list[str]:
-    """The roles that share rows with another one, and have more rows than arrive there."""
+    """The roles that share rows with another, and have more rows than the attention reads."""
     # Seen in: rotations of queries and keys in one tensor; a wrong role would be trained
     roles: list[str] = []
     for role, one in projections.items():
@@ -302,14 +301,14 @@ def _confused(projections: Mapping[str, Projection], attention: Attention) -> li
 
 
 def _linears_before(linear: fx.Node, layer: LayerGraph) -> set[fx.Node]:
-    """What a Linear's input is computed from, back to the next Linears."""
+    """The nodes that a Linear's input is computed from, back to the Linears before it."""
     # Seen in: MiniCPM 3, GLM-4 MoE Lite, LongCat
     source = first_input(linear)
     return set() if source is None else set(upstream(source, layer.is_linear))
 
 
 def _input_of(projection: Projection | None, entry: fx.Node | None, stream: Stream) -> fx.Node | None:
-    """What a Linear reads, where that is the stream itself; else where the sub-layer begins."""
+    """What a Linear reads, if that is the stream; else `entry`, the input of the sub-layer."""
     # Seen in: JetMoE, whose experts compute the queries
     source = first_input(projection.node) if projection is not None else None
     return source if source is not None and (stream.holds(source) or entry is None) else entry
@@ -323,9 +322,9 @@ def _set_ffn_roles(sub: SubLayer, layer: LayerGraph) -> None:
     behind = set(upstream(sub.h, lambda n: n is down)) - {down}
     hidden = first_input(down)
     if hidden is None or any(is_weighted(n, layer) and not layer.is_norm(n) for n in behind):
-        return  # a leaf with weights of its own computes something else besides
+        return  # other weights take part in `h`, not through `down`
     sub.projections, sub.hidden = {"down": Projection(*downs[0])}, hidden
-    # not those that computed the stream
+    # only Linears of this sub-layer, none that computed the stream
     sub.projections |= {role: p for role, p in input_projections(hidden, layer).items() if p.node in sub.body}
     first = sub.projections.get("up") or sub.projections.get("gate")
     sub.x = first_input(first.node) if first is not None else sub.x

@@ -18,22 +18,22 @@ from peftc.syntax.printer import print_statement
 
 _PLAIN = nn.Module()
 EQUATIONS = "equations"  # in a node's meta: the comments above its line
-STREAM = "<stream>"  # the layer's input, read for its batch and tokens only
+STREAM = "<stream>"  # the layer's input, read only for its batch and token sizes
 CONTAINER = "peftc"  # the container's name in its region
 SHARED = "peftc_shared"  # the name, at the model's root, of the modules that several sites share
 
 
 @dataclass(frozen=True)
 class RegionState:
-    """A state of an edit in its region: an anchor, or a parameter. Names are relative to it."""
+    """A state of an edit: an anchor or a parameter. Names are relative to the edit's region."""
 
     anchor: Anchor | None = None
     rows: Slice | None = None
-    width: int = 0  # the number of all rows, where the state is some `rows` of a value
-    flat: bool = False  # (batch · tokens, d) in the model's code
-    image: Literal["", "channels first", "channels last"] = ""  # an image, by its dimension of features
+    width: int = 0  # all rows of the value, where the state is only `rows` of it
+    flat: bool = False  # the model's code has the shape (batch · tokens, d) here
+    image: Literal["", "channels first", "channels last"] = ""  # where an image has its features; empty for tokens
     weight: WeightRef | None = None
-    definitions: tuple[Anchor, ...] = ()  # that define the state, whatever a call computes there
+    definitions: tuple[Anchor, ...] = ()  # where the state is by definition, however a call computes it
     aliases: tuple[Anchor, ...] = ()  # all anchors of its value in the layer's trace
     overwritten: bool = False  # in place, by code of the region that is not entered
 
@@ -75,7 +75,7 @@ class Region:
     inline: frozenset[str]  # relative names of the modules whose code is entered, "" for its own
     edits: list[RegionEdit]
     site_edits: list[ir.SiteEdit] = field(default_factory=list[ir.SiteEdit])
-    # (edit, site) of the forms that read token positions from it
+    # (edit, site) of the forms that read token positions from this region
     position_sites: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
 
 
@@ -85,6 +85,7 @@ def equation_comment(edit: str, assign: ir.Assign) -> str:
 
 
 def describe(term: ir.Term) -> object:
+    """A term as nested tuples, equal for equal terms."""
     match term:
         case ir.Read(state=state):
             return state
@@ -123,7 +124,7 @@ def innermost_first(site_edit: ir.SiteEdit) -> int:
 
 
 def used_states(site_edit: ir.SiteEdit) -> list[str]:
-    """The states that an edit reads or writes, and the stream if it needs the batch of examples."""
+    """The states that an edit reads or writes, and `STREAM` if it needs the batch."""
     terms = site_edit.terms()
     reads = [t.state for t in terms if isinstance(t, ir.Read)]
     names = dict.fromkeys([*reads, *(a.state for a in site_edit.assigns)])
@@ -155,17 +156,17 @@ def module_name(text: str) -> str:
 
 
 def contains_state(term: ir.Term) -> bool:
-    """Whether a term of keys and values contains the model's own."""
+    """Whether a term for keys and values contains those of the model, too."""
     return any(isinstance(part, ir.Read) and part.shape == term.shape for part in ir.subterms(term))
 
 
 def row_count(term: ir.Term) -> int:
-    """The number of rows of keys, or of tokens, that a term adds to a state."""
+    """The number of keys, or of tokens, that a term adds to a state."""
     match term:
         case ir.FormCall(input=value) if value is not None:
             return row_count(value)
         case ir.FormCall(instance=instance):
-            length = instance.args.get("len", 0)  # a factor has none
+            length = instance.args.get("len", 0)  # a factor has no `len`
             assert isinstance(length, int)
             return length
         case ir.Arithmetic(left=left, right=right):
@@ -177,7 +178,7 @@ def row_count(term: ir.Term) -> int:
 
 
 class Container(nn.Module):
-    """Holds modules by name, and as plain attributes, which Python finds five times as fast."""
+    """Keeps each child as a plain attribute, too, which Python finds five times as fast."""
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         super().add_module(name, module)

@@ -41,7 +41,7 @@ FORWARDED = "forwarded"  # in a call's meta: the `**` parameter that is passed o
 
 
 class Expressions:
-    """Prints expressions. `texts`: the names or expressions of the nodes printed so far."""
+    """Prints nodes as expressions. `texts`: the name or expression of each node printed so far."""
 
     def __init__(self, names: GlobalNames, signature: inspect.Signature) -> None:
         self.names, self.signature = names, signature
@@ -142,7 +142,7 @@ def attribute_path(target: str) -> str:
 
 
 def function(name: str, signature: inspect.Signature, lines: Iterable[str]) -> str:
-    """The source of a function of `signature` with these body lines."""
+    """The source of a function with this signature and these body lines."""
     return "\n".join([f"def {name}({parameters(signature)}):", *indented(lines)])
 
 
@@ -169,7 +169,7 @@ def parameters(signature: inspect.Signature) -> str:
 
 
 def call_arguments(signature: inspect.Signature, values: Iterable[str] | None = None) -> str:
-    """The arguments of a call that passes a forward's parameters, or `values` instead."""
+    """The arguments of a call of a forward: its own parameters, or `values` in their places."""
     texts: list[str] = []
     for p, value in zip(signature.parameters.values(), values or signature.parameters, strict=True):
         star = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
@@ -178,10 +178,10 @@ def call_arguments(signature: inspect.Signature, values: Iterable[str] | None = 
 
 
 def wrapped(line: str) -> list[str]:
-    """A line; a long call with one argument a line."""
+    """`line`, or the lines of a call longer than `WIDTH`, with one argument a line."""
     if len(line) <= WIDTH or not line.endswith(")"):
         return [line]
-    depth, cuts = 0, [len(line) - 1]  # the brackets of the call and the commas between, the last one first
+    depth, cuts = 0, [len(line) - 1]  # positions of the call's brackets and commas, the last first
     for i, character in reversed([*enumerate(line)]):
         depth += {")": 1, "]": 1, "}": 1, "(": -1, "[": -1, "{": -1}.get(character, 0)
         if depth == 0 or (depth == 1 and character == ","):
@@ -193,7 +193,7 @@ def wrapped(line: str) -> list[str]:
 
 
 def dispatched(choices: list[tuple[tuple[str, ...], str]]) -> list[str]:
-    """Runs the statement of the first choice whose conditions hold; tests shared ones once."""
+    """Code that runs the first statement whose conditions hold. Shared ones are tested once."""
     lines: list[str] = []
     while choices:
         first = choices[0][0]
@@ -210,6 +210,6 @@ def dispatched(choices: list[tuple[tuple[str, ...], str]]) -> list[str]:
 
 
 def conjunction(before: str, conditions: Iterable[str], after: str = "") -> list[str]:
-    """A statement whose expression is the conjunction of some conditions, one a line."""
+    """The lines of `before(a and b and …)after`, one condition a line."""
     first, *others = [*conditions] or ["True"]
     return [f"{before}(", f"    {first}", *(f"    and {c}" for c in others), f"){after}"]

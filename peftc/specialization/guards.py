@@ -1,4 +1,4 @@
-"""The conditions under which a traced forward is the right one, as expressions of its arguments."""
+"""The conditions under which a traced forward serves a call, as expressions of its arguments."""
 
 import operator
 from collections.abc import Iterator
@@ -25,14 +25,14 @@ CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params", "ca
 def conditions(
     call: Call, passthrough: frozenset[str], keywords: frozenset[str] | None, expressions: Expressions
 ) -> list[str]:
-    """All that must hold of a call, cheapest first. `keywords`: those that `**` may have."""
+    """All conditions on a call, cheapest first. `keywords`: the names that `**` may contain."""
     traced, tracer = call
     paths = {f"{owner}.{name}".lstrip("."): value for (owner, name), value in traced.attribute_guards.items()}
     facts = {name: _is(attribute_path(name), value) for name, value in paths.items()}
     texts = [facts[f"{o}.{n}".lstrip(".")] for o, n in traced.attribute_guards if n == "training"]
     texts += _arguments(call, passthrough, keywords, expressions)
     texts += [*facts.values(), *(f"{attribute_path(n)} is not None" for n in tracer.numbers if n not in paths)]
-    for (name, args), value in tracer.global_state.items():  # what the code asked torch
+    for (name, args), value in tracer.global_state.items():  # queries of torch's state
         query = f"torch.{name}({', '.join(map(repr, args))})"
         texts.append(_is(query, value) if isinstance(value, bool) else f"{query} == {value}")
     if traced.depends_on_dtype:
@@ -75,7 +75,7 @@ def _arguments(
 
 
 def _argument(text: str, value: Any, expressions: Expressions, used: bool, typed: bool) -> Iterator[str]:
-    """The conditions of one argument; of an object its class if tested, else its base."""
+    """Conditions on one argument. `typed`: its class is tested; else a common base is enough."""
     if value is None:
         yield f"{text} is None"
     elif isinstance(value, bool):
@@ -85,7 +85,7 @@ def _argument(text: str, value: Any, expressions: Expressions, used: bool, typed
         yield f"{text} == {expressions.value(value)}"
     elif is_constant(value):
         yield f"{text} == {expressions.value(value)}"
-    elif isinstance(value, torch.Tensor):  # used or not: its dimensions may have been read
+    elif isinstance(value, torch.Tensor):  # even if no node uses it: its `ndim` may have been read
         yield f"isinstance({text}, torch.Tensor)"
         yield f"{text}.ndim == {value.ndim}"
     elif not used and not typed:
@@ -97,7 +97,7 @@ def _argument(text: str, value: Any, expressions: Expressions, used: bool, typed
 
 
 def _dtypes(traced: RegionTrace, tracer: GuardedTracer, passthrough: frozenset[str]) -> Iterator[str]:
-    """Dtypes inside follow from those of arguments and parameters, and from autocast."""
+    """Conditions on autocast and on dtypes of arguments and parameters. They imply all others."""
     inputs = [n for n in traced.graph.nodes if n.op == "placeholder" and str(n.target) not in passthrough]
     tensors = [n for n in inputs if isinstance(n.meta["example"], torch.Tensor)]
     for node in tensors:
@@ -117,7 +117,7 @@ def _dtypes(traced: RegionTrace, tracer: GuardedTracer, passthrough: frozenset[s
 
 
 def _computed(guard: Guard, expressions: Expressions) -> str:
-    """A decision on a value computed from the arguments. Raises: P406 if only a run tells it."""
+    """The condition for one guard. Raises: P406 if its value is known only at run time."""
     acting = next((n for n in ancestors(guard.node) if has_side_effects(n)), None)
     if acting is not None:
         origin = acting.meta.get("origin", ("?",))[0] or "the region"
@@ -142,6 +142,7 @@ def _computed(guard: Guard, expressions: Expressions) -> str:
 
 
 def _only_inside(guard: Guard) -> bool:
+    """Whether no expression of the arguments can test a guard: its value is computed inside."""
     return has_side_effects(guard.node) if guard.kind == "type" else guard.kind == "is" and _is_child_result(guard.node)
 
 
@@ -150,7 +151,7 @@ def _is_child_result(node: fx.Node) -> bool:
 
 
 def mutable_guards(traced: RegionTrace) -> list[Guard]:
-    """Guards on what the region itself may change (a cache), or a child computes."""
+    """Guards to recheck at run time: on a cache that the region changes, or on a child's result."""
     writers = [n for n in traced.graph.nodes if has_side_effects(n) and n.op != "call_module"]
     objects = {node: _objects(node) for node in (*writers, *(guard.node for guard in traced.guards))}
     return [
@@ -162,14 +163,14 @@ def mutable_guards(traced: RegionTrace) -> list[Guard]:
 
 
 def _objects(node: fx.Node) -> set[fx.Node]:
-    """The arguments that are no tensors (caches) among what a node is computed from."""
+    """The non-tensor arguments, such as caches, that a node is computed from."""
     if node.op == "placeholder":
         return set() if isinstance(node.meta["example"], torch.Tensor) else {node}
     return {root for source in node.all_input_nodes for root in _objects(source)}
 
 
 def traits(traced: RegionTrace, passthrough: frozenset[str]) -> dict[str, str]:
-    """What the conditions mean, by subject: mode, cache, optional arguments, dtypes."""
+    """Phrases that describe the conditions, by subject: mode, cache, arguments, dtypes."""
     modes = {value for (_, name), value in traced.attribute_guards.items() if name == "training"}
     mode = "training" if all(modes) else "partly training" if any(modes) else "evaluation"
     phrases = {"mode": mode} if modes else {}

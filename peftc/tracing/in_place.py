@@ -18,7 +18,7 @@ from torch import fx
 
 from peftc.tracing.operations import new_version
 
-# Augmented assignments, which change a tensor on the left in place, and how they are printed.
+# Augmented assignments, with their symbols. A tensor on the left is changed in place.
 AUGMENTED = {
     operator.iadd: "+=",
     operator.isub: "-=",
@@ -34,12 +34,12 @@ AUGMENTED = {
 OUT_OF_PLACE_NAMES = {function: function.__name__[1:] for function in AUGMENTED}  # `add` of `iadd`
 WRITES = "writes"  # in a node's meta: the storages that it changes in place
 
-# Inside, no function mode sees reads of tensor properties: a trace would record them.
+# Inside, function modes are off. With them, a trace would record reads of tensor properties.
 disable_function_modes: Any = torch._C.DisableTorchFunction  # pyright: ignore[reportPrivateUsage]
 
 
 class Binding:
-    """The node that stands for a value at present. `original`: the one before all writes."""
+    """The `current` node of a value. `original`: before all writes since its shape last changed."""
 
     def __init__(self, tracer: fx.Tracer, node: fx.Node, value: Any) -> None:
         self.tracer, self.value = tracer, value
@@ -60,7 +60,7 @@ class Binding:
         return self.current
 
     def write(self, node: fx.Node, result: object) -> None:
-        """`node`, which returns `result`, changes the tensor."""
+        """Notes that `node`, which returns `result`, has written to the tensor."""
         if result is self.value:
             self.current, self.pending = node, []
         else:
@@ -79,7 +79,7 @@ class MutationTracker:
         self.written_in_loop = set[Binding]()  # of tensors from before the loop
 
     def record(self, node: fx.Node, result: Any, versions_before: list[tuple[torch.Tensor, int | None]]) -> None:
-        """Records what a node has written. `versions_before`: of its arguments."""
+        """Records what a node has written. `versions_before`: its arguments, with counters."""
         node.meta["example"] = result
         written = [
             t
@@ -96,7 +96,7 @@ class MutationTracker:
                 binding.write(node, result)
 
     def writes_inference_tensor(self, node: fx.Node, tensor: torch.Tensor, result: object) -> bool:
-        """Tells by name: tensors from `inference_mode` have no version counter."""
+        """Whether a node writes, by name: tensors from `inference_mode` have no version counter."""
         if node.target is operator.setitem or result is not tensor:
             return node.target is operator.setitem
         name = str(getattr(node.target, "__name__", node.target))
@@ -112,7 +112,7 @@ class MutationTracker:
 
 
 def storage_id(value: object) -> int:
-    """The same for tensors that share memory; 0 for other values and for sparse tensors."""
+    """An id that tensors on the same memory share; 0 for sparse tensors and other values."""
     with disable_function_modes():
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return 0
@@ -126,7 +126,7 @@ def version(tensor: torch.Tensor) -> int | None:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """The values in nested containers and slices. Does not ask a proxy for its type."""
+    """The values in nested containers and slices. No `isinstance`: on a proxy it adds a guard."""
     if issubclass(type(value), (tuple, list)):
         for part in value:
             yield from leaves(part)
@@ -139,5 +139,5 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def writes_to(node: fx.Node, value: object) -> bool:
-    """Whether a node of a graph changes the memory of a tensor in place."""
+    """Whether a node writes in place to the memory of a tensor."""
     return WRITES in node.meta and storage_id(value) in node.meta[WRITES]

@@ -1,9 +1,10 @@
-"""Loops over the segments of a packed tensor (images in a row), whose number only data tells.
+"""Loops over the segments of a packed tensor (images in a row). Their number is data-dependent.
 
     for q, k in zip(query.split(lengths.tolist()), key.split(lengths.tolist())): ...
 
-The graph keeps the first iteration, from its variables, `segment` nodes, to `end_loop`. A second
-shows that iterations are independent. `collect` is the list of what all of them have computed.
+Two iterations are traced. If they agree, iterations are independent, and the second is erased. The
+graph keeps the first: it begins with its loop variables, `segment` nodes, and ends with `end_loop`.
+`collect` is the list of a value that every iteration computes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,17 +21,17 @@ from peftc.tracing.tensor_provenance import TensorProvenance
 
 
 class RaggedSizes(list[int]):
-    """Sizes that only data tells, read by `caller`. The first split fills in two halves."""
+    """Data-dependent sizes, read by `caller`. The first split by them fills in two halves."""
 
     caller = ""
 
 
 class Segments(tuple[torch.Tensor, ...]):
-    """The segments of a tensor split by `RaggedSizes`; as an example two."""
+    """The segments of a tensor split by `RaggedSizes`. As an example, there are two."""
 
 
 def ragged_result(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: str) -> Any:
-    """The example of an operation with ragged sizes, or None. Raises: UnknownLength."""
+    """The result of `tolist` or of a split by ragged sizes, else None. Raises: UnknownLength."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if name == "tolist" and isinstance(args[0], torch.Tensor):
         return _sizes(args[0], caller)
@@ -60,21 +61,21 @@ def _sizes(tensor: torch.Tensor, caller: str) -> Any:
 
 
 class Loops:
-    """The loops of one trace. `logs`: its lists, from which second iterations are removed."""
+    """The loops of one trace. `logs`: its lists, from which entries of second iterations go."""
 
     def __init__(
         self, tracer: fx.Tracer, provenance: TensorProvenance, mutations: MutationTracker, logs: Sequence[list[Any]]
     ) -> None:
         self.tracer, self.mutations, self.logs = tracer, mutations, logs
         self.constants: tuple[dict[int, fx.Node], ...] = (provenance.nodes, provenance.call_nodes)
-        self.iterations: list[list[fx.Node]] = []  # the nodes of each, of the loop that is open
+        self.iterations: list[list[fx.Node]] = []  # of the open loop: the nodes of each iteration
         self.closed = set[fx.Node]()  # nodes in loops that have ended
-        self.counterparts: dict[fx.Node, fx.Node] = {}  # of nodes of second iterations, in the first
-        self.outer_constants: list[set[int]] = []
-        self.log_lengths: list[int] = []  # when the second iteration began
+        self.counterparts: dict[fx.Node, fx.Node] = {}  # node of a second iteration: that of the first
+        self.outer_constants: list[set[int]] = []  # keys of `constants` when the loop began
+        self.log_lengths: list[int] = []  # of `logs`, when the second iteration began
 
     def iterate(self, segments: fx.Node, examples: Segments) -> Iterator[fx.Node]:
-        """The loop variable in two iterations. Tensors that are iterated in step share one loop."""
+        """The loop variable in two iterations. Tensors in one `zip` share a loop."""
         for index in (0, 1):
             self.begin(index)
             node = self.tracer.create_node("call_function", segment, (self.in_scope(segments),), {})
@@ -121,19 +122,19 @@ class Loops:
         self.mutations.end_loop(end)
 
     def forget_constants(self) -> None:
-        """Nodes created for constants in an iteration are not valid outside of it."""
+        """Drops nodes created for constants in an iteration: outside of it they are not valid."""
         for nodes, outer in zip(self.constants, self.outer_constants, strict=True):
             for key in nodes.keys() - outer:
                 del nodes[key]
 
     def in_scope(self, node: fx.Node) -> fx.Node:
-        """`node`. Raises: TraceError where it was computed in a loop that has ended."""
+        """Returns `node`. Raises: TraceError if it was computed in a loop that has ended."""
         if node in self.closed or node in self.counterparts:
             raise TraceError("a value computed in one iteration of a loop over segments is used after the loop")
         return node
 
     def collected(self, values: Sequence[Any], container: Callable[..., Any]) -> fx.Node | None:
-        """The list or tuple of one value of each iteration; None for any other `values`."""
+        """The node of a list or tuple of one value per iteration; None for any other `values`."""
         if len(values) != 2 or not all(isinstance(value, fx.Node) for value in values):
             return None
         if self.counterparts.get(values[1]) is not values[0]:

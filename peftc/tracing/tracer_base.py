@@ -22,9 +22,9 @@ _active = threading.local()
 
 
 class TracerBase(fx.Tracer):
-    """What a proxy may call; subclasses implement `create_proxy` and `create_arg`.
+    """The methods that proxies call. Subclasses implement `create_proxy` and `create_arg`.
 
-    `path_prefix`: outcomes of the first branches on tensor values; later ones take the likely one.
+    `path_prefix`: outcomes of the first branches on tensor values. Others take the likely outcome.
     """
 
     def __init__(self, path_prefix: tuple[bool, ...] = ()) -> None:
@@ -33,12 +33,12 @@ class TracerBase(fx.Tracer):
         self.recording = False
         self.guards: list[Guard] = []
         self.attribute_guards: dict[tuple[str, str], Any] = {}
-        self.global_state: dict[tuple[str, tuple[Any, ...]], Any] = {}  # answers of torch, by query and arguments
+        self.global_state: dict[tuple[str, tuple[Any, ...]], Any] = {}  # what queries of torch returned
         self.depends_on_dtype = False
         self.outcomes: list[bool] = []
         self.calls: list[ModuleCall] = []
         self.call_stack: list[str] = []  # names of the children whose code is running
-        self.open_contexts: list[tuple[Any, fx.Node]] = []  # with the nodes that enter them
+        self.open_contexts: list[tuple[Any, fx.Node]] = []  # each with the node that enters it
         self.module_names: dict[int, str] = {}
         self.tensor_names: dict[int, str] = {}  # of parameters and buffers
         self.mutations = MutationTracker(self)
@@ -52,13 +52,13 @@ class TracerBase(fx.Tracer):
         return self.call_stack[-1] if self.call_stack else ""
 
     def guard(self, node: fx.Node, kind: str, value: Any) -> Any:
-        """Records that Python asked `kind` of `node` and got `value`, which is returned."""
+        """While recording, adds the guard that `kind` of `node` is `value`. Returns `value`."""
         if self.recording:
             self.guards.append(Guard(node, kind, value))
         return value
 
     def guard_type(self, node: fx.Node, cls: type) -> None:
-        """Guards the type of a member's value: a cache's length may be int or tensor."""
+        """Guards the type of an attribute or method result. A cache's length may be a tensor."""
         is_member = node.op == "call_method" or node.target is getattr
         source = node.args[0] if is_member and node.args else None
         if isinstance(source, fx.Node) and not isinstance(source.meta.get("example"), torch.Tensor):
@@ -70,12 +70,12 @@ class TracerBase(fx.Tracer):
             self.attribute_guards[module, name] = value
 
     def reject_none(self, node: fx.Node, value: Any) -> None:
-        """Raises: NoneAccess where code uses an attribute or item of `value`, and it is None."""
+        """Raises: NoneAccess if `value`, whose attribute or item the code uses, is None."""
         if value is None and self.recording:
             raise NoneAccess(node.meta["origin"])
 
     def fork(self, condition: fx.Node, likely: bool = True) -> bool:
-        """The outcome of a branch on tensor values, which only a run of the region tells."""
+        """The outcome that the trace assumes for a branch on tensor values: only a run tells."""
         if self.open_contexts or self.loops.iterations:  # the other path would have to leave the block, too
             raise TraceError("a branch on tensor values is inside of a `with` block or a loop")
         index = len(self.outcomes)
@@ -85,23 +85,23 @@ class TracerBase(fx.Tracer):
         return outcome
 
     def format_value(self, value: Any, spec: str) -> str:
-        """A traced value as text, which may be the name of a module."""
+        """`format(value, spec)`: code may build the name of a module from a traced value."""
         if isinstance(value, torch.Tensor):
             raise TraceError("a string is formatted from the values of a tensor")
         return format(value, spec)
 
     def read_attribute(self, module: nn.Module, name: str, value: Any) -> Any:
-        """What Python gets when it reads `value` from an attribute of `module`."""
+        """What Python gets for `module.name`: `value`. Subclasses may return a proxy of it."""
         return value
 
     def read_tensor(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
-        """Python reads a parameter or buffer of `module`."""
+        """Called when Python reads a parameter or buffer of `module`."""
 
     def record(self, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         return self.create_proxy(op, target, args, dict(kwargs or {}))
 
     def record_node(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> fx.Node:
-        """A call whose result Python does not see."""
+        """Records a call as a node without a proxy: the traced code does not see its result."""
         arguments: Any = tuple(map(self.create_arg, args)), self.create_arg(dict(kwargs or {}))
         node = self.create_node("call_function", target, *arguments)
         node.meta["example"] = None
@@ -118,7 +118,7 @@ class TracerBase(fx.Tracer):
         return node
 
     def _operation_name(self, kind: str, target: Any, args: tuple[Any, ...]) -> str:
-        if target is operator.getitem:  # with what is indexed, so that cache updates do not shift the count
+        if target is operator.getitem:  # names what is indexed, too: cache updates do not shift the count
             source, index = args
             return f"getitem {index} of {source.meta['origin'].operation if isinstance(source, fx.Node) else source}"
         if kind == "call_module" and self.caller:
@@ -152,7 +152,7 @@ def current_tracer() -> TracerBase | None:
 
 
 def is_tracing() -> bool:
-    """Whether this thread traces a region, also while its tracer is paused."""
+    """Whether this thread traces a region, even while its tracer is paused."""
     return getattr(_active, "tracer", None) is not None
 
 
@@ -171,7 +171,7 @@ def patch_attribute(owner: object, name: str, wrap: Callable[[Any], Any]) -> Gen
 
 
 def intercept(record: Callable[..., Any], when: Callable[[Any], bool] = lambda _: True) -> Callable[[Any], Any]:
-    """A patch that calls `record(tracer, original, *args, **kwargs)` while a tracer records."""
+    """A patch: `record(tracer, original, …)` runs where a tracer records and `when` holds."""
 
     def wrap(original: Any) -> Any:
         def intercepted(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Whether a region can be edited: its class's code runs, with gradients, and has its weights."""
+"""Checks before a region is edited: its class's code runs, gradients are on, weights are there."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -15,9 +15,9 @@ from peftc.tracing.patches import is_gradient_context
 
 
 def check_forwards(region: Region, model: nn.Module) -> None:
-    """Checks a region's module, the modules whose code it enters, and those around it.
+    """Checks a region's module, the modules that are inlined in it, and its parents.
 
-    Raises: P424 (an instance's `forward` hides the class's), P426 (hooks), P427 (compiled code).
+    Raises: P424 (an instance's `forward` hides the class's), P426 (hooks), P427 (script, export).
     """
     module = model.get_submodule(region.module)
     check_forward(region.module, module)
@@ -57,7 +57,7 @@ def hidden_forward(name: str, module: nn.Module) -> Diagnostic:
 
 
 def check_loaded(name: str, module: nn.Module) -> None:
-    """Raises: P527 for a module without weights in a model that has some."""
+    """Raises: P527 for meta parameters that are not offloaded, in a model that has weights."""
     offloaded = offloaded_parameters(module)
     missing = [f"{name}.{n}".lstrip(".") for n, p in module.named_parameters() if p.is_meta and n not in offloaded]
     if missing:
@@ -73,7 +73,7 @@ def missing_values(names: Collection[str], reason: str) -> Diagnostic:
 
 
 def check_gradients(written: Mapping[str, Sequence[fx.Node]], graph: fx.Graph) -> None:
-    """Raises: P416 for a state, by name, all of whose nodes run without gradients."""
+    """Raises: P416 if all nodes of a state run without gradients. `written`: nodes by state."""
     without = nodes_without_gradients(graph)
     for name, nodes in written.items():
         if nodes and without.issuperset(nodes):
@@ -83,6 +83,7 @@ def check_gradients(written: Mapping[str, Sequence[fx.Node]], graph: fx.Graph) -
 
 
 def nodes_without_gradients(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes whose innermost gradient context, such as `no_grad`, turns gradients off."""
     blocks: list[bool] = []
     nodes: set[fx.Node] = set()
     for node in graph.nodes:
