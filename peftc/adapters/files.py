@@ -47,7 +47,7 @@ def listing(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
 
 def path_of(directory: str | PathLike[str]) -> Path:
     """Raises: P545 for anything but a path, P026 for a character that paths cannot have."""
-    if isinstance(directory, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+    if isinstance(directory, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
         check_path(directory)
         return Path(directory)
     raise PeftcError(Diagnostic("P545", f"a directory is a path, not {directory!r}", help="give one path, as a text"))

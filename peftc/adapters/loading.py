@@ -61,7 +61,7 @@ def load(
             P527 (no weights), P537 (other tasks than the model has). After an error the model is
             unchanged.
     """
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
         message = f"an adapter is loaded onto a module, not a {type(model).__name__}"
         raise PeftcError(Diagnostic("P545", message, help="build the model first"))
     compiled = CompiledModel.active(model, sample)

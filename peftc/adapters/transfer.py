@@ -99,7 +99,7 @@ def check_edit_names(
     edits: Mapping[str, str], own: Iterable[str], saved: Iterable[str] | None = None
 ) -> Mapping[str, str]:
     """Checks a mapping of edits; `saved` is None if unknown. Raises: P532, P545."""
-    if not isinstance(edits, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+    if not isinstance(edits, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
         message = f"`edits` is a dictionary, from edits of the model to those of the adapter; found {edits!r}"
         raise PeftcError(Diagnostic("P545", message, help='edits={"mine": "theirs"}'))
     saved = edits.values() if saved is None else saved

@@ -202,7 +202,7 @@ class Folding:
 def listed_names(only: Iterable[str]) -> tuple[str, ...]:
     """The names in `only`; one may stand alone. Raises: P545 for anything else."""
     names = (only,) if isinstance(only, str) else tuple(only) if isinstance(only, Iterable) else None  # pyright: ignore[reportUnnecessaryIsInstance]
-    if names is None or not all(isinstance(name, str) for name in names):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+    if names is None or not all(isinstance(name, str) for name in names):  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
         raise PeftcError(Diagnostic("P545", f"`only` takes names of edits, not {only!r}", help='only=["name"]'))
     return names
 

@@ -18,7 +18,7 @@ from peftc.installation.edited_classes import strip
 from peftc.installation.journal import Journal
 from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed, joint_spec
 from peftc.installation.reinstall import Step, reinstall, uninstall
-from peftc.installation.spec_names import has_tasks, refuse_second, with_note
+from peftc.installation.spec_names import check_spec_conflicts, has_tasks, with_note
 from peftc.models.skeleton import check_runs, check_sample
 from peftc.models.sources import ModelSource, resolve
 from peftc.planning.lowering_context import DEFAULT_TASK
@@ -96,7 +96,7 @@ class CompiledModel:
         """Installs one more spec, `planned` alone. Raises: P412, P414 for conflicts with others."""
         joint: PlanResult | None = planned
         if self.specs:
-            refuse_second(active_installation(self.module), spec.spec, planned.trained_parameters.values())
+            check_spec_conflicts(active_installation(self.module), spec.spec, planned.trained_parameters.values())
             with with_note(f"together with {join_names([other.name for other in self.specs])}, on the model already"):
                 joint = self.plan(joint_spec(one.spec for one in (*self.specs, spec)), tasks)
         return self.set_specs((*self.specs, spec), joint, tasks=tasks, finish=finish)

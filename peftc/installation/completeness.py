@@ -60,7 +60,7 @@ class Completeness:
         links = list[Link]()
         _collect_links(model, record, {}, links)
         elsewhere = [name for name in _names(record) if not _is_edited_at(model, name, record)]
-        missing = [name for name in elsewhere if not _holds_edits(model, name, record)]
+        missing = [name for name in elsewhere if not _contains_edits(model, name, record)]
         regions = [name for name, _ in record.regions]
         if sum(CONTAINER in vars(module)["_modules"] for module in edited_modules(model, record)) < len(regions):
             raise PeftcError(_replaced(model, missing[0]) if missing else _merged(model, regions))
@@ -81,7 +81,7 @@ class Completeness:
             self.search(model, record)
         if not self.has_names:
             name = next(name for name in _names(record) if not _is_edited_at(model, name, record))
-            raise PeftcError(_replaced(model, name, _holds_edits(model, name, record)))
+            raise PeftcError(_replaced(model, name, _contains_edits(model, name, record)))
 
 
 def complete_installation(model: nn.Module) -> Installation:
@@ -164,7 +164,7 @@ def _is_edited_at(model: nn.Module, name: str, record: Installation) -> bool:
     return module is not None and is_edited(module, record)
 
 
-def _holds_edits(model: nn.Module, name: str, record: Installation) -> bool:
+def _contains_edits(model: nn.Module, name: str, record: Installation) -> bool:
     """Whether the module of that name has an edited one inside, or is one."""
     module = module_at(model, name)
     return module is not None and bool(edited_modules(module, record))
@@ -174,7 +174,7 @@ def _leads_to_edits(model: nn.Module, name: str, record: Installation) -> bool:
     """Whether the module of that name has an edited one inside or is inside of one."""
     steps = name.split(".")
     above = (".".join(steps[:i]) for i in range(len(steps)))
-    return any(_is_edited_at(model, n, record) for n in above) or _holds_edits(model, name, record)
+    return any(_is_edited_at(model, n, record) for n in above) or _contains_edits(model, name, record)
 
 
 def _merged(model: nn.Module, names: Sequence[str]) -> Diagnostic:

@@ -23,7 +23,7 @@ def prefixed(flat: ast.Spec, prefix: str | None) -> ast.Spec:
     """A flat spec with `prefix.` before the names of its edits. Raises: P545 for invalid prefix."""
     if prefix is None:
         return flat
-    if not isinstance(prefix, str) or not all(  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+    if not isinstance(prefix, str) or not all(  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
         word.isidentifier() and word.isascii() for word in prefix.split(".")
     ):
         raise PeftcError(Diagnostic("P545", f"`{prefix}` cannot stand before the name of an edit", help="use a word"))
@@ -34,7 +34,7 @@ def prefixed(flat: ast.Spec, prefix: str | None) -> ast.Spec:
 
 def free_name(specs: Iterable[InstalledSpec], name: str | None, default: str) -> str:
     """`name`, else a free one like `default`. Raises: P412 if `name` is taken, P545 for no text."""
-    if name is not None and not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+    if name is not None and not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
         raise PeftcError(Diagnostic("P545", f"the name of a spec is a text, not a {type(name).__name__}"))
     present = {spec.name for spec in specs}
     if name in present:
@@ -53,7 +53,7 @@ def with_note(note: str) -> Generator[None]:
         raise PeftcError(replace(d, notes=(*d.notes, note)) for d in error.diagnostics) from error
 
 
-def refuse_second(record: Installation, flat: ast.Spec, trained: Iterable[str]) -> None:
+def check_spec_conflicts(record: Installation, flat: ast.Spec, trained: Iterable[str]) -> None:
     """Raises: P412 if two specs have edits of one name, P414 if both train a base parameter."""
     errors: list[Diagnostic] = []
     first = {name: spec.name for spec in record.specs for name in _names(spec.spec)}
@@ -86,7 +86,7 @@ def task_names(tasks: Sequence[str] | None, present: tuple[str, ...] = ()) -> tu
     """`tasks`, by default those that the model has (`present`). Raises: P537 for wrong names."""
     if tasks is None:
         return present
-    names = (tasks,) if isinstance(tasks, str) or not isinstance(tasks, Iterable) else tuple(tasks)  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+    names = (tasks,) if isinstance(tasks, str) or not isinstance(tasks, Iterable) else tuple(tasks)  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
     wrong = [n for n in names if not isinstance(n, str) or not NAME.fullmatch(n) or hasattr(_DICT, n)]  # pyright: ignore[reportUnnecessaryIsInstance]
     if wrong or not names:
         message = f"`{wrong[0]}` is no name of a task" if names else "no task is named"

@@ -72,7 +72,7 @@ def resolve(
         own_code = trust_remote_code and has_code(vars(model))
         cls = class_of(model, name, name) if own_code else model_class(model, name)
         return ModelSource(name, "config", model.model_type, model, cls, own_code=own_code)
-    if not isinstance(model, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+    if not isinstance(model, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
         raise PeftcError(Diagnostic("P502", f"a model is a module, a config or a name, not a {type(model).__name__}"))
     name = os.fspath(model)
     try:

@@ -126,11 +126,11 @@ def mixed_streams(node: fx.Node) -> list[fx.Node]:
     if op_of(node) is Op.MATMUL and len(node.args) == 2:
         matrix, streams = node.args
         is_small = shape(matrix)[-2:] == (shape(streams)[-2:-1] * 2)
-        return [streams] if isinstance(streams, fx.Node) and is_small and is_several(streams) else []
+        return [streams] if isinstance(streams, fx.Node) and is_small and has_several_streams(streams) else []
     products = first_input(node) if op_of(node) is Op.SUM else None
     if products is None or shape(products)[:2] + shape(products)[3:] != shape(node):
         return []
-    return [s for s, factor in _factors(products) if is_several(s) and shape(factor) == (*shape(s)[:-1], 1)]
+    return [s for s, factor in _factors(products) if has_several_streams(s) and shape(factor) == (*shape(s)[:-1], 1)]
 
 
 def sublayer_output(node: fx.Node) -> fx.Node:
@@ -140,12 +140,12 @@ def sublayer_output(node: fx.Node) -> fx.Node:
     for value, factor in _factors(node):
         single = first_input(value) if name_of(value) == "unsqueeze" else None
         is_spread = shape(value) == (*sizes[:2], 1, *sizes[3:]) and shape(factor) == (*sizes[:-1], 1)
-        if single is not None and is_spread and is_several(node) and shape(single) == sizes[:2] + sizes[3:]:
+        if single is not None and is_spread and has_several_streams(node) and shape(single) == sizes[:2] + sizes[3:]:
             return single
     return node
 
 
-def is_several(node: fx.Node) -> bool:
+def has_several_streams(node: fx.Node) -> bool:
     return len(shape(node)) == 4
 
 

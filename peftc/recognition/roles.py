@@ -23,7 +23,7 @@ from peftc.dataflow.values import reaches, upstream, value_users
 from peftc.recognition.attention.patterns import Attention, attentions, value_mixtures
 from peftc.recognition.ffn import Projection, input_projections
 from peftc.recognition.moe.matrices import Experts, Router
-from peftc.recognition.residual_stream import Stream, is_several, stream_input, sublayer_output
+from peftc.recognition.residual_stream import Stream, has_several_streams, stream_input, sublayer_output
 from peftc.recognition.token_mixing import (
     is_weighted,
     mixed_by_linears,
@@ -108,7 +108,7 @@ class _Finder:
         for add in self.sums:
             added = self.added_by(add)
             subs += [inner for sub in added for inner in self.bottleneck_sublayers(sub) or [sub]]
-            if added or self.carries_on(add):
+            if added or self.continues_stream(add):
                 self.stream.values.append(add)
         return subs
 
@@ -133,7 +133,7 @@ class _Finder:
             if not parts and (out := self.serial_attention_output(h)) is not None:
                 first = self.sub_layer(add, res, out)
                 self.stream.values.append(out)
-                return [first, self.sub_layer(add, res, _last_of_chain(h, self.layer))]
+                return [first, self.sub_layer(add, res, _first_of_final_linears(h, self.layer))]
             return [self.sub_layer(add, res, part) for part in parts or [h]]
         return []
 
@@ -160,7 +160,7 @@ class _Finder:
                 break
         return subs if len(subs) > 1 else []
 
-    def carries_on(self, add: fx.Node) -> bool:
+    def continues_stream(self, add: fx.Node) -> bool:
         """Whether a sum is the stream plus itself, a mixture of copies, or what needs no stream."""
         # Seen in: Gemma 3n, MRA, PoolFormer
         operands = _operands(add)
@@ -171,7 +171,7 @@ class _Finder:
     def mixes_streams(self, h: fx.Node) -> bool:
         """Whether a value mixes several streams: only its coefficients depend on weights."""
         # Seen in: Gemma 3n, PoolFormer
-        if not is_several(h) or self.stream.holds(h):
+        if not has_several_streams(h) or self.stream.holds(h):
             return False
 
         behind = upstream(h, lambda n: self.stream.holds(n) or is_weighted(n, self.layer))
@@ -236,7 +236,7 @@ def _operands(add: fx.Node) -> list[fx.Node]:
     return [a for a in add.args[:2] if isinstance(a, fx.Node)]
 
 
-def _last_of_chain(h: fx.Node, layer: LayerGraph) -> fx.Node:
+def _first_of_final_linears(h: fx.Node, layer: LayerGraph) -> fx.Node:
     """The first of the consecutive Linears at the end of `h`; `h` if it ends with none."""
     # Seen in: Zamba, Zamba 2
     node = layer.stripped(h)
@@ -256,18 +256,18 @@ def _set_attention_roles(sub: SubLayer, stream: Stream) -> None:
         linears = [node for node, _ in source_linears(layer, value) if node in sub.body]
         if any(stream.hides(n) for n in upstream(value, layer.is_linear) if n in sub.body):
             linears = []  # an opaque module may change a Linear's result, or replace it
-        last = [n for n in linears if not any(n in _linears_before(other, layer) for other in linears)]
+        last = [n for n in linears if not any(n in _nodes_up_to_linears(other, layer) for other in linears)]
         # not the Linears that compute positions
         nearest[role] = list(filter(stream.reaches, last)) or last
         rows = dict(source_linears(layer, value, *others))
         if (node := next(iter(nearest[role]), None)) is not None and node in rows:
             sub.projections[role] = Projection(node, rows[node])
-    for role in _entangled(nearest):
+    for role in _roles_with_equal_linears(nearest):
         sub.projections.pop(role, None)
         same_size = [n for n in nearest[role] if math.prod(shape(n)) == math.prod(shape(values[role][0]))]
         if len(same_size) == 1:  # more heads of queries than of keys
             sub.projections[role] = Projection(same_size[0])
-    for role in _confused(sub.projections, attention):
+    for role in _roles_with_overlapping_rows(sub.projections, attention):
         del sub.projections[role]
     out = layer.consumer_linear(attention.out, sub.body)
     if out is not None and attention.out in sub.body:
@@ -280,14 +280,14 @@ def _set_attention_roles(sub: SubLayer, stream: Stream) -> None:
         sub.context = first_input(key.node) if sub.variant == "cross" else _input_of(key, sub.x, stream)
 
 
-def _entangled(nearest: Mapping[str, list[fx.Node]]) -> set[str]:
+def _roles_with_equal_linears(nearest: Mapping[str, list[fx.Node]]) -> set[str]:
     """The roles computed by the same Linears as `q`, if several. `k` and `v` may be one value."""
     # Seen in: ZAYA. Without it, its keys would have no role
     same = {role for role in ("k", "v") if len(nearest["q"]) > 1 and set(nearest[role]) == set(nearest["q"])}
     return {"q", *same} if same else same
 
 
-def _confused(projections: Mapping[str, Projection], attention: Attention) -> list[str]:
+def _roles_with_overlapping_rows(projections: Mapping[str, Projection], attention: Attention) -> list[str]:
     """The roles that share rows with another, and have more rows than the attention reads."""
     # Seen in: rotations of queries and keys in one tensor; a wrong role would be trained
     roles: list[str] = []
@@ -300,7 +300,7 @@ def _confused(projections: Mapping[str, Projection], attention: Attention) -> li
     return roles
 
 
-def _linears_before(linear: fx.Node, layer: LayerGraph) -> set[fx.Node]:
+def _nodes_up_to_linears(linear: fx.Node, layer: LayerGraph) -> set[fx.Node]:
     """The nodes that a Linear's input is computed from, back to the Linears before it."""
     # Seen in: MiniCPM 3, GLM-4 MoE Lite, LongCat
     source = first_input(linear)

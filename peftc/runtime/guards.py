@@ -21,7 +21,7 @@ PASSTHROUGH = frozenset(
 def recheck_guard(value: Any, kind: str, expected: Any) -> None:
     """Re-evaluates a guard where the model's code takes the branch. Raises: P408 for a change."""
     answers: dict[str, Callable[[Any], Any]] = {"bool": bool, "int": int, "float": float, "len": len, "keys": list}
-    answers["given"] = lambda v: "None" if v is None else getattr(v, "ndim", None)
+    answers["ndim"] = lambda v: "None" if v is None else getattr(v, "ndim", None)
     answer = answers.get(kind, lambda v: v)(value)
     if not isinstance(value, expected) if kind == "type" else answer != expected:
         change = f"expected {expected!r}, found {answer!r}"

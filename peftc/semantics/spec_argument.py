@@ -25,7 +25,7 @@ def spec_of(spec: SpecLike) -> ast.Spec:
     """A parsed spec, from a path or a text. A text has a line break, or begins with `peft `."""
     if isinstance(spec, ast.Spec):
         return spec
-    if not isinstance(spec, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+    if not isinstance(spec, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
         raise PeftcError(Diagnostic("P545", f"a spec is a path, a text or a parsed Spec, not a {type(spec).__name__}"))
     return parse_text(fspath(spec)) if is_text(spec) else read_spec(fspath(spec))
 

@@ -69,7 +69,7 @@ class GuardedTracer(RegionTracer):
         """Guards parts of arguments, which may be None in another call (`mask is None`)."""
         proxy = super().create_proxy(kind, target, *args, **kwargs)
         if target is operator.getitem and is_proxy(proxy) and is_input(proxy.node):
-            self.guard(proxy.node, "given", getattr(proxy.node.meta["example"], "ndim", None))
+            self.guard(proxy.node, "ndim", getattr(proxy.node.meta["example"], "ndim", None))
         return proxy
 
     # Decisions ------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ def _computed(guard: Guard, expressions: Expressions) -> str:
             return f"len({text}) == {value}"
         case "keys":
             return f"[*{text}] == {value!r}"
-        case "given":
+        case "ndim":
             tensor = f"isinstance({text}, torch.Tensor) and {text}.ndim == {value}"
             return f"{text} is not None" if value is None else tensor
         case _:

@@ -103,11 +103,11 @@ def calibrate(
 
 
 def _check_arguments(data: Iterable[Batch], loss: Loss | None, lr: float) -> list[Batch]:
-    if not isinstance(data, Iterable) or isinstance(data, Mapping | str):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+    if not isinstance(data, Iterable) or isinstance(data, Mapping | str):  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
         message = f"the batches are a list or a loader of them, not a {type(data).__name__}"
         raise PeftcError(Diagnostic("P541", message, help="calibrate(model, [batch, …])"))
     batches = list(data)
-    if not isinstance(lr, int | float) or not 0 < lr < inf:  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+    if not isinstance(lr, int | float) or not 0 < lr < inf:  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
         message = f"`lr` is {lr!r}, but a learning rate is positive and finite"
         raise PeftcError(Diagnostic("P541", message, help="leave it out for 1e-4"))
     if loss is not None and not callable(loss):
@@ -117,7 +117,7 @@ def _check_arguments(data: Iterable[Batch], loss: Loss | None, lr: float) -> lis
 
 
 def model_loss(model: nn.Module, batch: Batch) -> Tensor:
-    if not isinstance(batch, Mapping) or not all(isinstance(name, str) for name in batch):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+    if not isinstance(batch, Mapping) or not all(isinstance(name, str) for name in batch):  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
         message = f"a batch is a dictionary of the forward's arguments, not a {type(batch).__name__}"
         raise PeftcError(Diagnostic("P541", message, help='write {"input_ids": …, "labels": …}, or pass `loss=`'))
     loss = getattr(model(**batch), "loss", None)
@@ -227,7 +227,7 @@ def differentiable(
 
 def backward(loss: Tensor) -> None:
     """Raises: P541 for anything but a scalar with a gradient."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1:  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+    if not isinstance(loss, Tensor) or loss.numel() != 1:  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
         kind = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"  # pyright: ignore[reportUnnecessaryIsInstance]
         message = f"the loss of a batch is one number that was computed by torch, not {kind}"
         raise PeftcError(Diagnostic("P541", message, help="`loss=` returns a tensor with one entry"))

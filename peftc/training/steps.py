@@ -144,7 +144,7 @@ def another_route(mixtures: list[Mixture]) -> Generator[None]:
 
 
 def _check_forward(inputs: Mapping[str, Any] | None, logits: Tensor | None) -> None:
-    if inputs is not None and not isinstance(inputs, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+    if inputs is not None and not isinstance(inputs, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
         message = f"`inputs` is a dictionary of the forward's arguments, not a {type(inputs).__name__}"
         raise PeftcError(Diagnostic("P545", message))
     if logits is not None and not (isinstance(logits, Tensor) and logits.is_floating_point() and logits.ndim > 1):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -72,7 +72,7 @@ def verify(
     check_sample(batch)
     if sites not in ("sample", "all"):
         raise PeftcError(Diagnostic("P545", f'`sites` is "sample" or "all", not {sites!r}'))
-    if base is not None and (not isinstance(base, nn.Module) or is_installed(base)):  # pyright: ignore[reportUnnecessaryIsInstance]  # from Python it may be
+    if base is not None and (not isinstance(base, nn.Module) or is_installed(base)):  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
         kind = "a compiled one" if isinstance(base, nn.Module) else f"a value of type {type(base).__name__}"  # pyright: ignore[reportUnnecessaryIsInstance]
         message = f"`base` is the model before it was compiled, not {kind}"
         raise PeftcError(Diagnostic("P545", message, help="leave it out: a copy without the edits is compared as well"))

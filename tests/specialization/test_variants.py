@@ -162,12 +162,12 @@ def test_a_guard_that_changes_during_the_forward_is_an_error() -> None:
 
     recheck_guard(True, "bool", True)
     recheck_guard(None, "is", None)
-    recheck_guard(torch.ones(2, 3), "given", 2)
+    recheck_guard(torch.ones(2, 3), "ndim", 2)
     recheck_guard({"a": 1, "b": 2}, "keys", ["a", "b"])
     with pytest.raises(peftc.PeftcError, match="P408"):
-        recheck_guard(torch.ones(2, 3), "given", 3)
+        recheck_guard(torch.ones(2, 3), "ndim", 3)
     with pytest.raises(peftc.PeftcError, match="P408"):
-        recheck_guard(None, "given", None)
+        recheck_guard(None, "ndim", None)
     with pytest.raises(peftc.PeftcError, match="P408"):
         recheck_guard(True, "bool", False)
 
