@@ -20,6 +20,8 @@ from peftc.tracing.operations import attention, autograd_function, new_version, 
 class Op(Enum):
     """What a node computes."""
 
+    __hash__ = object.__hash__  # by identity: sets of operations are asked often, and Enum's hash is slow
+
     # the ends of a graph
     INPUT = auto()
     PARAMETER = auto()  # a tensor that a module holds

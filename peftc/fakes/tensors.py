@@ -42,7 +42,8 @@ def fake_mode(model: nn.Module) -> FakeTensorMode:
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in nested arguments or results."""
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    leaves = [value] if isinstance(value, torch.Tensor) else tree_leaves(value)
+    return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def as_fake(
