@@ -140,22 +140,34 @@ def op_named(name: str) -> Op:
 
 def op_of(node: fx.Node) -> Op:
     """The operation of any node but the call of a module, of which `LayerGraph.op` knows more."""
-    if node.op in _BY_KIND:
-        return _BY_KIND[node.op]
-    if node.op == "call_function" and node.target in _BY_FUNCTION:
-        return _BY_FUNCTION[node.target]
+    op = _op_of_target(node.op, node.target)
+    return _op_of_operands(node) if op is None else op
+
+
+@cache
+def _op_of_target(kind: str, target: object) -> Op | None:
+    """The operation of all calls of a target; None where it depends on the operands."""
+    if kind in _BY_KIND:
+        return _BY_KIND[kind]
+    if kind == "call_function" and target in _BY_FUNCTION:
+        return _BY_FUNCTION[target]
+    if target in (autograd_function, operator.getitem, getattr):
+        return None
+    op = _BY_NAME.get(_plain_name(target), Op.OTHER)
+    return None if op is Op.CHOICE and _plain_name(target) == "max" else op
+
+
+def _op_of_operands(node: fx.Node) -> Op:
     # an autograd function of the model's own has nothing but its name
     if node.target is autograd_function:
         return Op.SOFTMAX if "softmax" in getattr(node.kwargs["function"], "__name__", "").lower() else Op.OTHER
     if node.target is operator.getitem:
         source = example(node.args[0])
         return Op.SELECT if isinstance(source, torch.Tensor) or isinstance(node.args[1], slice) else Op.ITEM
-    if node.target is getattr and isinstance(example(node), _FACTS):
-        return Op.QUERY
-    op = _BY_NAME.get(name_of(node), Op.OTHER)
-    if op is Op.CHOICE and name_of(node) == "max" and isinstance(example(node), torch.Tensor):
-        return Op.MASK if len(node.all_input_nodes) > 1 else op
-    return op
+    if node.target is getattr:
+        return Op.QUERY if isinstance(example(node), _FACTS) else _BY_NAME.get(name_of(node), Op.OTHER)
+    # the maximum of one tensor is a choice, that of several a mask
+    return Op.MASK if isinstance(example(node), torch.Tensor) and len(node.all_input_nodes) > 1 else Op.CHOICE
 
 
 def is_size(node: fx.Node) -> bool:

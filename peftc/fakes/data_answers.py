@@ -150,7 +150,8 @@ def fake_tensor_patches() -> Generator[None]:
         if not _patches:
             _original_to = module.to
         _patches += 1
-        module.to, torch.backends.mha.get_fastpath_enabled = _to, _fast_path
+        if module.to is not _to:  # to assign an attribute of nn.Module empties the method caches of all its subclasses
+            module.to, torch.backends.mha.get_fastpath_enabled = _to, _fast_path
     _thread.patches += 1
     try:
         yield
