@@ -1,8 +1,8 @@
 """What a context (thread or coroutine) chooses for a model: disabled edits, and the task.
 
 Eager code reads a `ContextVar`. Dynamo cannot trace one, so code under `torch.compile` reads an
-attribute of the module `VIEW`. Dynamo guards on it, and each evaluation of the guard reads the
-`ContextVar` of the calling context: one specialization per choice.
+attribute of the module `DYNAMO_VIEW`. Dynamo guards on it, and each evaluation of the guard reads
+the `ContextVar` of the calling context: one specialization per choice.
 """
 
 from __future__ import annotations
@@ -98,13 +98,13 @@ class ChoiceVar:
     def off(self) -> str:
         """The `key` of the disabled edits."""
         if is_dynamo_compiling():
-            return getattr(VIEW, self.off_name)
+            return getattr(DYNAMO_VIEW, self.off_name)
         return self.default.key if _open_blocks.get() is None else self.get().key  # fast path
 
     @property
     def task(self) -> str | Rows | None:
         if is_dynamo_compiling():
-            return getattr(VIEW, self.task_name)
+            return getattr(DYNAMO_VIEW, self.task_name)
         return self.get().task
 
     def is_off(self, edit: str) -> bool:
@@ -139,8 +139,8 @@ def _view(name: str) -> Any:
     return choice.key if kind == "off" else choice.task
 
 
-VIEW = types.ModuleType("peftc.concurrency.context.view", "The current choices as attributes, for dynamo.")
-vars(VIEW)["__getattr__"] = _view
+DYNAMO_VIEW = types.ModuleType("peftc.concurrency.context.view", "The current choices as attributes, for dynamo.")
+vars(DYNAMO_VIEW)["__getattr__"] = _view
 
 
 class ChoiceBlock(Shielded[nn.Module]):

@@ -18,7 +18,7 @@ from peftc.tracing.region_trace import ModuleCall, RegionTrace
 from peftc.tracing.tracer import approximate_trace
 
 # In a module call's meta: the operands of each item of the result, or of a `WHOLE` result.
-CARRIERS, WHOLE = "carriers", -1
+ITEM_OPERANDS, WHOLE = "item operands", -1
 
 
 def upstream(node: fx.Node, stop: Callable[[fx.Node], bool] = lambda _: False) -> Iterator[fx.Node]:
@@ -83,7 +83,7 @@ def cache_update(node: fx.Node) -> fx.Node | None:
 def _part(node: fx.Node) -> list[fx.Node] | None:
     """The operands of one item of a result, or of a module's result; None where unknown."""
     if node.op == "call_module":
-        return node.meta.get(CARRIERS, {}).get(WHOLE)
+        return node.meta.get(ITEM_OPERANDS, {}).get(WHOLE)
     if node.target is not operator.getitem:
         return None
     source, index = node.args
@@ -94,7 +94,7 @@ def _part(node: fx.Node) -> list[fx.Node] | None:
     if (update := cache_update(node)) is not None:
         return [update]
     operands = nodes_in(source.args) if op_of(source) is Op.BROADCAST else []
-    return operands[index : index + 1] or source.meta.get(CARRIERS, {}).get(index)
+    return operands[index : index + 1] or source.meta.get(ITEM_OPERANDS, {}).get(index)
 
 
 def _sliced(node: fx.Node) -> fx.Node | None:
@@ -114,7 +114,7 @@ def _writes(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def mark_operands(traced: RegionTrace, root: nn.Module, mode: FakeTensorMode) -> None:
-    """Sets `CARRIERS` for calls of leaf modules that have no weight matrices.
+    """Sets `ITEM_OPERANDS` for calls of leaf modules that have no weight matrices.
 
     `rotary(values, positions)` reads only the dtype of `values`. `rotary(q, k)` returns two
     results, each computed from one argument.
@@ -126,11 +126,11 @@ def mark_operands(traced: RegionTrace, root: nn.Module, mode: FakeTensorMode) ->
         nested = any(isinstance(value, (tuple, list, dict)) and value for value in call.arguments.values())
         plain = not type(module).__module__.startswith("torch.") and all(p.ndim < 2 for p in module.parameters())
         if isinstance(node, fx.Node) and len(arguments) > 1 and plain and not call.inlined and not nested:
-            carriers = _carriers(module, call, mode)
-            node.meta[CARRIERS] = {part: [arguments[n] for n in names] for part, names in carriers.items()}
+            operands = _item_operands(module, call, mode)
+            node.meta[ITEM_OPERANDS] = {part: [arguments[n] for n in names] for part, names in operands.items()}
 
 
-def _carriers(module: nn.Module, call: ModuleCall, mode: FakeTensorMode) -> dict[int, list[str]]:
+def _item_operands(module: nn.Module, call: ModuleCall, mode: FakeTensorMode) -> dict[int, list[str]]:
     """For each item of a leaf's result, the parameters of its forward that it is computed from."""
     arguments = fx.map_arg(call.arguments, lambda n: n.meta.get("example"))
     try:

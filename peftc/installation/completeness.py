@@ -37,7 +37,7 @@ class Completeness:
     def __init__(self, model: nn.Module | None = None) -> None:
         self.model: Callable[[], nn.Module | None] = (lambda: None) if model is None else weakref.ref(model)
         self.number = next(_count)
-        self.attribute = f"whole_{self.number}"  # of `VIEW`, read by compiled code
+        self.attribute = f"whole_{self.number}"  # of `DYNAMO_VIEW`, read by compiled code
         self.links: tuple[tuple[Any, ...], ...] | None = None  # owners, names, modules, their classes
         self.has_names = False  # whether each edited module still has the name that it was compiled under
         _registry[self.number] = self
@@ -195,7 +195,7 @@ def _replaced(model: nn.Module, name: str, inside: bool = False) -> Diagnostic:
     return Diagnostic("P436", f"`{name}` was edited, and {state}", help=HELP)
 
 
-# Code under `torch.compile` reads an attribute of `VIEW`. Dynamo guards on it, and each
+# Code under `torch.compile` reads an attribute of `DYNAMO_VIEW`. Dynamo guards on it, and each
 # evaluation of the guard calls `_view`, which compares the links again.
 
 
@@ -212,8 +212,8 @@ def _view(name: str) -> Any:
     return True
 
 
-VIEW = types.ModuleType("peftc.installation.completeness.view", "Whether models have all of their edits, for dynamo.")
-vars(VIEW)["__getattr__"] = _view
+DYNAMO_VIEW = types.ModuleType("peftc.installation.completeness.view", "Whether models are complete, for dynamo.")
+vars(DYNAMO_VIEW)["__getattr__"] = _view
 
 
 def checked_call(under: Any) -> Callable[..., Any]:
@@ -224,7 +224,7 @@ def checked_call(under: Any) -> Callable[..., Any]:
             return type(self).__call__(self, *args, **kwargs)
         if is_dynamo_compiling():
             completeness = self.peftc_completeness
-            if not getattr(VIEW, completeness.attribute):
+            if not getattr(DYNAMO_VIEW, completeness.attribute):
                 check_complete_number(completeness.number)
         else:
             check_complete(self)

@@ -98,9 +98,9 @@ def _relabel_local_mixer(sub: SubLayer, stream: Stream) -> None:
 class _Finder:
     """Follows a residual stream through a layer; `stream.values` grows by each sum on it."""
 
-    def __init__(self, layer: LayerGraph, stream: Stream, inside: list[Attention] | None = None) -> None:
+    def __init__(self, layer: LayerGraph, stream: Stream, known: list[Attention] | None = None) -> None:
         self.layer, self.stream = layer, stream
-        self.attentions = attentions(layer) if inside is None else inside
+        self.attentions = attentions(layer) if known is None else known
         self.sums = [n for n in layer.graph.nodes if layer.op(n) is Op.ADD and is_tensor(n)]
 
     def along_stream(self) -> list[SubLayer]:

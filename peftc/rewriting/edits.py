@@ -29,7 +29,7 @@ class RegionState:
 
     anchor: Anchor | None = None
     rows: Slice | None = None
-    width: int = 0  # all rows of the value, where the state is only `rows` of it
+    size: int = 0  # of the dimension that `rows` are a part of
     flat: bool = False  # the model's code has the shape (batch · tokens, d) here
     image: Literal["", "channels first", "channels last"] = ""  # where an image has its features; empty for tokens
     weight: WeightRef | None = None

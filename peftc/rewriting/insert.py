@@ -117,7 +117,7 @@ class EquationInserter(NodeBuilder):
         if state.image:
             new = self.function(tokens_to_image, new, node, state.image == "channels first")
         if state.rows is not None:
-            new = self.put_rows(node, state.rows, new, -1, state.width)
+            new = self.put_rows(node, state.rows, new, -1, state.size)
         own = set(self.nodes)
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in own)
         new.meta[REPLACES] = node.meta.get(REPLACES, node)
@@ -214,7 +214,7 @@ class EquationInserter(NodeBuilder):
         new = self.function(stored_as, self.value(), node)
         if state.weight.rows is not None:
             whole = self.method("t", node) if state.weight.transposed else node
-            new = self.put_rows(whole, state.weight.rows, new, 0, state.width)
+            new = self.put_rows(whole, state.weight.rows, new, 0, state.size)
         if state.weight.transposed:
             new = self.method("contiguous", self.method("t", new))  # as it was stored
         for read in reads:  # earlier equations keep the value that they read
@@ -242,7 +242,7 @@ class EquationInserter(NodeBuilder):
         self.move_after(node)
         if state.overwritten:
             node = copy_value(node)
-        value = node if state.rows is None else self.take_rows(node, state.rows, -1, state.width)
+        value = node if state.rows is None else self.take_rows(node, state.rows, -1, state.size)
         if state.image:
             return self.function(image_to_tokens, value, state.image == "channels first")
         return self.function(unflatten_tokens, value, self.read(STREAM)) if self.is_unflattened(state) else value
@@ -263,7 +263,7 @@ class EquationInserter(NodeBuilder):
         value = self.function(full_precision, node)
         value = self.method("t", value) if state.weight.transposed else value
         rows = state.weight.rows
-        return value if rows is None else self.take_rows(value, rows, 0, state.width)
+        return value if rows is None else self.take_rows(value, rows, 0, state.size)
 
     # Terms ---------------------------------------------------------------------------------------
 

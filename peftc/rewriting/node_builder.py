@@ -57,26 +57,26 @@ class NodeBuilder:
         """The same operation, with some operands replaced."""
         return self.add(self.graph.node_copy(node, lambda n: operands.get(n, n)))
 
-    def take_rows(self, value: Any, rows: Slice, dim: int, width: int) -> fx.Node:
+    def take_rows(self, value: Any, rows: Slice, dim: int, size: int) -> fx.Node:
         if rows.count > 1:
-            return self.function(rows_of, value, dim, *row_arguments(rows, width))
+            return self.function(rows_of, value, dim, *row_arguments(rows, size))
         index = slice(rows.start, rows.stop)
         return self.function(operator.getitem, value, (..., index) if dim == -1 else index)
 
-    def put_rows(self, value: fx.Node, rows: Slice, new: Any, dim: int, width: int) -> fx.Node:
+    def put_rows(self, value: fx.Node, rows: Slice, new: Any, dim: int, size: int) -> fx.Node:
         if rows.count > 1:
-            return self.function(with_rows, value, new, dim, *row_arguments(rows, width))
+            return self.function(with_rows, value, new, dim, *row_arguments(rows, size))
         parts: list[Any] = [new]
         if rows.start > 0:
-            parts.insert(0, self.take_rows(value, Slice(0, rows.start), dim, width))
-        if rows.stop < width:
-            parts.append(self.take_rows(value, Slice(rows.stop, width), dim, width))
+            parts.insert(0, self.take_rows(value, Slice(0, rows.start), dim, size))
+        if rows.stop < size:
+            parts.append(self.take_rows(value, Slice(rows.stop, size), dim, size))
         return self.function(torch.cat, parts, dim)
 
 
-def row_arguments(rows: Slice, width: int) -> Rows:
+def row_arguments(rows: Slice, size: int) -> Rows:
     """Interleaved rows as the arguments of `rows_of`."""
-    base = rows.base(width)
+    base = rows.base(size)
     return base, rows.count, rows.stride, rows.start - base, rows.stop - base
 
 
@@ -86,7 +86,7 @@ class StackedWeight:
     def __init__(self, builder: NodeBuilder, state: RegionState, latest: Callable[[fx.Node], fx.Node]) -> None:
         assert state.weight is not None
         assert state.weight.stacked_slice is not None
-        self.builder, self.width = builder, state.width
+        self.builder, self.size = builder, state.size
         self.weight, self.slice = state.weight, state.weight.stacked_slice
         name = parameter_name(state.weight)
         self.node = latest(next(n for n in builder.graph.nodes if n.op == "get_attr" and n.target == name))
@@ -98,7 +98,7 @@ class StackedWeight:
         if rows is None:
             return self.slice.index, None
         one = (rows.start, 1, rows.width, 0, rows.width)
-        return self.slice.index, one if rows.count == 1 else row_arguments(rows, self.width)
+        return self.slice.index, one if rows.count == 1 else row_arguments(rows, self.size)
 
     def is_unchanged_by(self, node: fx.Node) -> bool:
         """Whether a node replaces other matrices of the parameter only."""

@@ -126,7 +126,7 @@ class LayerRegions:
                 value = stacked_slice(value, stacked.count, stacked.index)
                 stacked = replace(stacked, reader="")
             weight = replace(state.weight, module=relative(module, region), stacked_slice=stacked)
-            return RegionState(width=value.shape[-1 if weight.transposed else 0], weight=weight)
+            return RegionState(size=value.shape[-1 if weight.transposed else 0], weight=weight)
         assert anchor is not None
         rows, is_tokens = activation_of(state).rows, isinstance(state.shape, Tokens)
         node = node_of(state, self.layer, site, self.trace)
@@ -138,7 +138,7 @@ class LayerRegions:
         return RegionState(
             anchor.relative(region),
             rows,
-            width=example.shape[-1] if rows else 0,
+            size=example.shape[-1] if rows else 0,
             flat=site.layer_input is not None and is_tokens and example.ndim == 2,
             image=image,
             definitions=defining,

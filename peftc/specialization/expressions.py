@@ -192,7 +192,7 @@ def wrapped(line: str) -> list[str]:
     return [line[: cuts[-1] + 1], *(f"    {p}," for p in parts), ")"]
 
 
-def dispatched(choices: list[tuple[tuple[str, ...], str]]) -> list[str]:
+def write_dispatch(choices: list[tuple[tuple[str, ...], str]]) -> list[str]:
     """Code that runs the first statement whose conditions hold. Shared ones are tested once."""
     lines: list[str] = []
     while choices:
@@ -202,7 +202,7 @@ def dispatched(choices: list[tuple[tuple[str, ...], str]]) -> list[str]:
         group = [c for c in choices if c[0][:1] == first[:1]]
         columns = zip(*(conditions for conditions, _ in group), strict=False)
         shared = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
-        inner = dispatched([(conditions[shared:], statement) for conditions, statement in group])
+        inner = write_dispatch([(conditions[shared:], statement) for conditions, statement in group])
         head = [f"if {first[0]}:"] if shared == 1 else conjunction("if ", first[:shared], ":")
         lines += [*head, *indented(inner)]
         choices = [c for c in choices if c[0][:1] != first[:1]]

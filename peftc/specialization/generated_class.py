@@ -23,7 +23,7 @@ from peftc.rewriting.edits import RegionEdit, own_children, own_length
 from peftc.rewriting.insert import Inserter
 from peftc.specialization.call_paths import CallPaths, CallTraces
 from peftc.specialization.code_printer import OtherPath, function_body
-from peftc.specialization.expressions import call_arguments, conjunction, dispatched, function
+from peftc.specialization.expressions import call_arguments, conjunction, function, write_dispatch
 from peftc.specialization.names import FIXED_NAMES, GlobalNames
 from peftc.tracing.bytecode import reachable_code
 from peftc.tracing.module_calls import bind_arguments
@@ -215,7 +215,7 @@ class GeneratedClass:
         parts = [f"# {label}\n{v.source}" for label, v in zip(labels, self.variants, strict=True)]
         if self.inline:
             passed = call_arguments(self.signature)
-            lines = dispatched([(v.conditions, f"return {v.name}({passed})") for v in self.variants])
+            lines = write_dispatch([(v.conditions, f"return {v.name}({passed})") for v in self.variants])
             parts.append(function("dispatch", self.signature, [*lines, f"return respecialize({passed})"]))
         return "\n\n\n".join(parts)
 

@@ -85,7 +85,7 @@ class GuardedTracer(RegionTracer):
                 return value
             return super().guard(node if number is None else number, kind, value)
         condition = self.sizes.rebuild(node) if node.meta["origin"] in self.size_guards else None
-        return self.fork(node, likely=value) if condition is None else super().guard(condition, kind, value)
+        return self.outcome_of(node, likely=value) if condition is None else super().guard(condition, kind, value)
 
     @property
     def sizes(self) -> InputSizes:

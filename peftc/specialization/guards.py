@@ -28,20 +28,20 @@ def conditions(
     """All conditions on a call, cheapest first. `keywords`: the names that `**` may contain."""
     traced, tracer = call
     paths = {f"{owner}.{name}".lstrip("."): value for (owner, name), value in traced.attribute_guards.items()}
-    facts = {name: _is(attribute_path(name), value) for name, value in paths.items()}
+    facts = {name: _equals(attribute_path(name), value) for name, value in paths.items()}
     texts = [facts[f"{o}.{n}".lstrip(".")] for o, n in traced.attribute_guards if n == "training"]
     texts += _arguments(call, passthrough, keywords, expressions)
     texts += [*facts.values(), *(f"{attribute_path(n)} is not None" for n in tracer.numbers if n not in paths)]
     for (name, args), value in tracer.global_state.items():  # queries of torch's state
         query = f"torch.{name}({', '.join(map(repr, args))})"
-        texts.append(_is(query, value) if isinstance(value, bool) else f"{query} == {value}")
+        texts.append(_equals(query, value) if isinstance(value, bool) else f"{query} == {value}")
     if traced.depends_on_dtype:
         texts += _dtypes(traced, tracer, passthrough)
-    texts += [_computed(guard, expressions) for guard in traced.guards if not _only_inside(guard)]
+    texts += [_condition(guard, expressions) for guard in traced.guards if not _is_unknown_before(guard)]
     return list(dict.fromkeys(texts))
 
 
-def _is(text: str, value: Any) -> str:
+def _equals(text: str, value: Any) -> str:
     if isinstance(value, bool):
         return text if value else f"not {text}"
     return f"{text} is None" if value is None else f"{text} == {value!r}"
@@ -116,7 +116,7 @@ def _dtypes(traced: RegionTrace, tracer: GuardedTracer, passthrough: frozenset[s
         yield f"{attribute_path(name)}.dtype == {dtype}"
 
 
-def _computed(guard: Guard, expressions: Expressions) -> str:
+def _condition(guard: Guard, expressions: Expressions) -> str:
     """The condition for one guard. Raises: P406 if its value is known only at run time."""
     acting = next((n for n in ancestors(guard.node) if has_side_effects(n)), None)
     if acting is not None:
@@ -129,7 +129,7 @@ def _computed(guard: Guard, expressions: Expressions) -> str:
         case "type":
             return f"isinstance({text}, {expressions.names.of(value)})"
         case "bool":
-            return _is(text, value)
+            return _equals(text, value)
         case "len":
             return f"len({text}) == {value}"
         case "keys":
@@ -141,7 +141,7 @@ def _computed(guard: Guard, expressions: Expressions) -> str:
             return f"{text} is None" if guard.kind == "is" and value is None else f"{text} == {value!r}"
 
 
-def _only_inside(guard: Guard) -> bool:
+def _is_unknown_before(guard: Guard) -> bool:
     """Whether no expression of the arguments can test a guard: its value is computed inside."""
     return has_side_effects(guard.node) if guard.kind == "type" else guard.kind == "is" and _is_child_result(guard.node)
 

@@ -48,7 +48,7 @@ class ConcreteProxy(fx.Proxy):
         try:
             value = bool(self._value)
         except DataDependentOutputException:
-            return self.tracer.fork(self.node)
+            return self.tracer.outcome_of(self.node)
         return self.tracer.guard(self.node, "bool", value)
 
     def __index__(self) -> int:

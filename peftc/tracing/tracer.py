@@ -219,7 +219,7 @@ class ApproximateTracer(RegionTracer):
     def __init__(self) -> None:
         super().__init__(lambda name: next(self.root.get_submodule(name).children(), None) is not None)
 
-    def fork(self, condition: fx.Node, likely: bool = True) -> bool:
+    def outcome_of(self, condition: fx.Node, likely: bool = True) -> bool:
         return False
 
     def format_value(self, value: Any, spec: str) -> str:

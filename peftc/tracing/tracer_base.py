@@ -74,7 +74,7 @@ class TracerBase(fx.Tracer):
         if value is None and self.recording:
             raise NoneAccess(node.meta["origin"])
 
-    def fork(self, condition: fx.Node, likely: bool = True) -> bool:
+    def outcome_of(self, condition: fx.Node, likely: bool = True) -> bool:
         """The outcome that the trace assumes for a branch on tensor values: only a run tells."""
         if self.open_contexts or self.loops.iterations:  # the other path would have to leave the block, too
             raise TraceError("a branch on tensor values is inside of a `with` block or a loop")
