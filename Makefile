@@ -4,9 +4,10 @@ BIN := .venv/bin
 READY := .venv/ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 OLDEST := .venv-oldest/ready
+FOREIGN := .venv-foreign/ready
 CORE := tests/models tests/tracing tests/observation tests/recognition tests/rewriting tests/specialization tests/adapters/test_saved.py tests/adapters/test_saved_refusals.py tests/test_compiler.py --ignore tests/specialization/test_variants.py
 
-.PHONY: demo test test-full oldest lint format types package check benchmarks coverage adversarial interrupts verify mutants suite docs clean
+.PHONY: demo test test-full oldest lint format types package check benchmarks coverage adversarial interrupts verify mutants suite docs foreign clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -87,12 +88,24 @@ $(READY): pyproject.toml constraints-dev.txt
 	$(PIP) install --quiet -c constraints-dev.txt --no-deps --upgrade --target .venv/torchao torchao
 	touch $@
 
-# Finds in .venv what it does not have itself.
+# Every model of benchmarks/foreign_models, from code bases that peftc was not written for.
+foreign: $(FOREIGN)
+	OMP_NUM_THREADS=1 .venv-foreign/bin/python -m benchmarks.foreign
+
+# Each finds in .venv what it does not have itself.
+define beside
+$(BIN)/python -m venv --clear $(1)
+$(BIN)/python -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" \
+	> $$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/beside.pth
+$(1)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $(2)
+endef
+
 $(OLDEST): $(READY) constraints-oldest.txt
-	$(BIN)/python -m venv --clear .venv-oldest
-	$(BIN)/python -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" \
-		> $$(.venv-oldest/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/beside.pth
-	.venv-oldest/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r constraints-oldest.txt
+	$(call beside,.venv-oldest,constraints-oldest.txt)
+	touch $@
+
+$(FOREIGN): $(READY) constraints-foreign.txt
+	$(call beside,.venv-foreign,constraints-foreign.txt)
 	touch $@
 
 clean:
