@@ -1,7 +1,6 @@
 """Fake tensors: shapes, dtypes and devices without data."""
 
 import copy
-import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -16,13 +15,13 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
+from peftc.fakes.library_hooks import HOOKS, copy_library_hooks
 from peftc.modules.instance_forward import class_and_attributes
 from peftc.modules.memory import MEMORY, memory_of
 from peftc.modules.offload import is_dispatched
 
 T = TypeVar("T")
 
-_HOOKS = [name for name in vars(nn.Module()) if re.match("_(forward|backward)_(pre_)?hooks", name)]
 _COPY_METHODS = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
 _IMMUTABLE = frozenset({bool, int, float, str, type(None), type, torch.dtype, torch.device})
 
@@ -70,7 +69,8 @@ def as_fake(
 def fake_copy(value: T, mode: FakeTensorMode | None = None, *, widen: bool = False, whole: bool = False) -> T:
     """A deep copy of a model, a cache or arguments in which every tensor is fake.
 
-    It keeps ties, training flags and `requires_grad`, and has neither hooks nor assigned forwards.
+    It keeps ties, training flags and `requires_grad`, and has no assigned forwards. Of the hooks it
+    has those of the libraries that define the model: flags of theirs say that they are there.
     `whole`: of a whole model; if accelerate has dispatched it, the copy is on the CPU.
     """
     mode = mode or new_mode()
@@ -85,9 +85,13 @@ def fake_copy(value: T, mode: FakeTensorMode | None = None, *, widen: bool = Fal
             for owner in (module, *unregistered):
                 parameters = owner.parameters(recurse=owner is not module)
                 memo |= {id(p): copier.fake(p) for p in parameters if id(p) not in memo}
-            memo |= {id(vars(module)[name]): OrderedDict[int, Any]() for name in _HOOKS if vars(module).get(name)}
+            memo |= {id(vars(module)[name]): OrderedDict[int, Any]() for name in HOOKS if vars(module).get(name)}
         with copier:
-            return cast(T, _copy_module(value, memo)) if isinstance(value, nn.Module) else copy.deepcopy(value, memo)
+            if not isinstance(value, nn.Module):
+                return copy.deepcopy(value, memo)
+            model = _copy_module(value, memo)
+            copy_library_hooks(value, memo)
+            return cast(T, model)
 
 
 class _CopyAsFake(TorchFunctionMode):

@@ -46,6 +46,7 @@ class LayerSites:
 
     def __init__(self, layer: str, kind: LayerType, steps: Steps, stack: str, cache: dict[object, Any]) -> None:
         self.layer, self.kind, self.steps, self.stack, self.cache = layer, kind, steps, stack, cache
+        self.kind_name = cache.setdefault(id(kind), f"{kind.name}@{layer}")  # of the first layer of the type
         self.graph = kind.layer
         stream = stream_input(kind.traced.graph)
         assert stream is not None
@@ -212,11 +213,10 @@ class LayerSites:
 
     def site(self, steps: Steps, module: str, states: dict[str, State], group: str = "") -> Site:
         steps = self.steps + steps
-        kind = f"{self.kind.name}@{id(self.kind)}"
         flat = any(s.activation is not None and s.activation.node in self.flat for s in states.values())
         stream = self.state("stream", self.stream) if flat else None
         path, group = path_of(steps), group or self.stack
-        return Site(path, steps, module, self.layer, kind, states, group=group, layer_input=stream)
+        return Site(path, steps, module, self.layer, self.kind_name, states, group=group, layer_input=stream)
 
     def full(self, name: str) -> str:
         return f"{self.layer}.{name}".rstrip(".")
