@@ -15,32 +15,46 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 SECONDS, GIGABYTES = 120.0, 6
+WORKER = "benchmarks.families.worker"
 Job = dict[str, Any]
 Answer = dict[str, Any]
 
 
-def run(jobs: Iterable[Job], workers: int, seconds: float = SECONDS) -> Iterator[tuple[Job, Answer]]:
-    """The answers of the jobs as they arrive; {"error": …} for a job that killed its worker."""
+def run(
+    jobs: Iterable[Job], workers: int, seconds: float = SECONDS, worker: str = WORKER, fresh: bool = False
+) -> Iterator[tuple[Job, Answer]]:
+    """The answers of the jobs as they arrive; {"error": …} for a job that killed its worker.
+
+    Args: `worker`: the module that answers. `fresh`: each job has a process of its own.
+    """
     waiting, done = queue.SimpleQueue[Job](), queue.SimpleQueue[tuple[Job, Answer]]()
     count = 0
     for job in jobs:
         waiting.put(job)
         count += 1
     for _ in range(min(workers, count)):
-        threading.Thread(target=_work, args=(waiting, done, seconds), daemon=True).start()
+        threading.Thread(target=_work, args=(waiting, done, seconds, worker, fresh), daemon=True).start()
     for _ in range(count):
         yield done.get()
 
 
-def _work(waiting: queue.SimpleQueue[Job], done: queue.SimpleQueue[tuple[Job, Answer]], seconds: float) -> None:
+def _work(
+    waiting: queue.SimpleQueue[Job],
+    done: queue.SimpleQueue[tuple[Job, Answer]],
+    seconds: float,
+    module: str,
+    fresh: bool,
+) -> None:
     worker = None
     while True:
         try:
             job = waiting.get_nowait()
         except queue.Empty:
             break
-        worker = worker or _Worker()
+        worker = worker or _Worker(module)
         answer = worker.ask(job, seconds)
+        if fresh and not worker.dead:
+            worker.stop()
         if worker.dead:
             worker = None
         done.put((job, answer))
@@ -49,10 +63,10 @@ def _work(waiting: queue.SimpleQueue[Job], done: queue.SimpleQueue[tuple[Job, An
 
 
 class _Worker:
-    def __init__(self) -> None:
+    def __init__(self, module: str) -> None:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.families.worker"],
+            [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
