@@ -246,7 +246,7 @@ class Recorder:
         skippable = [] if run_all else [self.model.get_submodule(n) for n in record.candidates]
         skipping = skip_repeated(self.model, skippable, record=record)
         try:
-            with self.mode, uses, fake_data_answers(), torch.no_grad(), skipping:
+            with self.mode, uses, fake_data_answers(), torch.no_grad(), skipping, self.direct_calls():
                 call()
         except Exception:
             record.layers = {n: layer for n, layer in record.layers.items() if record.calls[n].output_shape}
@@ -257,6 +257,28 @@ class Recorder:
                 handle.remove()
         record.external_reads, record.closure_reads = uses.external_reads(record.candidates), uses.closure_reads
         return record
+
+    @shielded
+    def direct_calls(self) -> Generator[None]:
+        """Inside, calls of a module's `forward` are noted as calls of the module are by hooks."""
+        forwards = [(module, vars(module).get("forward")) for module in self.model.modules()]
+        try:
+            for module, _ in forwards:
+                vars(module)["forward"] = partial(self.run_forward, module, module.forward)
+            yield
+        finally:
+            for module, forward in forwards:
+                vars(module).pop("forward", None)
+                if forward is not None:
+                    vars(module)["forward"] = forward
+
+    def run_forward(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self.modules and self.modules[-1] == self.names[id(module)]:  # a hook has noted the call
+            return forward(*args, **kwargs)
+        self.enter(module, args, kwargs)
+        result = forward(*args, **kwargs)
+        self.leave(module, args, result)
+        return result
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         record, name = self.record, self.names[id(module)]

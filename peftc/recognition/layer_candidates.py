@@ -4,7 +4,8 @@ A stage is a repeated module with a list of layers: all its sub-layers are those
 the list. A layer with a list of experts, or of feed-forward networks, has an attention beside them.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -12,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from peftc.dataflow.nodes import module_path
 from peftc.recognition.roles import SubLayer
 
-LISTS = (nn.ModuleList, nn.Sequential)
+LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -20,7 +21,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     """The names of the modules that a transformer repeats: its layers.
 
     transformers marks them as `GradientCheckpointingLayer`. Other layers are the elements of lists
-    whose elements have one class.
+    whose elements have one class, or that have several elements of one class among others.
     """
     marked = [n for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
     marked = [n for n in marked if not _holds_list(model, n, marked)]
@@ -33,12 +34,30 @@ def _unmarked_blocks(model: nn.Module, marked: list[str]) -> list[str]:
     owners = {".".join(n.split(".")[:i]) for n in marked for i in range(len(n.split(".")))}
     blocks: list[str] = []
     for name, children in model.named_modules():
-        if not isinstance(children, LISTS) or name in owners or len({type(c) for c in children}) != 1:
-            continue
-        nested = any(name.startswith(f"{other}.") for other in (*marked, *blocks))
-        if not nested and all(sum(p.ndim == 2 for p in c.parameters()) >= 2 for c in children):
-            blocks += [f"{name}.{i}".lstrip(".") for i in range(len(children))]
+        nested = any(f"{name}.".startswith(f"{other}.") for other in (*marked, *blocks))
+        if isinstance(children, LISTS) and name not in owners and not nested:
+            blocks += [f"{name}.{child}".lstrip(".") for child in _blocks_in(children)]
     return blocks
+
+
+def _blocks_in(children: nn.Module) -> list[str]:
+    """The elements of a list that have several matrices, and code that may be a layer's."""
+    elements = list_elements(children)
+    blocks = {n: c for n, c in elements.items() if sum(p.ndim == 2 for p in c.parameters()) >= 2 and is_callable(c)}
+    classes = Counter(map(type, blocks.values()))
+    repeats = len(blocks) == len(elements) and len(classes) == 1
+    return list(blocks) if repeats or max(classes.values(), default=0) > 1 else []
+
+
+def list_elements(children: nn.Module) -> dict[str, nn.Module]:
+    """The elements of a list, by name, without placeholders."""
+    # Seen in: DINOv2, whose lists begin with `nn.Identity` so that names are those of all layers
+    return {name: child for name, child in children.named_children() if not isinstance(child, nn.Identity)}
+
+
+def is_callable(module: nn.Module) -> bool:
+    """Whether a module has a forward: a ModuleList has none."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _holds_list(model: nn.Module, name: str, blocks: list[str]) -> bool:
@@ -66,22 +85,32 @@ def refined(blocks: list[str], subs: Mapping[str, Sequence[SubLayer]], model: nn
     names: list[str] = []
     for members in lists.values():
         stages = are_stages([(subs[name], model.get_submodule(name)) for name in members if name in subs])
-        names += [inner for name in members for inner in _listed_blocks(model, name)] if stages else members
+        names += [inner for name in members for inner in _listed_blocks(model, name) or [name]] if stages else members
     return names
 
 
 def are_stages(blocks: Sequence[tuple[Sequence[SubLayer], nn.Module]]) -> bool:
     """Whether all sub-layers of the blocks of one list are those of blocks listed in them; where
-    they have none, whether what is listed in them has parts.
+    they have none, whether what is listed in them has parts. A block whose list holds one
+    sub-layer each, of several kinds, is a layer.
     """
     # Seen in: ALBERT, CvT, Donut, Swin V2
-    listed = [(subs, block, _listed_blocks(block, "")) for subs, block in blocks]
+    with_subs = [(subs, block) for subs, block in blocks if subs]
+    listed = [(subs, block, _listed_blocks(block, "")) for subs, block in with_subs or blocks]
     if not blocks or not all(inside for _, _, inside in listed):
         return False
-    if any(subs for subs, _ in blocks):
-        paths = [(f"{module_path(sub.add)}.", inside) for subs, _, inside in listed for sub in subs]
-        return all(any(path.startswith(f"{name}.") for name in inside) for path, inside in paths)
+    if with_subs:
+        owners = [[(next(_owners(sub, inside), None), sub.kind) for sub in subs] for subs, _, inside in listed]
+        are_layers = any(max(Counter(name for name, _ in block).values(), default=0) > 1 for block in owners)
+        one_kind = len({kind for block in owners for _, kind in block}) == 1
+        return (are_layers or one_kind) and all(name is not None for block in owners for name, _ in block)
     return all(_is_nested(block.get_submodule(name)) for _, block, inside in listed for name in inside)
+
+
+def _owners(sub: SubLayer, blocks: Iterable[str]) -> Iterator[str]:
+    """Of some blocks the one whose code adds a sub-layer to the stream."""
+    path = f"{module_path(sub.add)}."
+    return (name for name in blocks if path.startswith(f"{name}."))
 
 
 def _is_nested(block: nn.Module) -> bool:
@@ -91,10 +120,9 @@ def _is_nested(block: nn.Module) -> bool:
 
 
 def _listed_blocks(model: nn.Module, block: str) -> list[str]:
-    """The elements of the lists in a block of modules with matrices of their own."""
+    """The elements of the lists in a block, itself perhaps one, of modules with matrices."""
     modules = model.get_submodule(block).named_modules(prefix=block)
-    inside = ((name, module) for name, module in modules if name != block)
-    return _elements(inside, lambda module: sum(p.ndim >= 2 for p in module.parameters()) >= 2)
+    return _elements(modules, lambda module: sum(p.ndim >= 2 for p in module.parameters()) >= 2)
 
 
 def convolutional_blocks(model: nn.Module) -> list[str]:
@@ -112,9 +140,11 @@ def _elements(modules: Iterable[tuple[str, nn.Module]], is_block: Callable[[nn.M
     """The elements of the outermost lists of blocks of one class, which are no lists themselves."""
     names: list[str] = []
     for path, module in modules:
-        blocks = list(module.children()) if isinstance(module, LISTS) else []
-        if len({type(b) for b in blocks}) != 1 or isinstance(blocks[0], LISTS) or not all(map(is_block, blocks)):
+        blocks = list_elements(module) if isinstance(module, LISTS) else {}
+        if len(set(map(type, blocks.values()))) != 1 or not all(map(is_block, blocks.values())):
             continue
-        if not any(path.startswith(f"{name}.") for name in names):
-            names += [f"{path}.{i}".lstrip(".") for i in range(len(blocks))]
+        if any(isinstance(block, LISTS) for block in blocks.values()):
+            continue
+        if not any(f"{path}.".startswith(f"{name}.") for name in names):
+            names += [f"{path}.{name}".lstrip(".") for name in blocks]
     return names

@@ -15,6 +15,7 @@ from peftc.dataflow.nodes import ancestors
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.rewriting.boundary import base_call
 from peftc.specialization.names import GlobalNames
+from peftc.tracing.operations import DIRECT
 
 WIDTH = 110  # of generated lines
 INFIX = {
@@ -53,7 +54,8 @@ class Expressions:
         if node.op == "get_attr":
             return attribute_path(target)
         if node.op == "call_module":
-            return f"{attribute_path(target)}({self.arguments(node, args)})"
+            method = ".forward" if DIRECT in node.meta else ""
+            return f"{attribute_path(target)}{method}({self.arguments(node, args)})"
         if node.op == "call_method":
             return f"{self.operand(args[0])}.{target}({self.arguments(node, args[1:])})"
         if target is getattr:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers.modeling_utils import AttentionInterface
 
+DIRECT = "direct"  # in the meta of a module's call: code calls its `forward`, past its hooks
+
 
 def attention(module: Any, eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Leaf: a call of the attention implementation, which is looked up when the leaf runs."""

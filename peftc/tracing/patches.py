@@ -105,6 +105,14 @@ def instrument(cls: type) -> type:
             return parent.__call__(self, *args, **kwargs)
         return tracer.call_module(self, parent.__call__, args, kwargs)
 
+    def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        tracer = current_tracer()
+        if tracer is None or tracer.is_running(self):
+            return parent.forward(self, *args, **kwargs)
+        return tracer.call_module(self, parent.forward, args, kwargs, direct=True)
+
+    forward.__wrapped__ = parent.forward  # pyright: ignore[reportFunctionMemberAccess]
+
     def __getattribute__(self: Any, name: str) -> Any:
         value = parent.__getattribute__(self, name)
         if type(value) not in PLAIN:
@@ -118,7 +126,7 @@ def instrument(cls: type) -> type:
             tracer.read_tensor(self, name, value)
         return value
 
-    members = {f.__name__: f for f in (__call__, __getattribute__, __getattr__)}
+    members = {f.__name__: f for f in (__call__, forward, __getattribute__, __getattr__)}
     return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
 
 

@@ -18,7 +18,7 @@ from peftc.fakes.data_answers import data_answers, fake_data_answers, fake_tenso
 from peftc.tracing.bytecode import Origin, position_of, running_stack
 from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, leaves, version
 from peftc.tracing.module_calls import bind_arguments, functional_linear, is_constant, with_positional_tensors
-from peftc.tracing.operations import attention
+from peftc.tracing.operations import DIRECT, attention
 from peftc.tracing.patches import has_context_decorator, instrument_modules, patch_libraries
 from peftc.tracing.proxy import Attribute, ConcreteProxy, attribute_proxy, concrete_values, is_proxy, nested_nodes
 from peftc.tracing.ragged_loops import ragged_result
@@ -137,7 +137,9 @@ class RegionTracer(TracerBase):
         node.meta["example"] = value
         return node
 
-    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_module(
+        self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], direct: bool = False
+    ) -> Any:
         """Records the call of a child as a node, or enters its code."""
         name = self.module_names.get(id(m))
         if name is None:
@@ -147,6 +149,8 @@ class RegionTracer(TracerBase):
         arguments = bind_arguments(type(m).forward, m, args, kwargs)
         inlined = self.inline(name)
         result = self.enter(m, args, kwargs) if inlined else self.record("call_module", name, args, kwargs)
+        if direct and not inlined and is_proxy(result):
+            result.node.meta[DIRECT] = True
         position = position_of(running_stack())
         call = ModuleCall(name, self.caller, nested_nodes(arguments), nested_nodes(result), inlined, position)
         self.calls.append(call)

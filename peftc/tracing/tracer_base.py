@@ -51,6 +51,16 @@ class TracerBase(fx.Tracer):
         """The name of the module whose code is running; "" for the region itself."""
         return self.call_stack[-1] if self.call_stack else ""
 
+    def call_module(
+        self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], direct: bool = False
+    ) -> Any:
+        """What Python gets for a call of `m`. `direct`: of its `forward`, past its hooks."""
+        return forward(m, *args, **kwargs)
+
+    def is_running(self, module: nn.Module) -> bool:
+        """Whether the code that is running is the module's own."""
+        return self.module_names.get(id(module)) == self.caller
+
     def guard(self, node: fx.Node, kind: str, value: Any) -> Any:
         """While recording, adds the guard that `kind` of `node` is `value`. Returns `value`."""
         if self.recording:
