@@ -61,9 +61,9 @@ class Plain(nn.Module):
         self._scale(reference.name, positions, repeated[None].expand(positions.shape))
 
     def insert(self, x: str, h: str, form: Form) -> None:
-        """h = form(x, h): x is the input of one module, h the output of another."""
+        """h = form(x, h): x is the input of a module (`:out`: its output), h the output of one."""
         seen: dict[str, Tensor] = {}
-        source, target = attention_module(self.base, x), attention_module(self.base, h)
+        source, target = attention_module(self.base, x.removesuffix(":out")), attention_module(self.base, h)
         convolution = isinstance(target, _CONVOLUTIONS)
 
         def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -78,7 +78,10 @@ class Plain(nn.Module):
             return (changed, *out[1:]) if isinstance(out, tuple) else changed
 
         self.unreached.append(h)
-        source.register_forward_pre_hook(remember, with_kwargs=True)
+        if x.endswith(":out"):
+            source.register_forward_hook(lambda module, args, out: remember(module, (out,), {}))
+        else:
+            source.register_forward_pre_hook(remember, with_kwargs=True)
         target.register_forward_hook(change, with_kwargs=True)
 
     def _weight(self, name: str) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class Entry:
     text: str
     reference: Reference
     key: tuple[str, bytes]
+    optional: bool = False
 
 
 @dataclass
@@ -56,20 +58,21 @@ class Comparison:
 def entries(case: Case, model: nn.Module) -> list[Entry]:
     """The expected table. Raises ValueError where the table names what the model does not have."""
     canonical = canonical_names(model)
-    return [
-        Entry(stack, layer, role, number, text, reference, _key(canonical, reference.name, reference.matrix(model)))
-        for stack in case.stacks
-        for layer in stack.layers
-        for role, texts in stack.roles.items()
-        for number, text in enumerate(expanded(texts, layer))
-        for reference in [parse(text, model)]
-    ]
+    result: list[Entry] = []
+    for stack in case.stacks:
+        for layer, (roles, optional) in product(stack.layers, ((stack.roles, False), (stack.optional, True))):
+            for role, texts in roles.items():
+                for number, text in enumerate(expanded(texts, layer)):
+                    reference = parse(text, model)
+                    key = _key(canonical, reference.name, reference.matrix(model))
+                    result.append(Entry(stack, layer, role, number, text, reference, key, optional))
+    return result
 
 
 def compared(case: Case, model: nn.Module, table: Any) -> Comparison:
     """The difference between a site table and the expected roles."""
     expected, actual = entries(case, model), list(_actual(model, table))
-    result = Comparison(expected=expected)
+    result = Comparison(expected=[entry for entry in expected if not entry.optional])
     by_key = defaultdict[tuple[str, bytes], list[tuple[Any, str]]](list)
     for site, role, key in actual:
         by_key[key].append((site, role))
@@ -80,15 +83,14 @@ def compared(case: Case, model: nn.Module, table: Any) -> Comparison:
         if match is not None:
             result.sites[match.path] = entry
             hits.add(match.path)
-        else:
+        elif not entry.optional:
             _explain(entry, actual, candidates, result)
     extra = [(site, role) for site, role, _ in actual if site.path not in hits and role.split(".")[-1] in COMPLETE]
     result.wrong += [f"{role} at {_weight_name(site)}: not expected" for site, role in extra]
     result.wrong += _layers_out_of_order(result.sites)
-    present = {entry.role for entry in result.sites.values()}
-    absent = {entry.role for entry in expected} - present
-    lacking = {e.role for e in expected if id(e) not in {id(one) for one in result.sites.values()}}
-    result.partial = lacking - absent
+    known = {id(entry) for entry in result.sites.values()}
+    lacking = {entry.role for entry in result.expected if id(entry) not in known}
+    result.partial = lacking & {entry.role for entry in result.sites.values()}
     return result
 
 

@@ -42,14 +42,17 @@ class Stack:
             shared `kv`), both roles have the same reference.
         states: where `x` and `h` of a sub-layer are not at the border of a module of the table:
             `attn.x`, `attn.h`, `ffn.x`, `ffn.h` (with `self` or `cross` as in the roles) -> the
-            module, with `{i}`, whose input (`x`) or output (`h`) it is; None where no module has
-            it. By default `x` is the input of q or up, and `h` the output of o or down. Needed
-            where a gate, a scale (`LayerScale`), or a norm stands behind o or down, before the sum.
+            module, with `{i}`, whose input (`x`) or output (`h`) it is, or for an `x` that is the
+            output of a module, "blocks.{i}.norm1:out"; None where no module has it. By default `x`
+            is the input of q or up, and `h` the output of o or down. Needed where a gate, a scale
+            (`LayerScale`), or a norm stands behind o or down, before the sum.
+        optional: roles where the code can be read in two ways: a site is right, and none is, too.
     """
 
     layers: tuple[str | int, ...]
     roles: Mapping[str, str | tuple[str, ...]]
     states: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
+    optional: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict[str, str | tuple[str, ...]])
 
 
 @dataclass(frozen=True)
