@@ -104,8 +104,9 @@ $(OLDEST): $(READY) constraints-oldest.txt
 	$(call beside,.venv-oldest,constraints-oldest.txt)
 	touch $@
 
-$(FOREIGN): $(READY) constraints-foreign.txt
+$(FOREIGN): $(READY) constraints-foreign.txt benchmarks/foreign_environment/sitecustomize.py
 	$(call beside,.venv-foreign,constraints-foreign.txt)
+	cp benchmarks/foreign_environment/sitecustomize.py $$(.venv-foreign/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 	touch $@
 
 clean:
