@@ -7,7 +7,7 @@ OLDEST := .venv-oldest/ready
 FOREIGN := .venv-foreign/ready
 CORE := tests/models tests/tracing tests/observation tests/recognition tests/rewriting tests/specialization tests/adapters/test_saved.py tests/adapters/test_saved_refusals.py tests/test_compiler.py --ignore tests/specialization/test_variants.py
 
-.PHONY: demo test test-full oldest lint format types package check benchmarks coverage adversarial interrupts verify mutants suite docs foreign clean
+.PHONY: demo test test-full oldest lint format types tables package check benchmarks coverage adversarial interrupts verify mutants suite docs foreign clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -36,6 +36,11 @@ format: $(READY)
 
 types: $(READY)
 	$(BIN)/pyright
+
+# What the parser reads, of the grammar.
+tables: $(READY)
+	$(BIN)/python -m tools.parser_tables > grammar/peft.tables.new
+	mv grammar/peft.tables.new grammar/peft.tables.json
 
 package: $(READY)
 	PYTHON=$(BIN)/python .ci/package

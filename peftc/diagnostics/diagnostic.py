@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Severity = Literal["error", "warning"]
 
@@ -24,8 +24,7 @@ class Source:
     text: str
 
 
-@dataclass(frozen=True, order=True)
-class Span:
+class Span(NamedTuple):
     """A half-open range of a text: offsets in characters from 0, lines and columns from 1.
 
     Attributes:

@@ -10,6 +10,7 @@ error[P201]: `layer[*].attn.croos` matches nothing in facebook/bart-large
 
 import json
 import os
+import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
@@ -18,6 +19,7 @@ from typing import Any, TextIO
 from peftc.diagnostics.diagnostic import Diagnostic, Source, Span, printable
 
 _WIDTH = 160  # most characters of a source line
+_ASCII = re.compile(r"[\x00-\x7f]+")
 _BOLD, _RED, _YELLOW, _BLUE, _RESET = "\033[1m", "\033[1;31m", "\033[1;33m", "\033[1;34m", "\033[0m"
 
 
@@ -66,7 +68,8 @@ class _Painter:
         end = max(start + 1, min(end, len(line) + 1))
         # Of a long line, the part around the span; without control characters.
         first = max(0, min(start - _WIDTH // 3, len(line) - _WIDTH))
-        part = "".join(char if char.isprintable() else " " for char in line[first : first + _WIDTH])
+        part = line[first : first + _WIDTH]
+        part = part if part.isprintable() else "".join(char if char.isprintable() else " " for char in part)
         left, right = "…" if first else "", "…" if first + _WIDTH < len(line) else ""
         start, end = start - first + len(left), min(end - first, len(part) + 1) + len(left)
         excerpt = left + part + right
@@ -88,7 +91,9 @@ def _split(text: str) -> list[str]:
 
 def _cells(text: str) -> int:
     """The number of terminal columns of `text`."""
-    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+    others = _ASCII.sub("", text)
+    widths = (0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in others)
+    return len(text) - len(others) + sum(widths)
 
 
 # For programs

@@ -18,6 +18,11 @@ def grammar() -> str:
     return (folder("grammar") / "peft.lark").read_text(encoding="utf-8")
 
 
+def parser_tables() -> str:
+    """The tables that `tools/parser_tables.py` makes of the grammar, as JSON."""
+    return (folder("grammar") / "peft.tables.json").read_text(encoding="utf-8")
+
+
 def recipes() -> dict[str, Path]:
     """The standard recipes by name: `scaled_parallel` is the file scaled-parallel.peft."""
     return {path.stem.replace("-", "_"): path for path in sorted(folder("specs").glob("*.peft"))}

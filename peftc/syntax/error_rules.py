@@ -6,11 +6,9 @@ tests/syntax/malformed.py has examples of each. A comment shows one where the ru
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lark import Token
-
 from peftc.diagnostics import Diagnostic
 from peftc.diagnostics.suggestions import nearest
-from peftc.syntax.lexer import excerpt, keywords, span_of, spelling
+from peftc.syntax.lexer import Token, excerpt, keywords, spelling
 
 CLOSING = {"LBRACE": "RBRACE", "LPAR": "RPAR", "LSQB": "RSQB"}
 ASSIGNMENTS = frozenset({"EQUAL", "PLUS_EQUAL", "STAR_EQUAL"})
@@ -98,7 +96,7 @@ class ErrorContext:
     ) -> tuple[Diagnostic, Token]:
         """A diagnostic that underlines `at`, or the unexpected token; and that token."""
         token = self.token if at is None else at
-        return Diagnostic(code, message, span_of(token), help=help_, label=label), token
+        return Diagnostic(code, message, token.span, help=help_, label=label), token
 
 
 def error_context(tokens: Sequence[Token], at: int, accepts: frozenset[str], stack: Sequence[object]) -> ErrorContext:
@@ -147,7 +145,7 @@ def _header(c: ErrorContext) -> Error | None:
 
 def _brackets(c: ErrorContext) -> Error | None:
     if c.open_brackets and _is_unclosed(c):
-        line = "" if c.type == "$END" else f" in line {c.token.line}"
+        line = "" if c.type == "$END" else f" in line {c.token.span.line}"
         help_ = f"close it before {c.unexpected}{line}"
         if line and c.bracket == "LBRACE":
             help_ += "; an edit contains equations and `let`, no other statement"

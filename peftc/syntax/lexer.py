@@ -1,56 +1,41 @@
 """The lexer: text to tokens and comments. It accepts any text; unknown characters become tokens."""
 
 import re
+import sys
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
-
-from lark import Lark, Token
-from lark.lark import PostLex
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate, repeat
+from typing import NamedTuple
 
 from peftc.diagnostics import Diagnostic, Span
-from peftc.filesystem import resources
+from peftc.syntax.tables import END, tables
 
 
-class _UnusedTerminals(PostLex):
-    """Makes Lark keep the terminals that no rule uses: comments and invalid tokens."""
+class Token(NamedTuple):
+    """A word of the text, and its terminal of the grammar."""
 
-    always_accept = ("COMMENT", "BAD_NUMBER", "OPEN_STRING", "STRAY")
+    type: str
+    text: str
+    span: Span
 
-    def process(self, stream: Iterator[Token]) -> Iterator[Token]:
-        return stream
-
-
-_LARK = {"lexer": "basic", "start": ["spec", "expression"], "maybe_placeholders": False, "postlex": _UnusedTerminals()}
-
-
-@cache
-def lark_parser() -> Lark:
-    """The LALR(1) parser of grammar/peft.lark. A conflict in the grammar raises an exception."""
-    return Lark(resources.grammar(), parser="lalr", strict=True, propagate_positions=True, **_LARK)
+    def __str__(self) -> str:
+        return self.text
 
 
-@cache
-def lark_lexer() -> Lark:
-    """The terminals alone. `lark_parser().lex` would build a new lexer for every text."""
-    return Lark(resources.grammar(), parser=None, **_LARK)
-
-
-@cache
 def keywords() -> dict[str, str]:
     """The keywords, as terminal -> text."""
-    terminals = ((t.name, t.pattern.value) for t in lark_parser().terminals if t.pattern.type == "str")
-    return {name: text for name, text in terminals if re.fullmatch(r"[a-z]+", text)}
+    return {terminal: text for text, terminal in tables().keywords.items()}
 
 
 def spelling(terminal: str) -> str:
     """A terminal in a message: `+=`, a name, the end of the text."""
-    texts = {t.name: f"`{t.pattern.value}`" for t in lark_parser().terminals if t.pattern.type == "str"}
+    texts = {name: f"`{text}`" for name, text in tables().spellings.items()}
     classes = {"NUMBER": "a number", "NAME": "a name", "STRING": "a string", "COMPARISON": "a comparison"}
     return (texts | classes).get(terminal, "the end of the text")
 
 
+_new = tuple.__new__  # of named tuples, whose own constructor takes twice as long
 _HEADER = re.compile(r"\ufeff?(?:[ \t\f\r\n]|#[^\r\n]*+)*+peft[ \t\f\r\n]+[0-9]")
 
 
@@ -59,46 +44,67 @@ def begins_as_spec(text: str) -> bool:
     return _HEADER.match(text) is not None
 
 
-@dataclass(frozen=True)
-class TokenStream:
-    """The tokens of a text, ending in `$END`, and its comments."""
+class Lexemes:
+    """A text cut into words, of which each has the same number in parallel lists.
 
-    tokens: tuple[Token, ...]
-    comments: tuple[Token, ...]
+    Space and comments are words, too, so that one ends where the next one begins. The last word is
+    `$END`, directly after the last character that is not white space.
+    """
+
+    def __init__(self, text: str) -> None:
+        text = " " + text[1:] if text.startswith("\ufeff") else text
+        words = tables().lexer.findall(text)
+        terminals = _terminals_of(words)
+        self.words: list[str] = [*words, ""]
+        self.types: list[str] = [*map(terminals.__getitem__, words), END]
+        self._starts = [*accumulate(map(len, words), initial=0), len(text)]
+        self._lines = [*accumulate(map(str.count, words, repeat("\n")), initial=1)]
+        self._line_starts = [0, *accumulate((len(line) + 1 for line in text.split("\n")), initial=0)]
+        at = len(text.rstrip())
+        line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
+        self._end = Span(at, at, line, column, line, column)
+
+    def span(self, first: int, last: int) -> Span:
+        """The place of some words."""
+        starts, lines = self._starts, self._lines
+        start, end, line, end_line = starts[first], starts[last + 1], lines[first], lines[last]
+        begins = self._line_starts
+        return _new(Span, (start, end, line, start - begins[line] + 1, end_line, end - begins[end_line] + 1))
+
+    @cached_property
+    def tokens(self) -> tuple[Token, ...]:
+        """The words that are neither space nor comments; adjacent unknown characters are one."""
+        ignored = tables().ignored | {"COMMENT"}
+        runs: list[list[int]] = []
+        for number, terminal in enumerate(self.types[:-1]):
+            if terminal in ignored:
+                continue
+            if terminal == "STRAY" and runs and runs[-1][-1] == number - 1 and self.types[number - 1] == "STRAY":
+                runs[-1].append(number)
+            else:
+                runs.append([number])
+        return (*(self._token(run[0], run[-1]) for run in runs), Token(END, "", self._end))
+
+    @cached_property
+    def comments(self) -> tuple[Token, ...]:
+        return tuple(self._token(at, at) for at, terminal in enumerate(self.types) if terminal == "COMMENT")
+
+    @cached_property
+    def token_starts(self) -> list[int]:
+        """The offsets of the words that are neither space nor comments."""
+        ignored = tables().ignored | {"COMMENT"}
+        starts = zip(self._starts, self.types[:-1], strict=False)
+        return [*(start for start, terminal in starts if terminal not in ignored), self._end.start]
+
+    def _token(self, first: int, last: int) -> Token:
+        return Token(self.types[first], "".join(self.words[first : last + 1]), self.span(first, last))
 
 
-def tokenize(text: str) -> TokenStream:
-    """All tokens of `text`. Adjacent unknown characters form one `STRAY` token."""
-    text = " " + text[1:] if text.startswith("\ufeff") else text
-    runs: list[list[Token]] = []  # of adjacent strays; any other token is alone
-    comments: list[Token] = []
-    for token in lark_lexer().lex(text):
-        last = runs[-1][-1] if runs else None
-        if token.type == "COMMENT":
-            comments.append(token)
-        elif last and last.type == token.type == "STRAY" and last.end_pos == token.start_pos:
-            runs[-1].append(token)
-        else:
-            runs.append([token])
-    return TokenStream((*map(_join, runs), _end(text)), tuple(comments))
-
-
-def _join(run: Sequence[Token]) -> Token:
-    first, last = run[0], run[-1]
-    at = (first.start_pos, first.line, first.column, last.end_line, last.end_column, last.end_pos)
-    return Token(first.type, "".join(run), *at)
-
-
-def _end(text: str) -> Token:
-    """`$END`, directly after the last character that is not white space."""
-    at = len(text.rstrip())
-    line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
-    return Token("$END", "", at, line, column, line, column, at)
-
-
-def span_of(token: Token) -> Span:
-    positions = (token.start_pos, token.end_pos, token.line, token.column, token.end_line, token.end_column)
-    return Span(*(position or 0 for position in positions))
+def _terminals_of(words: Sequence[str]) -> dict[str, str]:
+    """The terminal of each word, which its text decides."""
+    known = tables().keywords
+    matches = ((word, tables().classifier.match(word)) for word in {*words} if word not in known)
+    return {**known, **{word: match.lastgroup or "" for word, match in matches if match}}
 
 
 def excerpt(text: str, limit: int = 30) -> str:
@@ -136,7 +142,7 @@ def repair_tokens(tokens: Sequence[Token]) -> tuple[list[Token], list[Diagnostic
     repaired: list[Token] = []
     errors: list[Diagnostic] = []
     for token in tokens:
-        text = str(token)
+        text = token.text
         match token.type:
             case "STRAY":
                 replacement = _LOOKALIKES.get(text)
@@ -154,57 +160,66 @@ def repair_tokens(tokens: Sequence[Token]) -> tuple[list[Token], list[Diagnostic
                 repaired.append(token)
                 continue
         code, message, help_ = error
-        errors.append(Diagnostic(code, message, span_of(token), help=help_))
-        repaired += [Token.new_borrow_pos(*replacement, token)] if replacement else []
+        errors.append(Diagnostic(code, message, token.span, help=help_))
+        repaired += [Token(*replacement, token.span)] if replacement else []
     return repaired, errors
 
 
 class CommentCursor:
     """The comments of a text, read in its order. Blank lines become one empty string each."""
 
-    def __init__(self, stream: TokenStream) -> None:
-        self._comments = stream.comments
-        self._starts = [comment.start_pos or 0 for comment in stream.comments]
-        self._token_starts = [token.start_pos or 0 for token in stream.tokens]
+    def __init__(self, lexemes: Lexemes) -> None:
+        self._lexemes = lexemes
+        self._comments = lexemes.comments
+        self._starts = [comment.span.start for comment in lexemes.comments]
         self._next = 0
+        self._next_start = self._starts[0] if self._starts else sys.maxsize
         self._line = 1  # the last line of the previous statement or comment
 
     def leading(self, at: Span, end: int, first: bool = False) -> tuple[str, ...]:
         """The comments above `at`, and within it before `end`. `first`: at the start of a block."""
+        if self._next_start >= end:
+            return tuple(self._blank_line(at.line, first))
         above = self._above(at.start, first)
         above += self._blank_line(at.line, first and not above)
         return (*above, *self.inner(end))
 
     def inner(self, end: int) -> tuple[str, ...]:
         """The comments before the offset `end`, between the tokens of a statement."""
-        return tuple(str(comment).rstrip() for comment in self._take(end))
+        return tuple([comment.text.rstrip() for comment in self._take(end)])
 
     def closing(self, end: int, first: bool = False) -> tuple[str, ...]:
         """The comments after the last statement of a block."""
-        return tuple(self._above(end, first))
+        return () if self._next_start >= end else tuple(self._above(end, first))
 
     def trailing(self, at: Span) -> str | None:
         """The comment on the last line of `at`, unless a token stands between."""
-        self._line = max(self._line, at.end_line)
-        if self._next >= len(self._comments) or self._comments[self._next].line != at.end_line:
+        if at.end_line > self._line:
+            self._line = at.end_line
+        if self._next == len(self._comments) or self._comments[self._next].span.line != at.end_line:
             return None
-        start = self._starts[self._next]
-        if start < at.end or bisect_left(self._token_starts, at.end) != bisect_left(self._token_starts, start):
+        tokens = self._lexemes.token_starts
+        start = self._next_start
+        if start < at.end or bisect_left(tokens, at.end) != bisect_left(tokens, start):
             return None
-        self._next += 1
-        return str(self._comments[self._next - 1]).rstrip()
+        (comment,) = self._take(start + 1)
+        return comment.text.rstrip()
 
     def _above(self, end: int, first: bool) -> list[str]:
         lines: list[str] = []
         for comment in self._take(end):
-            lines += [*self._blank_line(comment.line or 1, first and not lines), str(comment).rstrip()]
+            lines += [*self._blank_line(comment.span.line, first and not lines), comment.text.rstrip()]
         return lines
 
     def _take(self, end: int) -> tuple[Token, ...]:
+        if self._next_start >= end:
+            return ()
         begin, self._next = self._next, bisect_left(self._starts, end, lo=self._next)
+        self._next_start = self._starts[self._next] if self._next < len(self._starts) else sys.maxsize
         return self._comments[begin : self._next]
 
     def _blank_line(self, line: int, first: bool) -> list[str]:
         is_blank = line - self._line > 1 and not first
-        self._line = max(self._line, line)
+        if line > self._line:
+            self._line = line
         return [""] if is_blank else []

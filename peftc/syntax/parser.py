@@ -1,15 +1,21 @@
-"""The parser: text to AST, or to all syntax errors of the text."""
+"""The parser: text to AST, or to all syntax errors of the text.
+
+A text is read by `Reducer`, which stops at the first error. Then `Automaton` reads it again, token
+by token, and recovers from each error.
+"""
 
 from collections.abc import Sequence
 
-from lark import Token, Tree
-
+from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
 from peftc.syntax import ast
-from peftc.syntax.build import Builder, deeper_than, span, trees
+from peftc.syntax.automaton import Automaton, Tree, deeper_than
+from peftc.syntax.build import Builder
 from peftc.syntax.error_rules import error_context, syntax_error
-from peftc.syntax.lexer import CommentCursor, lark_parser, repair_tokens, span_of, tokenize
-from peftc.syntax.recovery import accepted_terminals, feed, resume
+from peftc.syntax.lexer import Lexemes, Token, repair_tokens
+from peftc.syntax.recovery import accepted_terminals, resume
+from peftc.syntax.reducer import Reducer, Value
+from peftc.syntax.tables import END
 
 MAX_ERRORS = 20
 _MAX_RESUMPTIONS = 2 * MAX_ERRORS  # the time of each grows with the rest of the text
@@ -18,7 +24,18 @@ _MAX_BRACKETS = 40
 _MAX_DEPTH = 150  # levels of the tree, so that code that walks it may recurse
 _DEPTH = {"LPAR": 1, "LSQB": 1, "LBRACE": 1, "RPAR": -1, "RSQB": -1, "RBRACE": -1}
 
+# Of `_may_be_deep`: three levels a bracket, one an operator, and eleven around and below them.
+_OPERATOR, _BOUNDARY = 2, 0
+_NESTING = {
+    **dict.fromkeys(("LPAR", "LSQB"), 1),
+    **dict.fromkeys(("RPAR", "RSQB"), -1),
+    **dict.fromkeys(("PLUS", "MINUS", "STAR", "SLASH", "BAR"), _OPERATOR),
+    **dict.fromkeys(("EQUAL", "PLUS_EQUAL", "STAR_EQUAL", "AT", "LBRACE", "RBRACE", "LET", "EXPECT"), _BOUNDARY),
+}
+_FEW_BRACKETS, _FEW_OPERATORS = 30, 40
 
+
+@paused_gc()
 def parse_text(text: str, path: str = "<text>") -> ast.Spec:
     """Parses a spec, with spans and comments.
 
@@ -30,18 +47,18 @@ def parse_text(text: str, path: str = "<text>") -> ast.Spec:
         PeftcError: P0xx, all syntax errors of the text.
     """
     source = Source(path, text)
-    tree, builder = _parse(source, "spec")
-    spec = builder.spec(tree)
-    _raise(builder.errors, source)
+    phrase, lexemes, errors = _parse(source, "spec")
+    builder = Builder(source, lexemes)
+    spec = builder.spec(phrase)
+    _raise([*errors, *builder.errors], source)
     return spec
 
 
 def parse_expression(text: str, path: str = "<expression>") -> ast.Expr:
     """Parses one expression, as in `--set s=scalar(init=4)`. Raises: PeftcError P0xx."""
     source = Source(path, text)
-    tree, builder = _parse(source, "expression")
-    value = builder.expression(trees(tree)[0])
-    _raise(builder.errors, source)
+    value, _, errors = _parse(source, "expression")
+    _raise(errors, source)
     return value
 
 
@@ -51,39 +68,45 @@ def _raise(errors: Sequence[Diagnostic], source: Source) -> None:
         raise PeftcError(error.with_source(source) for error in ordered[:MAX_ERRORS])
 
 
-def _parse(source: Source, start: str) -> tuple[Tree[Token], Builder]:
-    stream = tokenize(source.text)
-    tokens, errors = repair_tokens(stream.tokens)
+def _parse(source: Source, start: str) -> tuple[Value, Lexemes, list[Diagnostic]]:
+    """What the text means as a `start`, and the errors that the grammar cannot express."""
+    lexemes = Lexemes(source.text)
+    reducer = Reducer(lexemes)
+    value = reducer.reduce(start)
+    if value is None or _may_be_deep(lexemes.types):
+        _check_syntax(lexemes, source, start)
+    return value, lexemes, reducer.errors
+
+
+def _check_syntax(lexemes: Lexemes, source: Source, start: str) -> None:
+    """Raises: PeftcError P0xx, all syntax errors."""
+    tokens, errors = repair_tokens(lexemes.tokens)
     if bracket := _excess_bracket(tokens):
-        _raise([*errors, _too_deep(span_of(bracket))], source)
+        _raise([*errors, _too_deep(bracket.span)], source)
     tree = _parse_tokens(tokens, errors, start)
     _raise(errors, source)
     deep = deeper_than(tree, _MAX_DEPTH)
-    _raise([_too_deep(span(deep))] if deep is not None else [], source)
-    return tree, Builder(source, CommentCursor(stream))
+    _raise([_too_deep(deep.span)] if deep is not None else [], source)
 
 
-def _parse_tokens(tokens: Sequence[Token], errors: list[Diagnostic], start: str) -> Tree[Token]:
+def _parse_tokens(tokens: Sequence[Token], errors: list[Diagnostic], start: str) -> Tree | Token:
     """The parse tree, which is complete if `errors` stays empty."""
-    parser = lark_parser().parse_interactive(start=start)
+    parser = Automaton.starting(start)
     lexical_errors = [error.span.start for error in errors if error.span]
     at = quiet_until = resumptions = 0
     while at < len(tokens):
-        state = parser.parser_state
-        stacks = state.state_stack[:], state.value_stack[:]
-        if feed(parser, tokens[at]):
+        if parser.feed(tokens[at]):
             at += 1
             continue
-        state.state_stack, state.value_stack = stacks  # the parser may have reduced before it rejected the token
         accepts = accepted_terminals(parser)
         # A token that was repaired or removed, here or directly before, may be the cause.
-        window = range((tokens[at - 2].start_pos or 0) if at > 1 else 0, (tokens[at].end_pos or 0) + 1)
+        window = range(tokens[at - 2].span.start if at > 1 else 0, tokens[at].span.end + 1)
         if at >= quiet_until and not any(start in window for start in lexical_errors):
-            context = error_context(tokens, at, accepts, state.value_stack)
+            context = error_context(tokens, at, accepts, parser.values)
             error, token = syntax_error(context)
-            is_inserted = not token and token is not context.token  # by recovery
+            is_inserted = not token.text and token is not context.token  # by recovery
             # Only the first error may be the end of the text: a later one follows from the others.
-            is_consequence = token is context.token and context.type == "$END" and errors
+            is_consequence = token is context.token and context.type == END and errors
             errors += [] if is_consequence or is_inserted else [error]
         quiet_until = at + _QUIET_TOKENS
         resumptions += 1
@@ -92,7 +115,7 @@ def _parse_tokens(tokens: Sequence[Token], errors: list[Diagnostic], start: str)
         if resumption is None:
             break
         parser, at = resumption
-    return parser.parser_state.value_stack[-1] if not errors else Tree("spec", [])
+    return parser.values[-1] if parser.values else tokens[-1]
 
 
 def _excess_bracket(tokens: Sequence[Token]) -> Token | None:
@@ -104,6 +127,24 @@ def _excess_bracket(tokens: Sequence[Token]) -> Token | None:
         if max(depth, signs) > _MAX_BRACKETS:
             return token
     return None
+
+
+def _may_be_deep(terminals: Sequence[str]) -> bool:
+    """Whether a text without errors can be too deep, judged by its brackets and operators alone."""
+    depth = operators = 0
+    for terminal in terminals:
+        kind = _NESTING.get(terminal)
+        if kind is None:
+            continue
+        if kind == _OPERATOR:
+            operators += 1
+        elif kind == _BOUNDARY:
+            operators = operators if depth else 0
+        else:
+            depth += kind
+        if depth > _FEW_BRACKETS or operators > _FEW_OPERATORS:
+            return True
+    return False
 
 
 def _too_deep(at: Span) -> Diagnostic:

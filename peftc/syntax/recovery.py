@@ -9,13 +9,10 @@ parser's stack to a state that accepts it.
 from collections.abc import Sequence
 from itertools import accumulate
 
-from lark import Token
-from lark.exceptions import UnexpectedToken
-from lark.parsers.lalr_interactive_parser import InteractiveParser
-
 from peftc.diagnostics.suggestions import nearest
+from peftc.syntax.automaton import Automaton
 from peftc.syntax.error_rules import ASSIGNMENTS
-from peftc.syntax.lexer import keywords
+from peftc.syntax.lexer import Token, keywords
 
 _LOOKAHEAD = 16  # tokens by which a repair is judged
 _MIN_PROGRESS = 3  # tokens that must parse after a repair
@@ -24,23 +21,14 @@ _BRACES = {"LBRACE": 1, "RBRACE": -1}
 _INVALID = frozenset({"BAD_NUMBER", "OPEN_STRING", "STRAY", "COMMENT"})
 
 
-Resumption = tuple[InteractiveParser, int]  # the parser after recovery, and the index of its next token
+Resumption = tuple[Automaton, int]  # the parser after recovery, and the index of its next token
 
 
-def feed(parser: InteractiveParser, token: Token) -> bool:
-    """Feeds `token` and returns True, or returns False if it is unexpected."""
-    try:
-        parser.feed_token(token)
-    except UnexpectedToken:
-        return False
-    return True
+def accepted_terminals(parser: Automaton) -> frozenset[str]:
+    return parser.accepts() - _INVALID
 
 
-def accepted_terminals(parser: InteractiveParser) -> frozenset[str]:
-    return frozenset(parser.accepts()) - _INVALID
-
-
-def resume(parser: InteractiveParser, tokens: Sequence[Token], at: int, accepts: frozenset[str]) -> Resumption | None:
+def resume(parser: Automaton, tokens: Sequence[Token], at: int, accepts: frozenset[str]) -> Resumption | None:
     """Recovers from the unexpected `tokens[at]`; None if no token is left to continue at."""
     missing_braces = -sum(_BRACES.get(token.type, 0) for token in tokens[at:])  # `}` that is missing before `at`
     if tokens[at].type in _STATEMENTS and missing_braces > 0:
@@ -48,38 +36,34 @@ def resume(parser: InteractiveParser, tokens: Sequence[Token], at: int, accepts:
     return _repair(parser, tokens, at, accepts) or _skip(parser, tokens, at)
 
 
-def _copy(parser: InteractiveParser) -> InteractiveParser:
-    return parser.copy(deepcopy_values=False)
-
-
-def _repair(parser: InteractiveParser, tokens: Sequence[Token], at: int, accepts: frozenset[str]) -> Resumption | None:
+def _repair(parser: Automaton, tokens: Sequence[Token], at: int, accepts: frozenset[str]) -> Resumption | None:
     best: Resumption | None = None
     best_score = -1
     spellings = {text: terminal for terminal, text in keywords().items() if terminal in accepts}
-    similar = spellings.get(nearest(str(tokens[at]), spellings) or "")  # the keyword to try first
+    similar = spellings.get(nearest(tokens[at].text, spellings) or "")  # the keyword to try first
     for inserted in (None, *sorted(accepts - {"$END"}, key=lambda terminal: (terminal != similar, terminal))):
         for skip in (0, 1):
             if (inserted is None and not skip) or at + skip >= len(tokens):
                 continue
-            trial = _copy(parser)
-            if inserted and not feed(trial, Token.new_borrow_pos(inserted, "", tokens[at])):
+            trial = parser.copy()
+            if inserted and not trial.feed(Token(inserted, "", tokens[at].span)):
                 continue
-            probe, window = _copy(trial), tokens[at + skip : at + skip + _LOOKAHEAD]
-            progress = next((number for number, token in enumerate(window) if not feed(probe, token)), len(window))
+            probe, window = trial.copy(), tokens[at + skip : at + skip + _LOOKAHEAD]
+            progress = next((number for number, token in enumerate(window) if not probe.feed(token)), len(window))
             score = 2 * progress - skip
             if progress >= min(_MIN_PROGRESS, len(tokens) - at - skip) and score > best_score:
                 best, best_score = (trial, at + skip), score
     return best
 
 
-def _skip(parser: InteractiveParser, tokens: Sequence[Token], at: int) -> Resumption | None:
+def _skip(parser: Automaton, tokens: Sequence[Token], at: int) -> Resumption | None:
     while at < len(tokens):
         token = tokens[at]
         if token.type == "LBRACE":  # continues after the brace that closes it
             depths = accumulate(_BRACES.get(token.type, 0) for token in tokens[at:])
             at += 1 + next((length for length, depth in enumerate(depths) if not depth), len(tokens) - 1 - at)
             continue
-        first_of_line = at == 0 or tokens[at - 1].end_line != token.line
+        first_of_line = at == 0 or tokens[at - 1].span.end_line != token.span.line
         equation = first_of_line and token.type == "NAME" and tokens[at + 1].type in ASSIGNMENTS
         if token.type in _STATEMENTS or token.type == "RBRACE" or equation:
             # The assignment must fit, too: a name alone would continue the expression before it.
@@ -90,13 +74,13 @@ def _skip(parser: InteractiveParser, tokens: Sequence[Token], at: int) -> Resump
     return None
 
 
-def _unwind(parser: InteractiveParser, tokens: Sequence[Token]) -> InteractiveParser | None:
+def _unwind(parser: Automaton, tokens: Sequence[Token]) -> Automaton | None:
     """The parser with the least of its stack removed so that it accepts `tokens`."""
-    trial = _copy(parser)
-    while trial.parser_state.value_stack:
-        probe = _copy(trial)
-        if all(feed(probe, token) for token in tokens):
+    trial = parser.copy()
+    while trial.values:
+        probe = trial.copy()
+        if all(probe.feed(token) for token in tokens):
             return trial
-        trial.parser_state.state_stack.pop()
-        trial.parser_state.value_stack.pop()
+        trial.states.pop()
+        trial.values.pop()
     return None

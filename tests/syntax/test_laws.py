@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 
 from peftc.filesystem import resources
 from peftc.syntax import ast, parse_text, print_spec
+from peftc.syntax.lexer import Lexemes
 from tests.syntax.specs import specs
 
 RECIPES = sorted(resources.recipes().values())
@@ -106,9 +107,7 @@ def test_a_comment_in_the_head_of_a_method_stays_with_its_line(head: str, printe
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_comment_after_every_word_is_kept(path: Path) -> None:
     """A text with a different comment at every position that allows one."""
-    from peftc.syntax.lexer import tokenize
-
-    words = tokenize(path.read_text(encoding="utf-8")).tokens[:-1]
+    words = Lexemes(path.read_text(encoding="utf-8")).tokens[:-1]
     text = "".join(f"{word} #{number}\n" for number, word in enumerate(words))
     printed = print_spec(parse_text(text))
     assert comments_in(printed) == comments_in(text)
@@ -116,9 +115,7 @@ def test_a_comment_after_every_word_is_kept(path: Path) -> None:
 
 
 def comments_in(text: str) -> Counter[str]:
-    from peftc.syntax.lexer import tokenize
-
-    return Counter(str(comment).rstrip() for comment in tokenize(text).comments)
+    return Counter(comment.text.rstrip() for comment in Lexemes(text).comments)
 
 
 def test_layout_is_free() -> None:

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 
 from peftc.cli.main import main
-from peftc.syntax.lexer import lark_lexer, lark_parser
+from peftc.diagnostics import suggestions
+from peftc.syntax.tables import tables
 
 HEAD = "peft 1\n"
 EDIT = "edit e at layer[*].ffn { h += adapter(x, r=4) }\n"
 
 
 def times(n: int, line: str) -> str:
-    """The line `n` times, numbered."""
-    return "".join(line.replace("#", str(i)) for i in range(n))
+    """The line `n` times, numbered by numbers of one length."""
+    return "".join(line.replace("#", f"{i:03}") for i in range(n))
 
 
 # Texts of size n that an attacker could send.
@@ -85,13 +86,13 @@ TEXTS: dict[str, Callable[[int], str]] = {
 ALL = [("check", name) for name in TEXTS] + [
     (c, name) for c in ("fmt --diff", "expand") for name in ("methods", "lets", "edits")
 ]
-MANY = {"signs": 60, "brackets": 60, "sums": 200, "characters": 100, "nothing": 100}  # beyond the limits
+MANY = {"signs": 60, "brackets": 60, "sums": 200, "characters": 200, "nothing": 100}  # beyond the limits
 
 
 @pytest.fixture(scope="module", autouse=True)
-def tables() -> None:
-    """The parser's tables are built once per process."""
-    lark_parser(), lark_lexer()
+def loaded_tables() -> None:
+    """The parser's tables are loaded once per process."""
+    tables()
 
 
 @contextmanager
@@ -118,6 +119,7 @@ def counted() -> Generator[list[int]]:
 def work(command: str, text: str, tmp_path: Path) -> int:
     path = tmp_path / "spec.peft"
     path.write_text(text)
+    suggestions._nearest.cache_clear()
     name, *options = command.split()
     with counted() as count:
         assert main([name, str(path), *options]) in (0, 1)
