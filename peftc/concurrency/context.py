@@ -31,10 +31,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The index of the task of each row (batch,), into `names`."""
+    """The index of the task of each row (batch,), into `names`.
+
+    `groups` caches what follows from the numbers, so that no site of a forward sorts rows again.
+    """
 
     numbers: Tensor
     names: tuple[str, ...]
+    groups: dict[int, Any] = field(default_factory=dict[int, Any])
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from peftc.forms.adapter import width
 from peftc.forms.arguments import features, integer, number
 from peftc.forms.module import Draw, FormModule, HiddenUnits, constant, projections
 from peftc.forms.registry import Args, Dims
+from peftc.forms.rowwise_module import layer_norm, linear
 from peftc.forms.shapes import Heads, Rows
 
 if TYPE_CHECKING:
@@ -58,12 +59,17 @@ class Adapter(FormModule):
     def forward(self, x: Tensor) -> Tensor:
         z = x.to(self.down.dtype)
         if self.norm_in_weight is not None:
-            z = F.layer_norm(z, (self.d_in,), self.norm_in_weight, self.norm_in_bias, EPSILON)
-        z = ACTIVATION[self.act](F.linear(z, self.down, self.down_bias))
-        y = F.linear(F.dropout(z, self.p, self.training), self.up, self.up_bias)
+            assert self.norm_in_bias is not None
+            z = layer_norm(z, self.norm_in_weight, self.norm_in_bias, EPSILON)
+        z = ACTIVATION[self.act](linear(z, self.down, self.down_bias))
+        y = linear(F.dropout(z, self.p, self.training), self.up, self.up_bias)
         if self.norm_out_weight is not None:
-            y = F.layer_norm(y, (self.d_out,), self.norm_out_weight, self.norm_out_bias, EPSILON)
+            assert self.norm_out_bias is not None
+            y = layer_norm(y, self.norm_out_weight, self.norm_out_bias, EPSILON)
         return y.to(x.dtype)
+
+    def takes_rows(self) -> bool:
+        return True
 
     def draws(self) -> Mapping[str, Draw]:
         down, up = projections(str(self.form_args["init"]), self.d_in)
@@ -102,10 +108,13 @@ class Bottleneck(FormModule):
 
     def forward(self, q: Tensor) -> Tensor:
         rows = (q.transpose(1, 2) if self.turn_in else q).to(self.keys.dtype)
-        z = rows @ self.keys.transpose(1, 2)
+        z = rows @ self.keys.mT
         z = (z / sqrt(self.keys.shape[-1])).softmax(-1) if self.act == "softmax" else ACTIVATION[self.act](z)
         y = F.dropout(z, self.p, self.training) @ self.values
         return (y.transpose(1, 2) if self.turn_out else y).to(q.dtype)
+
+    def takes_rows(self) -> bool:
+        return True
 
     def draws(self) -> Mapping[str, Draw]:
         keys, values = projections(str(self.form_args["init"]), self.keys.shape[-1])

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from peftc.forms.arguments import features, number
 from peftc.forms.module import Draw, FormModule, constant
 from peftc.forms.registry import Args, Dims
+from peftc.forms.rowwise_module import linear
 
 if TYPE_CHECKING:
     from peftc.forms.affine_module import Affine
@@ -31,7 +32,10 @@ class Linear(FormModule):
         self.p = number(args, "dropout")
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(F.dropout(x.to(self.weight.dtype), self.p, self.training), self.weight, self.bias).to(x.dtype)
+        return linear(F.dropout(x.to(self.weight.dtype), self.p, self.training), self.weight, self.bias).to(x.dtype)
+
+    def takes_rows(self) -> bool:
+        return True
 
     def draws(self) -> Mapping[str, Draw]:
         return {name: constant(0.0) for name, _ in self.named_parameters()}

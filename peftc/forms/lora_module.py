@@ -13,6 +13,7 @@ from peftc.forms.arguments import features, integer, number
 from peftc.forms.lora import scale
 from peftc.forms.module import Draw, FormModule, HiddenUnits, constant, kaiming
 from peftc.forms.registry import Args, Dims
+from peftc.forms.rowwise_module import linear
 from peftc.forms.shapes import Weight
 
 if TYPE_CHECKING:
@@ -39,14 +40,17 @@ class LoRA(FormModule):
         z = x if x.dtype == a.dtype else x.to(a.dtype)
         if self.p and self.training:
             z = F.dropout(z, self.p)
-        z = F.linear(z, a)
+        z = linear(z, a)
         if plus is not None:
-            f = F.linear(z, b)
+            f = linear(z, b)
             if f.dtype == plus.dtype:
                 return torch.add(plus, f, alpha=self.scale)
             return plus + (f * self.scale).to(plus.dtype)
-        f = F.linear(z * self.scale, b)  # scaled where it is thin
+        f = linear(z * self.scale, b)  # scaled where it is thin
         return f if f.dtype == x.dtype else f.to(x.dtype)
+
+    def takes_rows(self) -> bool:
+        return True
 
     def draws(self) -> Mapping[str, Draw]:
         return {"A": kaiming(self.A.shape[1]), "B": constant(0.0)}

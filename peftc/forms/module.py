@@ -129,6 +129,16 @@ class FormModule(nn.Module):
         """How each buffer of `fixed` is drawn."""
         return {}
 
+    def takes_rows(self) -> bool:
+        """Whether the equation also holds for parameters with one value for each row of the batch (`rowwise_module`)."""
+        return False
+
+    def with_values(self, values: Mapping[str, Tensor]) -> FormModule:
+        """A form that computes with these values in place of its parameters. It has all else in common with this form."""
+        form = object.__new__(type(self))
+        vars(form).update(vars(self), **values)  # found before parameters of the same name
+        return form
+
     def value_at(self, index: int, like: Tensor) -> Tensor | Pair:
         """The value at the site numbered `index` of those that share these parameters."""
         return self(like)

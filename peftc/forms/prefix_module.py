@@ -37,6 +37,9 @@ class Prefix(FormModule):
     def forward(self, like: Tensor) -> Pair:
         return _spread(self.key, like), _spread(self.value, like)
 
+    def takes_rows(self) -> bool:
+        return True
+
     def draws(self) -> Mapping[str, Draw]:
         std = self.form_args["std"]
         draw = normal(0.02 if std is None else cast(float, std))
@@ -93,4 +96,5 @@ class PrefixGroup(FormModule):
 
 
 def _spread(rows: Tensor, like: Tensor) -> Tensor:
-    return rows.to(like.dtype).unsqueeze(0).expand(like.shape[0], -1, -1, -1)
+    rows = rows.to(like.dtype)
+    return rows if rows.ndim == 4 else rows.unsqueeze(0).expand(like.shape[0], -1, -1, -1)

@@ -67,6 +67,9 @@ class VeRA(FormModule):
         z = F.linear(F.dropout(x.to(self.d.dtype), self.p, self.training), a)
         return (F.linear(z * self.d, b) * self.b).to(x.dtype)
 
+    def takes_rows(self) -> bool:
+        return True
+
     def draws(self) -> Mapping[str, Draw]:
         return {"d": constant(number(self.form_args, "init")), "b": constant(0.0)}
 

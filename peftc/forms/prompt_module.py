@@ -7,11 +7,11 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from peftc.forms.arguments import hidden_width, integer
 from peftc.forms.module import Draw, FormModule, kaiming, normal
 from peftc.forms.registry import Args, Dims
+from peftc.forms.rowwise_module import linear
 from peftc.forms.shapes import Tokens
 
 
@@ -45,11 +45,14 @@ class Prompt(FormModule):
         """P, (len, d), in the dtype of the parameters."""
         if self.tokens is not None:
             return self.tokens
-        z = F.linear(self.embedding, self.inner, self.inner_bias)
+        z = linear(self.embedding, self.inner, self.inner_bias)
         if self.middle is None:
-            return F.linear(torch.tanh(z), self.outer, self.outer_bias).view(self.length, self.d)
-        z = F.linear(torch.relu(z), self.middle, self.middle_bias)
-        return F.linear(torch.relu(z), self.outer, self.outer_bias)
+            return linear(torch.tanh(z), self.outer, self.outer_bias).view(self.length, self.d)
+        z = linear(torch.relu(z), self.middle, self.middle_bias)
+        return linear(torch.relu(z), self.outer, self.outer_bias)
+
+    def takes_rows(self) -> bool:
+        return self.form_args["intrinsic"] is None
 
     def draws(self) -> Mapping[str, Draw]:
         if self.tokens is not None:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from peftc.forms.arguments import features, integer
 from peftc.forms.module import Draw, FormModule, kaiming
 from peftc.forms.reft import picks
 from peftc.forms.registry import Args, Dims
+from peftc.forms.rowwise_module import linear
 from peftc.forms.sequence_module import Sequence, picked
 
 if TYPE_CHECKING:
@@ -46,13 +46,16 @@ class ReFT(FormModule):
 
     def forward(self, h: Tensor) -> Tensor:
         rotation, z = self.rotation(), h.to(self.W.dtype)
-        inner = F.linear(z, self.W, self.b)
+        inner = linear(z, self.W, self.b)
         if self.form_args["subtract"]:
-            inner = inner - F.linear(z, rotation)
+            inner = inner - linear(z, rotation)
         made = inner @ rotation
         if picks(self.form_args):
             made = made.masked_fill(~picked(self.form_args, self.sequence, h), 0.0)
         return made.to(h.dtype)
+
+    def takes_rows(self) -> bool:
+        return True
 
     def rotation(self) -> Tensor:
         """R, (r, d_out)."""
@@ -61,8 +64,8 @@ class ReFT(FormModule):
         rows = (
             self.R.float() if self.R.dtype in (torch.float16, torch.bfloat16) else self.R
         )  # torch has no `qr` of these
-        q, upper = torch.linalg.qr(rows.t())
-        return (q * upper.diagonal().sign()).t().to(self.R.dtype)
+        q, upper = torch.linalg.qr(rows.mT)
+        return (q * upper.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).mT.to(self.R.dtype)
 
     def draws(self) -> Mapping[str, Draw]:
         d = self.W.shape[1]

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from peftc.forms.arguments import features, number
 from peftc.forms.module import Draw, FormModule, constant, normal
 from peftc.forms.registry import Args, Dims
+from peftc.forms.rowwise_module import linear
 from peftc.forms.scaling import gates, vector_size
 from peftc.forms.shapes import Heads, Rows
 
@@ -29,6 +29,9 @@ class Vector(FormModule):
     def forward(self, like: Tensor) -> Tensor:
         return self.scale.to(like.dtype)
 
+    def takes_rows(self) -> bool:
+        return True
+
     def draws(self) -> Mapping[str, Draw]:
         return {"scale": constant(number(self.form_args, "init"))}
 
@@ -45,6 +48,9 @@ class Scalar(FormModule):
 
     def forward(self, like: Tensor) -> Tensor:
         return self.scale.to(like.dtype)
+
+    def takes_rows(self) -> bool:
+        return True
 
     def draws(self) -> Mapping[str, Draw]:
         return {"scale": constant(number(self.form_args, "init"))}
@@ -66,11 +72,14 @@ class Gate(FormModule):
         self.has_heads = isinstance(dims.target, Heads | Rows)
 
     def forward(self, x: Tensor) -> Tensor:
-        g = torch.sigmoid(F.linear(x.to(self.weight.dtype), self.weight, self.bias))
+        g = torch.sigmoid(linear(x.to(self.weight.dtype), self.weight, self.bias))
         if x.ndim == 2:
             return g.to(x.dtype)
         g = g.mean(dim=1, keepdim=True)
         return (g.unsqueeze(-1) if self.has_heads else g.transpose(1, 2)).to(x.dtype)
+
+    def takes_rows(self) -> bool:
+        return True
 
     def draws(self) -> Mapping[str, Draw]:
         return {"weight": normal(0.02), "bias": constant(0.0)}

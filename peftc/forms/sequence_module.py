@@ -25,8 +25,8 @@ class Where:
     ahead: Tensor
     behind: Tensor | None
 
-    def of(self, rows: Tensor) -> Where:
-        """Those of some rows of the batch, by their numbers."""
+    def of(self, rows: slice | Tensor) -> Where:
+        """Those of some rows of the batch."""
         ahead, behind = (p if p is None or len(p) == 1 else p[rows] for p in (self.ahead, self.behind))
         assert ahead is not None
         return Where(ahead, behind)
@@ -39,10 +39,11 @@ class Sequence:
         self.present: Where | None = None
 
     @contextmanager
-    def narrowed(self, rows: Tensor) -> Generator[None]:
+    def narrowed(self, rows: slice | Tensor) -> Generator[None]:
         """Inside of the block the call has these rows of its batch alone."""
         before = self.present
-        self.present = None if before is None else before.of(rows.to(before.ahead.device))
+        if before is not None:
+            self.present = before.of(rows.to(before.ahead.device) if isinstance(rows, Tensor) else rows)
         try:
             yield
         finally:

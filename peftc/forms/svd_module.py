@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from peftc.forms.arguments import features, integer, number
 from peftc.forms.module import Draw, FormModule, constant, normal
 from peftc.forms.registry import Args, Dims
+from peftc.forms.rowwise_module import linear
 
 if TYPE_CHECKING:
     from peftc.forms.affine_module import Affine
@@ -43,8 +44,11 @@ class SVD(FormModule):
                     self.state(f"{name}_{what}", torch.zeros(parameter.shape, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        z = F.linear(F.dropout(x.to(self.P.dtype), self.p, self.training), self.Q)
-        return (F.linear(z * self.values, self.P) * self.scale).to(x.dtype)
+        z = linear(F.dropout(x.to(self.P.dtype), self.p, self.training), self.Q)
+        return (linear(z * self.values, self.P) * self.scale).to(x.dtype)
+
+    def takes_rows(self) -> bool:
+        return True
 
     def draws(self) -> Mapping[str, Draw]:
         return {"P": normal(0.02), "Q": normal(0.02), "values": constant(0.0)}

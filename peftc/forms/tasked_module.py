@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from peftc.concurrency.context import ChoiceVar, Rows
 from peftc.diagnostics import Diagnostic, PeftcError
@@ -16,6 +17,7 @@ from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms.module import FormModule, Pair, has_values
 from peftc.forms.sequence_module import Sequence as Positions
 from peftc.forms.shapes import Vector, Weight
+from peftc.forms.stacked_module import Groups, StackedForms, Where, groups_of
 
 
 @dataclass
@@ -28,8 +30,8 @@ class Chosen:
     variable: ChoiceVar = field(default_factory=ChoiceVar)
 
     @property
-    def present(self) -> str | Tensor | None:
-        """The task of the present batch, or of each of its rows (batch,), by number.
+    def present(self) -> str | Rows | None:
+        """The task of the present batch, or of each of its rows.
 
         Raises: P534 for a task that has been dropped since it was chosen, P535 for rows numbered by other tasks.
         """
@@ -38,7 +40,7 @@ class Chosen:
             if task.names != self.names[: len(task.names)]:
                 message = f"task_ids number the tasks {join_names(task.names)}, and the model now has {join_names(self.names)}"
                 raise PeftcError(Diagnostic("P535", message, help="choose again, after the change of tasks"))
-            return task.numbers
+            return task
         return task if task is None else self.of(task)
 
     def of(self, task: str) -> str:
@@ -52,7 +54,7 @@ class Chosen:
         """Whether what belongs to `task` (to none of them, where it is None) is at work, as far as one task is present."""
         return task is None or not isinstance(self.present, str) or task == self.present
 
-    def numbers(self, tasks: Sequence[str] | Sequence[int] | Tensor) -> Tensor:
+    def rows(self, tasks: Sequence[str] | Sequence[int] | Tensor) -> Rows:
         """The number of the task of each row, (batch,).
 
         Raises: P534 for unknown names, P535 for what are no numbers of tasks.
@@ -69,11 +71,11 @@ class Chosen:
         if tasks.ndim != 1 or tasks.dtype == torch.bool or tasks.is_floating_point() or tasks.is_complex():
             said = f"shape {tuple(tasks.shape)}, {str(tasks.dtype).removeprefix('torch.')}"
             raise PeftcError(Diagnostic("P535", f"task_ids are whole numbers (batch,), found {said}"))
-        if len(tasks) and not 0 <= int(tasks.min()) <= int(tasks.max()) < len(self.names):
-            wrong = int(tasks.min()) if int(tasks.min()) < 0 else int(tasks.max())
+        wrong = next((number for number in tasks.tolist() if not 0 <= number < len(self.names)), None)
+        if wrong is not None:
             numbered = join_names([f"{i} ({name})" for i, name in enumerate(self.names)])
             raise PeftcError(Diagnostic("P535", f"there is no task number {wrong}", help=f"the tasks are {numbered}"))
-        return tasks
+        return Rows(tasks.long(), self.names)
 
 
 class Tasked(FormModule):
@@ -87,6 +89,7 @@ class Tasked(FormModule):
         super().__init__(first.form_args, first.form_dims, torch.float32, None)
         self.tasks = nn.ModuleDict(forms)
         self.__dict__["chosen"] = chosen
+        self.stacked = StackedForms.of(forms)
 
     chosen: Chosen
     sequence: Positions | None = None  # where the forms pick positions
@@ -114,34 +117,56 @@ class Tasked(FormModule):
             raise PeftcError(Diagnostic("P533", message, help=help_))
         return self.form(self.chosen.names[0])(like, *second)
 
-    def mixed(self, numbers: Tensor, like: Tensor, *second: Tensor) -> Tensor | Pair:
-        """Rows of different tasks, the forms of each on its own."""
+    def mixed(self, rows: Rows, like: Tensor, *second: Tensor) -> Tensor | Pair:
+        """Rows of different tasks.
+
+        Parameters are stacked, one for each row, where that is cheaper than a call of the form for each task of the batch.
+        """
         if isinstance(self.form_dims.target, Weight | Vector):
             message = "a batch of several tasks has one weight: an edit of `w` or `b` cannot differ between its rows"
             raise PeftcError(Diagnostic("P536", message, help="choose one task for the batch, or edit `h`"))
-        if not len(numbers) or like.shape[0] % len(numbers):
-            message = f"task_ids are for {len(numbers)} examples, and the batch has {like.shape[0]}"
+        count = len(rows.numbers)
+        if not count or like.shape[0] % count:
+            message = f"task_ids are for {count} examples, and the batch has {like.shape[0]}"
             raise PeftcError(Diagnostic("P536", message))
-        rows = numbers.to(like.device).repeat_interleave(like.shape[0] // len(numbers))
-        found: list[tuple[Tensor, Tensor | Pair]] = []
-        for i, name in enumerate(self.chosen.names):
-            if len(where := (rows == i).nonzero()[:, 0]):
-                with self.of_rows(where):
-                    found.append((where, self.form(name)(like[where], *(one[where] for one in second))))
-        if isinstance(found[0][1], tuple):
-            key, value = (self.joined([(where, part[i]) for where, part in found], 4) for i in (0, 1))
-            return key, value
-        return self.joined(cast("list[tuple[Tensor, Tensor]]", found), like.ndim)
+        repeats = like.shape[0] // count
+        stacked = self.stacked if self.stacked is not None and like.ndim > self.stacked.most_dimensions else None
+        if is_dynamo_compiling():
+            if stacked is not None:
+                numbers = rows.numbers.to(like.device).repeat_interleave(repeats)
+                return stacked.gather([self.form(name) for name in self.chosen.names], numbers, like)
+            return self.task_by_task(groups_of(rows, repeats), like, *second)
+        groups = groups_of(rows, repeats)
+        if len(groups.by_task) == 1:
+            return self.form(self.chosen.names[groups.tasks[0]])(like, *second)
+        if stacked is not None and stacked.is_cheap(groups, like):
+            names = self.chosen.names
+            return stacked.call([self.form(names[task]) for task in groups.tasks], like)
+        return self.task_by_task(groups, like, *second)
 
-    def of_rows(self, where: Tensor) -> AbstractContextManager[None]:
+    def task_by_task(self, groups: Groups, like: Tensor, *second: Tensor) -> Tensor | Pair:
+        """The form of each task that the batch has, on its rows."""
+        places, order = groups.on(like)
+        found: list[tuple[int, Tensor | Pair]] = []
+        for (task, rows), where in zip(groups.by_task.items(), places, strict=True):
+            with self.of_rows(where):
+                inputs = [one[where] for one in (like, *second)]
+                found.append((len(rows), self.form(self.chosen.names[task])(*inputs)))
+        if isinstance(found[0][1], tuple):
+            key, value = (self.joined([(count, part[i]) for count, part in found], order, 4) for i in (0, 1))
+            return key, value
+        return self.joined(cast("list[tuple[int, Tensor]]", found), order, like.ndim)
+
+    def of_rows(self, where: Where) -> AbstractContextManager[None]:
         return nullcontext() if self.sequence is None else self.sequence.narrowed(where)
 
-    def joined(self, found: list[tuple[Tensor, Tensor]], ndim: int) -> Tensor:
+    def joined(self, found: list[tuple[int, Tensor]], order: Tensor | None, ndim: int) -> Tensor:
         """The values of all rows in their order. Without an input, a task has one for all its rows, with fewer dimensions."""
         values = [value for _, value in found]
         if self.form_dims.input is None:
             values = [
-                value.view(*[1] * (ndim - value.ndim), *value.shape).expand(len(where), *[-1] * (ndim - 1))
-                for where, value in found
+                value.view(*[1] * (ndim - value.ndim), *value.shape).expand(count, *[-1] * (ndim - 1))
+                for count, value in found
             ]
-        return torch.cat(values)[torch.cat([where for where, _ in found]).argsort()]
+        whole = torch.cat(values)
+        return whole if order is None else whole.index_select(0, order)

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from peftc.concurrency.context import Choice, ChoiceBlock, Rows
+from peftc.concurrency.context import Choice, ChoiceBlock
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.completeness import active_installation, complete_installation
@@ -64,7 +64,7 @@ def task(
         raise PeftcError(Diagnostic("P535", "either one task is chosen by its name, or one for each row as `task_ids`"))
     if task_ids is None:
         return ChoiceBlock(model, record.choice, Choice(task=record.task.of(cast(str, name))))
-    return ChoiceBlock(model, record.choice, Choice(task=Rows(record.task.numbers(task_ids), record.task.names)))
+    return ChoiceBlock(model, record.choice, Choice(task=record.task.rows(task_ids)))
 
 
 def set_task(model: nn.Module, name: str | None) -> nn.Module:

@@ -1,0 +1,113 @@
+"""Forms of several tasks, computed at once on a batch whose rows are of different tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from peftc.concurrency.context import Rows
+from peftc.forms.module import FormModule, Member, Pair
+from peftc.forms.rowwise_module import spread, stack
+
+Where = slice | Tensor
+
+# As many parameters as can be copied in the time that one more call of a form takes.
+COPIED = {"cpu": 1 << 16}
+COPIED_ON_ACCELERATORS = 1 << 22
+
+
+class Groups:
+    """The rows of each task of a batch."""
+
+    def __init__(self, tasks: Sequence[int]) -> None:
+        self.tasks = tasks  # of each row, by number
+        self.by_task: dict[int, list[int]] = {}
+        for row, task in enumerate(tasks):
+            self.by_task.setdefault(task, []).append(row)
+        self.order = [row for rows in self.by_task.values() for row in rows]
+        self.indices: dict[torch.device, tuple[tuple[Where, ...], Tensor | None]] = {}
+
+    def on(self, like: Tensor) -> tuple[tuple[Where, ...], Tensor | None]:
+        """Indices of the rows of each task, and of all rows in what is joined of these; None where they are in order."""
+        if like.device not in self.indices:
+            indices = self.new_indices(like.device)
+            if indices[1] is not None and type(indices[1]) is not Tensor:  # of a mode that makes fake tensors
+                return indices
+            self.indices[like.device] = indices
+        return self.indices[like.device]
+
+    def new_indices(self, device: torch.device) -> tuple[tuple[Where, ...], Tensor | None]:
+        if self.order == sorted(self.order):
+            return tuple(slice(rows[0], rows[-1] + 1) for rows in self.by_task.values()), None
+        with torch.inference_mode(False):  # they may be used again in a forward that has gradients
+            where = tuple(torch.tensor(rows, device=device) for rows in self.by_task.values())
+            places = sorted(range(len(self.order)), key=self.order.__getitem__)
+            return where, torch.tensor(places, device=device)
+
+
+def groups_of(rows: Rows, repeats: int) -> Groups:
+    """The groups of a batch that has each row as often. Computed once, for all sites and forwards."""
+    if repeats not in rows.groups:
+        rows.groups[repeats] = Groups([task for task in rows.numbers.tolist() for _ in range(repeats)])
+    return rows.groups[repeats]
+
+
+@dataclass(frozen=True)
+class StackedForms:
+    """What forms that differ in nothing but the values of their parameters have in common.
+
+    Args: `names`: of the parameters. `most_dimensions`: of a parameter. `size`: of all parameters of one form.
+    """
+
+    names: tuple[str, ...]
+    most_dimensions: int
+    size: int
+
+    @staticmethod
+    def of(forms: Mapping[str, FormModule]) -> StackedForms | None:
+        """None where the forms cannot be stacked: their equation does not take rows, or they differ in more than values."""
+        first, *others = map(owner_of_values, forms.values())
+        shapes = {name: parameter.shape for name, parameter in first.named_parameters()}
+        if not first.takes_rows() or not all(map(is_like(first, shapes), others)):
+            return None
+        return StackedForms(tuple(shapes), max(map(len, shapes.values())), sum(shape.numel() for shape in shapes.values()))
+
+    def is_cheap(self, groups: Groups, like: Tensor) -> bool:
+        """Whether copying parameters for each row costs less than a call for each task: in time, and in memory."""
+        most = COPIED.get(like.device.type, COPIED_ON_ACCELERATORS)
+        return len(groups.tasks) * self.size <= max(len(groups.by_task) * most, like.numel())
+
+    def call(self, forms: Sequence[FormModule], like: Tensor) -> Tensor | Pair:
+        """The value of each row by its own form."""
+        owners: list[Any] = [owner_of_values(form) for form in forms]
+        values = {name: stack([getattr(owner, name) for owner in owners], like.ndim) for name in self.names}
+        own = owners[0].with_values(values)
+        return own.value_at(forms[0].index, like) if isinstance(forms[0], Member) else own(like)
+
+    def gather(self, forms: Sequence[FormModule], numbers: Tensor, like: Tensor) -> Tensor | Pair:
+        """The same for rows that are known by a tensor of numbers only, in a graph that serves all batches."""
+        owners: list[Any] = [owner_of_values(form) for form in forms]
+        values: dict[str, Tensor] = {}
+        for name in self.names:
+            stacked = torch.stack([getattr(owner, name) for owner in owners])
+            values[name] = spread(stacked.index_select(0, numbers), like.ndim)
+        return functional_call(owners[0], values, (like,))
+
+
+def owner_of_values(form: FormModule) -> FormModule:
+    """The module that has the parameters which a form computes with."""
+    return form.owner_module if isinstance(form, Member) else form
+
+
+def is_like(first: FormModule, shapes: Mapping[str, torch.Size]) -> Any:
+    def is_alike(other: FormModule) -> bool:
+        own = {name: parameter.shape for name, parameter in other.named_parameters()}
+        settings = (type(other), other.form_args, other.form_dims, other.owner_module, own)
+        return settings == (type(first), first.form_args, first.form_dims, first.owner_module, shapes)
+
+    return is_alike

@@ -1,0 +1,187 @@
+"""A batch whose rows are of several tasks gives each row what its own task alone gives it: values and gradients."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from peftc.concurrency.context import Choice, ChoiceVar
+from peftc.forms.module import FormModule
+from peftc.forms.shapes import Vector, Weight
+from peftc.forms.stacked_module import StackedForms
+from peftc.forms.tasked_module import Chosen, Tasked
+from tests.forms.cases import CASES, Case, seeded, shaken
+
+TASKS = ("a", "b", "c", "d")
+ROWS = (2, 0, 2, 1, 0, 2)  # no row is of the last task
+# Their states go from layer to layer: tests/laws/test_cross_layer_state.py
+PER_ROW = [c for c in CASES if not isinstance(c.target, Weight | Vector) and c.name not in ("ladder", "layer_attention")]
+# Forms whose equation does not hold for stacked parameters: a call for each task.
+TASK_BY_TASK = {"kron", "phm", "mixture", "fusion", "hyper", "sparse_adapter"}
+
+
+def tasked(case: Case, dtype: torch.dtype = torch.float64, rows: tuple[int, ...] = ROWS) -> Tasked:
+    """Forms of four tasks with different values, in a context with these rows."""
+    forms = {name: shaken(case, dtype) for name in TASKS}
+    first = forms["a"]
+    for task, form in forms.items():
+        if case.in_part:  # tasks have this part in common
+            form.__dict__["owner_module"] = first.owner_module
+        for name, parameter in own_parameters(form).items():
+            with torch.no_grad():
+                parameter.add_(torch.randn(parameter.shape, generator=seeded(task + name)).to(dtype))
+    chosen = Chosen(TASKS)
+    chosen.variable = ChoiceVar(Choice(task=chosen.rows(rows)))
+    return Tasked(chosen, forms).eval()
+
+
+def own_parameters(form: FormModule) -> dict[str, Tensor]:
+    own = dict(form.named_parameters())
+    return own if own or form.owner_module is None else dict(form.owner_module.named_parameters())
+
+
+def parts(value: Any) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def row_by_row(form: Tasked, x: Tensor) -> tuple[Tensor, ...]:
+    """What each row's own task gives for this row alone, with the dimensions of a batch."""
+    rows = [parts(form.form(TASKS[task])(x[i : i + 1])) for i, task in enumerate(ROWS)]
+    ndim = x.ndim if len(rows[0]) == 1 else 4
+    return tuple(
+        torch.cat([part.view(*[1] * (ndim - part.ndim), *part.shape) for part in column])
+        for column in zip(*rows, strict=True)
+    )
+
+
+def gradients(form: Tasked, values: tuple[Tensor, ...], x: Tensor) -> dict[str, Tensor | None]:
+    """Gradients of a sum in which all entries have different weights."""
+    loss = sum((v * torch.randn(v.shape, generator=seeded(f"{i}")).to(v)).sum() for i, v in enumerate(values))
+    every = {f"{task}.{n}": p for task in TASKS for n, p in own_parameters(form.form(task)).items()} | {"x": x}
+    wanted = {name: p for name, p in every.items() if p.requires_grad}
+    assert isinstance(loss, Tensor)
+    return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values()), allow_unused=True), strict=True))
+
+
+@pytest.mark.parametrize("way", ["stacked", "task by task"])
+@pytest.mark.parametrize("case", PER_ROW, ids=str)
+def test_rows_are_those_of_their_task_alone(case: Case, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StackedForms, "is_cheap", lambda *_: way == "stacked")
+    form, x = tasked(case), case.like(batch=len(ROWS)).requires_grad_()
+    intrinsic = case.values.get("intrinsic") is not None
+    reparametrised_prefix = case.name == "prefix" and case.grouped
+    assert (form.stacked is None) == (case.name in TASK_BY_TASK or intrinsic or reparametrised_prefix)
+    want = row_by_row(form, x)
+    values = parts(form(x))
+    for value, expected in zip(values, want, strict=True):
+        torch.testing.assert_close(value.expand_as(expected), expected, rtol=0, atol=1e-12)
+    got, wanted = (gradients(form, tuple(v.expand_as(w) for v, w in zip(vs, want, strict=True)), x) for vs in (values, want))
+    for name, gradient in wanted.items():
+        own = got[name]
+        assert (own is None) == (gradient is None), name
+        if own is not None:
+            torch.testing.assert_close(own, gradient, rtol=0, atol=1e-11)
+    if not case.form.common(case.args):
+        assert all(got[name] is None for name in got if name.startswith("d."))
+
+
+@pytest.mark.parametrize("case", [c for c in PER_ROW if c.name not in TASK_BY_TASK][::3], ids=str)
+def test_parameters_in_another_dtype_than_the_state(case: Case) -> None:
+    form, x = tasked(case, torch.float32), case.like(torch.bfloat16, batch=len(ROWS))
+    for value, expected in zip(parts(form(x)), row_by_row(form, x), strict=True):
+        assert value.dtype == torch.bfloat16
+        torch.testing.assert_close(value.expand_as(expected), expected, rtol=2e-2, atol=2e-2)
+
+
+LORA = next(case for case in CASES if case.name == "lora")
+
+
+def test_rows_with_repeats_in_any_order() -> None:
+    """Each example twice, as beams are; examples in order or not; one task alone."""
+    for rows in ((2, 0, 1), (0, 1, 2), (1, 1, 1), (3, 3, 0)):
+        form = tasked(LORA, rows=rows)
+        x = LORA.like(batch=6)
+        want = torch.cat([form.form(TASKS[rows[i // 2]])(x[i : i + 1]) for i in range(6)])
+        torch.testing.assert_close(form(x), want, rtol=0, atol=1e-12)
+
+
+def test_many_parameters_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory: what is stacked has at most as many entries as the state, or a fixed number for each task."""
+    form = tasked(LORA)
+    assert form.stacked is not None
+    x = LORA.like(batch=len(ROWS))
+    calls: list[int] = []
+    monkeypatch.setattr(StackedForms, "call", lambda *_: calls.append(1) or x.new_zeros(()))
+    form(x)
+    assert calls == [1]
+    vars(form)["stacked"] = StackedForms(form.stacked.names, form.stacked.most_dimensions, 1 << 17)
+    torch.testing.assert_close(form(x), row_by_row(form, x)[0], rtol=0, atol=1e-12)
+    assert calls == [1]
+
+
+def test_forms_that_differ_are_not_stacked() -> None:
+    narrow, wide = (Case("lora", LORA.target, LORA.input, {"r": r}) for r in (2, 4))
+    form = tasked(narrow)
+    forms = {**dict(form.tasks.items()), "b": shaken(wide)}
+    mixed = Tasked(form.chosen, forms).eval()  # type: ignore[arg-type]
+    assert mixed.stacked is None
+    x = LORA.like(batch=len(ROWS))
+    torch.testing.assert_close(mixed(x), row_by_row(mixed, x)[0], rtol=0, atol=1e-12)
+
+
+def test_copies_compute_with_their_own_parameters() -> None:
+    form = tasked(LORA)
+    x = LORA.like(batch=len(ROWS))
+    want = form(x)
+    for twin in (copy.deepcopy(form), pickle.loads(pickle.dumps(form))):
+        rows = twin.chosen.rows(ROWS)
+        twin.chosen.variable.default = Choice(task=rows)
+        with torch.no_grad():
+            for parameter in form.parameters():
+                parameter.add_(1.0)
+        assert torch.equal(twin(x), want)
+        with torch.no_grad():
+            for parameter in form.parameters():
+                parameter.sub_(1.0)
+
+
+def test_dropout_draws_for_each_row_while_training() -> None:
+    case = Case("lora", LORA.target, LORA.input, {"r": 4, "dropout": 0.5})
+    form = tasked(case, rows=(1, 2)).train()
+    x = case.like(batch=1).expand(2, -1, -1)
+    with torch.no_grad():
+        for name, parameter in form.form("c").named_parameters():
+            parameter.copy_(form.form("b").get_parameter(name))
+    one, other = form(x)
+    assert not torch.allclose(one, other)
+    form.eval()
+    one, other = form(x)
+    assert torch.allclose(one, other)
+
+
+def test_one_graph_serves_all_batches() -> None:
+    """Under `torch.compile` without a break: a graph depends on how many rows there are, not on their tasks."""
+    form = tasked(LORA)
+    x = LORA.like(batch=len(ROWS)).requires_grad_()
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    fast = torch.compile(form, backend=counter, fullgraph=True)
+    for rows in (ROWS, (0, 1, 2, 3, 0, 1), (3, 3, 3, 3, 3, 3)):
+        form.chosen.variable.default = Choice(task=form.chosen.rows(rows))
+        want = torch.cat([form.form(TASKS[task])(x[i : i + 1]) for i, task in enumerate(rows)])
+        got = fast(x)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+        wanted, own = gradients(form, (want,), x), gradients(form, (got,), x)
+        for name, gradient in wanted.items():
+            value = own[name]
+            assert value is not None
+            zero = torch.zeros_like(value)  # of a task that no row has
+            torch.testing.assert_close(value, zero if gradient is None else gradient, rtol=0, atol=1e-11)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
