@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +61,11 @@ def groups_of(rows: Rows, repeats: int) -> Groups:
 class StackedForms:
     """What forms that differ in nothing but the values of their parameters have in common.
 
-    Args: `names`: of the parameters. `most_dimensions`: of a parameter. `size`: of all parameters of one form.
+    Args: `owner_class`: of what has the parameters. `names`: of the parameters. `most_dimensions`: of a parameter. `size`: of all
+    parameters of one form.
     """
 
+    owner_class: type[FormModule]
     names: tuple[str, ...]
     most_dimensions: int
     size: int
@@ -75,19 +77,25 @@ class StackedForms:
         shapes = {name: parameter.shape for name, parameter in first.named_parameters()}
         if not first.takes_rows() or not all(map(is_like(first, shapes), others)):
             return None
-        return StackedForms(tuple(shapes), max(map(len, shapes.values())), sum(shape.numel() for shape in shapes.values()))
+        most_dimensions, size = max(map(len, shapes.values())), sum(shape.numel() for shape in shapes.values())
+        return StackedForms(type(first), tuple(shapes), most_dimensions, size)
 
     def is_cheap(self, groups: Groups, like: Tensor) -> bool:
         """Whether copying parameters for each row costs less than a call for each task: in time, and in memory."""
         most = COPIED.get(like.device.type, COPIED_ON_ACCELERATORS)
         return len(groups.tasks) * self.size <= max(len(groups.by_task) * most, like.numel())
 
+    def applies(self, forms: Sequence[FormModule], like: Tensor) -> bool:
+        """Whether the state has room for a dimension of rows, and the forms compute as those of their class (not parametrized)."""
+        return like.ndim > self.most_dimensions and all(
+            type(owner_of_values(form)) is self.owner_class for form in forms
+        )
+
     def call(self, forms: Sequence[FormModule], like: Tensor) -> Tensor | Pair:
         """The value of each row by its own form."""
-        owners: list[Any] = [owner_of_values(form) for form in forms]
-        values = {name: stack([getattr(owner, name) for owner in owners], like.ndim) for name in self.names}
-        own = owners[0].with_values(values)
-        return own.value_at(forms[0].index, like) if isinstance(forms[0], Member) else own(like)
+        owners = [owner_of_values(form) for form in forms]
+        values = {name: stack([value_of(owner, name) for owner in owners], like.ndim) for name in self.names}
+        return owners[0].with_values(values).forward(like)
 
     def gather(self, forms: Sequence[FormModule], numbers: Tensor, like: Tensor) -> Tensor | Pair:
         """The same for rows that are known by a tensor of numbers only, in a graph that serves all batches."""
@@ -102,6 +110,12 @@ class StackedForms:
 def owner_of_values(form: FormModule) -> FormModule:
     """The module that has the parameters which a form computes with."""
     return form.owner_module if isinstance(form, Member) else form
+
+
+def value_of(owner: FormModule, name: str) -> Tensor:
+    """A parameter of a form; of a replica (`nn.DataParallel`), the tensor in its place."""
+    value = vars(owner)["_parameters"].get(name)  # faster than `getattr` of a module
+    return getattr(owner, name) if value is None else value
 
 
 def is_like(first: FormModule, shapes: Mapping[str, torch.Size]) -> Any:

@@ -37,7 +37,7 @@ class Chosen:
         """
         task = self.variable.task
         if isinstance(task, Rows):
-            if task.names != self.names[: len(task.names)]:
+            if task.names is not self.names and task.names != self.names[: len(task.names)]:
                 message = f"task_ids number the tasks {join_names(task.names)}, and the model now has {join_names(self.names)}"
                 raise PeftcError(Diagnostic("P535", message, help="choose again, after the change of tasks"))
             return task
@@ -63,8 +63,8 @@ class Chosen:
             try:
                 if isinstance(tasks, str | bytes | Mapping | Set):
                     raise TypeError
-                found = [self.names.index(self.of(task)) if isinstance(task, str) else task for task in tasks]
-                tasks = torch.as_tensor(found, dtype=None if found else torch.int64)
+                numbers = [self.names.index(self.of(task)) if isinstance(task, str) else task for task in tasks]
+                tasks = torch.as_tensor(numbers, dtype=None if numbers else torch.int64)
             except (TypeError, ValueError, RuntimeError):  # as torch and Python say that they are no numbers
                 message = f"task_ids are whole numbers or names, one for each row; found {tasks!r}"
                 raise PeftcError(Diagnostic("P535", message, help="peftc.task(model, name) is for all rows")) from None
@@ -125,48 +125,63 @@ class Tasked(FormModule):
         if isinstance(self.form_dims.target, Weight | Vector):
             message = "a batch of several tasks has one weight: an edit of `w` or `b` cannot differ between its rows"
             raise PeftcError(Diagnostic("P536", message, help="choose one task for the batch, or edit `h`"))
-        count = len(rows.numbers)
+        count = rows.numbers.shape[0]
         if not count or like.shape[0] % count:
             message = f"task_ids are for {count} examples, and the batch has {like.shape[0]}"
             raise PeftcError(Diagnostic("P536", message))
         repeats = like.shape[0] // count
-        stacked = self.stacked if self.stacked is not None and like.ndim > self.stacked.most_dimensions else None
         if is_dynamo_compiling():
-            if stacked is not None:
-                numbers = rows.numbers.to(like.device).repeat_interleave(repeats)
-                return stacked.gather([self.form(name) for name in self.chosen.names], numbers, like)
-            return self.task_by_task(groups_of(rows, repeats), like, *second)
+            return self.mixed_in_graph(rows, repeats, like, *second)
         groups = groups_of(rows, repeats)
         if len(groups.by_task) == 1:
             return self.form(self.chosen.names[groups.tasks[0]])(like, *second)
-        if stacked is not None and stacked.is_cheap(groups, like):
-            names = self.chosen.names
-            return stacked.call([self.form(names[task]) for task in groups.tasks], like)
+        if self.stacked is not None and self.stacked.is_cheap(groups, like):
+            names, tasks = self.chosen.names, vars(self.tasks)["_modules"]
+            forms = [tasks[names[task]] for task in groups.tasks]
+            if self.stacked.applies(forms, like):
+                return self.stacked.call(forms, like)
         return self.task_by_task(groups, like, *second)
+
+    def mixed_in_graph(self, rows: Rows, repeats: int, like: Tensor, *second: Tensor) -> Tensor | Pair:
+        """The same under `torch.compile`. A graph should serve all batches: it takes the tasks of the rows as a tensor."""
+        forms = [self.form(name) for name in self.chosen.names]
+        if self.stacked is None or not self.stacked.applies(forms, like):
+            return task_by_task(self, rows, repeats, like, *second)
+        numbers = rows.numbers.to(like.device).repeat_interleave(repeats)
+        return self.stacked.gather(forms, numbers, like)
 
     def task_by_task(self, groups: Groups, like: Tensor, *second: Tensor) -> Tensor | Pair:
         """The form of each task that the batch has, on its rows."""
         places, order = groups.on(like)
-        found: list[tuple[int, Tensor | Pair]] = []
+        values: list[tuple[int, Tensor | Pair]] = []
         for (task, rows), where in zip(groups.by_task.items(), places, strict=True):
             with self.of_rows(where):
                 inputs = [one[where] for one in (like, *second)]
-                found.append((len(rows), self.form(self.chosen.names[task])(*inputs)))
-        if isinstance(found[0][1], tuple):
-            key, value = (self.joined([(count, part[i]) for count, part in found], order, 4) for i in (0, 1))
+                values.append((len(rows), self.form(self.chosen.names[task])(*inputs)))
+        if isinstance(values[0][1], tuple):
+            key, value = (self.joined([(count, part[i]) for count, part in values], order, 4) for i in (0, 1))
             return key, value
-        return self.joined(cast("list[tuple[int, Tensor]]", found), order, like.ndim)
+        return self.joined(cast("list[tuple[int, Tensor]]", values), order, like.ndim)
 
     def of_rows(self, where: Where) -> AbstractContextManager[None]:
         return nullcontext() if self.sequence is None else self.sequence.narrowed(where)
 
-    def joined(self, found: list[tuple[int, Tensor]], order: Tensor | None, ndim: int) -> Tensor:
+    def joined(self, parts: list[tuple[int, Tensor]], order: Tensor | None, ndim: int) -> Tensor:
         """The values of all rows in their order. Without an input, a task has one for all its rows, with fewer dimensions."""
-        values = [value for _, value in found]
+        values = [value for _, value in parts]
         if self.form_dims.input is None:
             values = [
                 value.view(*[1] * (ndim - value.ndim), *value.shape).expand(count, *[-1] * (ndim - 1))
-                for count, value in found
+                for count, value in parts
             ]
         whole = torch.cat(values)
         return whole if order is None else whole.index_select(0, order)
+
+
+# Dynamo shows the reason if the user compiles with `fullgraph=True`.
+@cast(Any, torch.compiler.disable)(
+    reason="a form whose parameters cannot be stacked runs once for each task of a batch"
+)
+def task_by_task(form: Tasked, rows: Rows, repeats: int, like: Tensor, *second: Tensor) -> Tensor | Pair:
+    """`Tasked.task_by_task`, called by compiled code."""
+    return form.task_by_task(groups_of(rows, repeats), like, *second)

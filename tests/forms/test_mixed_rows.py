@@ -1,9 +1,10 @@
-"""A batch whose rows are of several tasks gives each row what its own task alone gives it: values and gradients."""
+"""In a batch of several tasks each row has the values and gradients of its own task alone."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ from tests.forms.cases import CASES, Case, seeded, shaken
 TASKS = ("a", "b", "c", "d")
 ROWS = (2, 0, 2, 1, 0, 2)  # no row is of the last task
 # Their states go from layer to layer: tests/laws/test_cross_layer_state.py
-PER_ROW = [c for c in CASES if not isinstance(c.target, Weight | Vector) and c.name not in ("ladder", "layer_attention")]
+PER_ROW = [
+    c for c in CASES if not isinstance(c.target, Weight | Vector) and c.name not in ("ladder", "layer_attention")
+]
 # Forms whose equation does not hold for stacked parameters: a call for each task.
 TASK_BY_TASK = {"kron", "phm", "mixture", "fusion", "hyper", "sparse_adapter"}
 
@@ -81,7 +84,9 @@ def test_rows_are_those_of_their_task_alone(case: Case, way: str, monkeypatch: p
     values = parts(form(x))
     for value, expected in zip(values, want, strict=True):
         torch.testing.assert_close(value.expand_as(expected), expected, rtol=0, atol=1e-12)
-    got, wanted = (gradients(form, tuple(v.expand_as(w) for v, w in zip(vs, want, strict=True)), x) for vs in (values, want))
+    got, wanted = (
+        gradients(form, tuple(v.expand_as(w) for v, w in zip(vs, want, strict=True)), x) for vs in (values, want)
+    )
     for name, gradient in wanted.items():
         own = got[name]
         assert (own is None) == (gradient is None), name
@@ -112,7 +117,7 @@ def test_rows_with_repeats_in_any_order() -> None:
 
 
 def test_many_parameters_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory: what is stacked has at most as many entries as the state, or a fixed number for each task."""
+    """What is stacked has at most as many entries as the state, or a fixed number a task."""
     form = tasked(LORA)
     assert form.stacked is not None
     x = LORA.like(batch=len(ROWS))
@@ -120,7 +125,7 @@ def test_many_parameters_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(StackedForms, "call", lambda *_: calls.append(1) or x.new_zeros(()))
     form(x)
     assert calls == [1]
-    vars(form)["stacked"] = StackedForms(form.stacked.names, form.stacked.most_dimensions, 1 << 17)
+    vars(form)["stacked"] = replace(form.stacked, size=1 << 17)
     torch.testing.assert_close(form(x), row_by_row(form, x)[0], rtol=0, atol=1e-12)
     assert calls == [1]
 
@@ -166,7 +171,7 @@ def test_dropout_draws_for_each_row_while_training() -> None:
 
 
 def test_one_graph_serves_all_batches() -> None:
-    """Under `torch.compile` without a break: a graph depends on how many rows there are, not on their tasks."""
+    """Under `torch.compile`, a graph depends on how many rows there are, not on their tasks."""
     form = tasked(LORA)
     x = LORA.like(batch=len(ROWS)).requires_grad_()
     torch._dynamo.reset()
@@ -185,3 +190,22 @@ def test_one_graph_serves_all_batches() -> None:
             torch.testing.assert_close(value, zero if gradient is None else gradient, rtol=0, atol=1e-11)
     assert counter.frame_count == 1
     torch._dynamo.reset()
+
+
+def test_forms_that_are_not_stacked_break_the_graph() -> None:
+    case = next(case for case in CASES if case.name == "kron")
+    form, x = tasked(case), case.like(batch=len(ROWS))
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(form, backend="eager")(x), row_by_row(form, x)[0], rtol=0, atol=1e-12)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="cannot be stacked"):
+        torch.compile(form, backend="eager", fullgraph=True)(x)
+    torch._dynamo.reset()
+
+
+def test_parametrized_forms_are_called_by_themselves() -> None:
+    """`torch.nn.utils.parametrize` makes a class of its own for a module."""
+    form, x = tasked(LORA), LORA.like(batch=len(ROWS))
+    torch.nn.utils.parametrize.register_parametrization(form.form("b"), "A", torch.nn.Softplus())
+    assert form.stacked is not None
+    torch.testing.assert_close(form(x), row_by_row(form, x)[0], rtol=0, atol=1e-12)

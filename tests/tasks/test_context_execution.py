@@ -59,7 +59,7 @@ def test_recomputation_has_the_choice_of_the_forward(reentrant: bool) -> None:
 
 def test_whole_graphs_of_each_context() -> None:
     """One compilation for each choice; each context has its own at the same time."""
-    model, names = compiled(), ["a", "base", "in part", "b"]
+    model, names = compiled(), ["a", "base", "rows", "in part", "b"]
     expected()
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")

@@ -132,6 +132,31 @@ def test_gradients_reach_the_tasks_of_the_batch_and_no_others() -> None:
         assert has_gradient == (".tasks.mnli." not in key), key
 
 
+@pytest.mark.parametrize(("name", "spec"), [("llama", SPEC), ("bart", PREFIX), ("bert", PROMPT), ("opt", FLAT)])
+def test_gradients_are_the_sums_of_those_of_the_rows(name: str, spec: str) -> None:
+    model = compiled(name, spec).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    inputs, ids = three(name, model), [2, 0, 2]
+    rows = [{key: value[i : i + 1] for key, value in inputs.items()} for i in range(3)]
+    gradients: list[dict[str, Tensor]] = []
+    for batches in (
+        [(inputs, {"task_ids": ids})],
+        [(row, {"name": TASKS[i]}) for row, i in zip(rows, ids, strict=True)],
+    ):
+        model.zero_grad()
+        for batch, choice in batches:
+            with peftc.task(model, **choice):
+                model(**batch).logits.pow(2).sum().backward()
+        named = peftc.parameters(model).items()
+        gradients.append({key: p.grad.clone() for key, p in named if p.grad is not None})
+    mixed, alone = gradients
+    assert mixed.keys() == alone.keys()
+    for key, gradient in alone.items():
+        close(mixed[key], gradient, key)
+
+
 def test_counts_are_those_of_the_model() -> None:
     model = compiled("bart")
     plan = peftc.plan(SPEC, zoo.build("bart"), tasks=TASKS)
