@@ -54,11 +54,45 @@ class StackedSlice:
 
 
 @dataclass(frozen=True)
+class MatrixLayout:
+    """How a parameter of any shape is a matrix (out, in): its dimensions in this order, of which
+    the first `rows` are (out) and the rest (in). A vector (out) has no others.
+    """
+
+    order: tuple[int, ...]
+    rows: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a matrix, or a vector, is stored as it is."""
+        return self.order in ((0,), (0, 1)) and self.rows == 1
+
+
+@dataclass(frozen=True)
+class FeatureDims:
+    """Which dimensions of a value are those of batch and tokens, and which of features, each in
+    their order; any others have the size 1.
+    """
+
+    tokens: tuple[int, ...]
+    features: tuple[int, ...]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the last dimension has the features, and there are no dimensions of size 1."""
+        return (*self.tokens, *self.features) == tuple(range(len(self.tokens) + 1))
+
+    def width(self, sizes: tuple[int, ...]) -> int:
+        """The number of features in a value of these sizes."""
+        return prod(sizes[dim] for dim in self.features)
+
+
+@dataclass(frozen=True)
 class WeightRef:
     """A parameter, or part of one, as `nn.Linear` stores it: (out, in).
 
     Attributes:
-        rows: rows of the stacked slice where there is one, else of the parameter.
+        rows: rows of the stacked slice where there is one, else of the parameter, as a matrix.
         stacked_slice: which of several stacked matrices it is.
     """
 
@@ -67,6 +101,7 @@ class WeightRef:
     rows: Slice | None = None
     transposed: bool = False  # stored (in, out), as transformers' Conv1D does
     stacked_slice: StackedSlice | None = None
+    layout: MatrixLayout | None = None  # of a parameter that is no matrix, or one stored (in, out)
 
     @property
     def is_partial(self) -> bool:
@@ -87,6 +122,7 @@ class ActivationRef:
     node: str
     rows: Slice | None = None  # of the last dimension
     feature_map: bool = False  # features are dimension 1, as in convolutions: (batch, d, height, width)
+    dims: FeatureDims | None = None  # where features are several dimensions, or not the last one
     other_nodes: tuple[str, ...] = ()  # further nodes that receive a value written here
     key_path: tuple[Any, ...] = ()
 
@@ -131,6 +167,7 @@ class Site:
     layer_input: State | None = None  # set where a state here has batch and tokens flattened into one dimension
     runs: int = 1  # how often one forward runs its layer (layers may share one set of weights)
     calls: int = 1  # how often the layer calls this Linear; `x` and `h` belong to one of these calls
+    bare: bool = False  # code multiplies by the parameter itself: no call of a module computes `h`
     shared_with: tuple[Site, ...] = ()  # other sites of the same module, on which an edit acts, too
 
     @property

@@ -7,7 +7,6 @@ model keeps them: one block each, or interleaved head by head.
 
 import contextlib
 import inspect
-import itertools
 from collections.abc import Mapping
 from math import prod
 from typing import Any
@@ -18,8 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from peftc.addressing.sites import Slice
 from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.matrices import as_slice
 from peftc.dataflow.nodes import example, first_input, is_tensor, shape
-from peftc.dataflow.operations import LAYOUT, Op, is_in_place, name_of, op_of
+from peftc.dataflow.operations import LAYOUT, Op, is_in_place, name_of, op_of, rerun
 from peftc.dataflow.values import cache_update, reaches, upstream, value_operands, value_users
 from peftc.fakes.tensors import tensors_in
 
@@ -38,8 +38,8 @@ def source_linears(layer: LayerGraph, value: fx.Node, *others: fx.Node) -> list[
     between = sorted(behind - set(linears))
     sources: list[tuple[fx.Node, Slice | None]] = []
     for linear in linears:
-        width = shape(linear)[-1]
-        if (features := _features_in(linear, between, values)) is None:
+        width = layer.width(linear)
+        if (features := _features_in(linear, between, values, layer)) is None:
             sources.append((linear, None))
         elif rows := as_slice(features, width):
             sources.append((linear, rows if rows.width < width else None))
@@ -72,7 +72,7 @@ def dims_of(value: fx.Node, layer: LayerGraph) -> set[int]:
     if len(linears) != 1:
         return set()
     with unset_fake_temporarily():
-        numbers = _numbers_of(linears[0])
+        numbers = _numbers_of(linears[0], layer)
         for node in sorted(behind - set(linears)):
             sources = [n for n in value_operands(node) if n in numbers]
             if sources and (moved := move_numbers(node, sources, numbers)) is not None:
@@ -103,28 +103,15 @@ def move_numbers(node: fx.Node, sources: list[fx.Node], numbers: Mapping[fx.Node
     kwargs = fx.map_arg(node.kwargs, lambda n: numbers.get(n, example(n)))
     moved = None
     with contextlib.suppress(RuntimeError, TypeError, IndexError):  # the numbers lack what the operation needs
-        moved = _run(node, args, kwargs)
+        moved = rerun(node, args, kwargs)
     return None if any(isinstance(m, FakeTensor) for m in tensors_in(moved)) else moved
 
 
-def as_slice(features: torch.Tensor, width: int) -> Slice | None:
-    """Sorted numbers of features as equal blocks at equal distances; None where they are none."""
-    groups = itertools.groupby(enumerate(features.tolist()), lambda item: item[1] - item[0])
-    runs = [[number for _, number in group] for _, group in groups]  # of consecutive numbers
-    strides = {b[0] - a[0] for a, b in itertools.pairwise(runs)}
-    if len(set(map(len, runs))) != 1 or len(strides) > 1:
-        return None
-    start, stop = runs[0][0], runs[0][-1] + 1
-    if not strides:
-        return Slice(start, stop)
-    stride = strides.pop()
-    rows = Slice(start, stop, stride, len(runs))
-    return rows if stride * len(runs) <= width and stop - rows.base(width) <= stride else None
-
-
-def _features_in(linear: fx.Node, between: list[fx.Node], values: tuple[fx.Node, ...]) -> torch.Tensor | None:
+def _features_in(
+    linear: fx.Node, between: list[fx.Node], values: tuple[fx.Node, ...], layer: LayerGraph
+) -> torch.Tensor | None:
     """The numbers of the features of `linear` that `values` depend on; None where unknown."""
-    numbers = _numbers_of(linear)
+    numbers = _numbers_of(linear, layer)
     used: list[torch.Tensor] = []
     for node in between:
         sources = [n for n in value_operands(node) if n in numbers]
@@ -143,19 +130,13 @@ def _features_in(linear: fx.Node, between: list[fx.Node], values: tuple[fx.Node,
     return torch.cat(entries).bincount().nonzero()[:, 0] if used else None  # faster than `unique`
 
 
-def _numbers_of(linear: fx.Node) -> dict[fx.Node, Any]:
+def _numbers_of(linear: fx.Node, layer: LayerGraph) -> dict[fx.Node, Any]:
     """The numbers of the features of a Linear, in the shape of its result."""
-    return {linear: torch.arange(shape(linear)[-1]).expand(shape(linear)).clone()}
-
-
-def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    name = name_of(node)
-    if name.endswith("_as"):  # the shape of another tensor: `expand_as`
-        return getattr(args[0], name.removesuffix("_as"))(shape(node))
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    target: Any = node.target
-    return target(*args, **kwargs)
+    sizes, dims = shape(linear), layer.feature_dims(linear)
+    numbers = torch.arange(dims.width(sizes)).view([sizes[dim] for dim in dims.features])
+    for dim in range(len(sizes)):
+        numbers = numbers if dim in dims.features else numbers.unsqueeze(dim)
+    return {linear: numbers.expand(sizes).clone()}
 
 
 def _is_layout(node: fx.Node) -> bool:

@@ -2,7 +2,9 @@
 
 from torch import fx, nn
 
-from peftc.dataflow.nodes import example, first_input, is_tensor
+from peftc.addressing.sites import FeatureDims
+from peftc.dataflow.matrices import MatrixProduct, matrix_product
+from peftc.dataflow.nodes import example, first_input, is_tensor, shape
 from peftc.dataflow.operations import Op, module_op, op_of
 from peftc.dataflow.values import upstream, value_users
 
@@ -16,6 +18,7 @@ class LayerGraph:
     def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
         self.graph, self.root = graph, root
         self._modules: dict[str, nn.Module] = {}
+        self._products: dict[fx.Node, MatrixProduct | None] = {}
 
     def module(self, node: fx.Node) -> nn.Module | None:
         if node.op != "call_module":
@@ -33,7 +36,40 @@ class LayerGraph:
         op = module_op(module)
         return Op.MODULE if op is Op.NORM and isinstance(example(node), tuple) else op
 
+    def product(self, node: fx.Node) -> MatrixProduct | None:
+        """The product with a bare parameter at a node."""
+        if node.op == "call_module":
+            return None
+        if node not in self._products:
+            self._products[node] = matrix_product(node)
+        return self._products[node]
+
+    def input_of(self, linear: fx.Node) -> fx.Node | None:
+        """What a Linear reads."""
+        product = self.product(linear)
+        return first_input(linear) if product is None else product.x
+
+    def output_of(self, linear: fx.Node) -> fx.Node:
+        """What a Linear computes, its bias included."""
+        product = self.product(linear)
+        return linear if product is None else product.result
+
+    def feature_dims(self, linear: fx.Node) -> FeatureDims:
+        """Where the features are in the result of a Linear."""
+        if (product := self.product(linear)) is not None:
+            return product.d_out
+        last = len(shape(linear)) - 1
+        return FeatureDims(tuple(range(last)), (last,))
+
+    def width(self, linear: fx.Node) -> int:
+        """The number of features that a Linear computes."""
+        return self.feature_dims(linear).width(shape(linear))
+
     def is_linear(self, node: object) -> bool:
+        """Whether a node multiplies by one matrix: a Linear, or a product with a bare parameter."""
+        return isinstance(node, fx.Node) and (self.is_linear_module(node) or self.product(node) is not None)
+
+    def is_linear_module(self, node: object) -> bool:
         """Whether a node calls a module of one matrix: nn.Linear, Conv1D, a quantised Linear."""
         module = self.module(node) if isinstance(node, fx.Node) and is_tensor(node) else None
         if module is None or getattr(getattr(module, "weight", None), "ndim", 0) != 2:

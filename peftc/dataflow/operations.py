@@ -8,6 +8,7 @@ and nowhere else.
 import operator
 from enum import Enum, auto
 from functools import cache
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -70,6 +71,7 @@ class Op(Enum):
 
 
 LAYOUT = frozenset({Op.RESHAPE, Op.PERMUTE, Op.EXPAND, Op.SPLIT, Op.SELECT, Op.ROLL})
+BY_ENTRY = frozenset({Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.MASK, Op.CLAMP, Op.DROPOUT, Op.CAST})
 SCALE = frozenset({Op.MUL, Op.DIV})
 # other operands tell a dtype, a device or a shape
 OF_FIRST = frozenset({Op.CAST, Op.RESHAPE, Op.EXPAND})
@@ -85,7 +87,7 @@ _NAMES = {
     Op.DROPOUT: "dropout",
     Op.CAST: "to type type_as float half bfloat16 double contiguous clone",
     Op.ACTIVATION: "tanh",
-    Op.MATMUL: "matmul bmm mm baddbmm einsum",
+    Op.MATMUL: "matmul bmm mm baddbmm addmm einsum",
     Op.LINEAR: "linear",
     Op.CONVOLUTION: "conv1d conv2d",
     Op.SOFTMAX: "softmax",
@@ -168,6 +170,19 @@ def _op_of_operands(node: fx.Node) -> Op:
         return Op.QUERY if isinstance(example(node), _FACTS) else _BY_NAME.get(name_of(node), Op.OTHER)
     # the maximum of one tensor is a choice, that of several a mask
     return Op.MASK if isinstance(example(node), torch.Tensor) and len(node.all_input_nodes) > 1 else Op.CHOICE
+
+
+def rerun(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """What a function or method computes from other arguments."""
+    name = name_of(node)
+    if name.endswith("_as"):  # the shape of another tensor: `expand_as`
+        return getattr(args[0], name.removesuffix("_as"))(tuple(example(node).shape))  # pyright: ignore
+    if node.target is getattr or node.op == "call_method":
+        target = args[1] if node.target is getattr else node.target
+        member = getattr(args[0], str(target))
+        return member if node.target is getattr else member(*args[1:], **kwargs)
+    target: Any = node.target
+    return target(*args, **kwargs)
 
 
 def is_size(node: fx.Node) -> bool:

@@ -107,6 +107,8 @@ class Widening(Folding):
         up, down, hidden = (self.sites.get(f"{site.path}.{name}") for name in ("up", "down", "hidden"))
         if up is None or down is None or hidden is None or f"{site.path}.gate" in self.sites:
             raise NotWider(f"`{site.path}` is not two Linears with an activation between them")
+        if up.bare or down.bare:
+            raise NotWider(f"the matrices of `{site.path}` are parameters of no Linear")
         if not (is_linear(up) and is_linear(down) and site.states["h"].linear == down.path):
             raise NotWider(f"`h` of `{site.path}` is not simply the output of `down`")
         self.check_alone(site_edit, up, down)

@@ -17,7 +17,7 @@ from peftc.forms.module import FormModule, has_values
 from peftc.planning.foldability.affine import FoldTarget, NotAffine, Side, is_linear, show_term
 from peftc.planning.ir import ARITHMETIC, Arithmetic, Constant, FormCall, Read, SiteEdit, Term, subterms
 from peftc.rewriting.node_builder import row_arguments
-from peftc.runtime.parameters import blocks_of, dense, stacked_slice
+from peftc.runtime.parameters import as_matrix, as_stored, blocks_of, dense, stacked_slice
 
 Value = Affine | Tensor  # a Tensor is constant: a number, a vector (d_out,), or a weight in equations of w
 
@@ -69,22 +69,31 @@ class UnroundedParameters:
 
     def read(self, ref: WeightRef) -> Tensor:
         """The rows of a site, (out, in)."""
-        return self.blocks(ref).flatten(0, 1)
+        return self.blocks(self.matrix(ref), ref).flatten(0, 1)
 
     def write(self, ref: WeightRef, value: Tensor) -> None:
         """Replaces them."""
-        blocks = self.blocks(ref)
+        matrix = self.matrix(ref)
+        blocks = self.blocks(matrix, ref)
         blocks.copy_(value.unflatten(0, tuple(blocks.shape[:2])))
+        if ref.layout is not None:  # the matrix may be a copy
+            stored = self.values[ref.attribute]
+            stored.copy_(as_stored(matrix, stored, ref.layout.order))
 
-    def blocks(self, ref: WeightRef) -> Tensor:
-        """A view of the rows of a site: (blocks, rows of a block, in)."""
+    def matrix(self, ref: WeightRef) -> Tensor:
+        """The parameter as (out, in)."""
         if ref.attribute not in self.values:
             stored = dense(getattr(self.model.get_submodule(self.module), ref.attribute).detach())
             self.values[ref.attribute] = stored.to(sum_dtype(stored.dtype), copy=True)
         tensor = self.values[ref.attribute]
         if ref.stacked_slice is not None:
             tensor = stacked_slice(tensor, ref.stacked_slice.count, ref.stacked_slice.index)
-        tensor = tensor.t() if ref.transposed else tensor
+        if ref.layout is not None:
+            return as_matrix(tensor, ref.layout.order, ref.layout.rows)
+        return tensor.t() if ref.transposed else tensor
+
+    def blocks(self, tensor: Tensor, ref: WeightRef) -> Tensor:
+        """A view of the rows of a site: (blocks, rows of a block, in)."""
         if ref.rows is None or ref.rows.count == 1:
             return (tensor if ref.rows is None else tensor[ref.rows.start : ref.rows.stop]).unsqueeze(0)
         return blocks_of(tensor, 0, *row_arguments(ref.rows, tensor.shape[0]))

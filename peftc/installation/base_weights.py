@@ -10,7 +10,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.modules.offload import offloaded_value
 from peftc.rewriting.legality.preconditions import missing_values
 from peftc.rewriting.node_builder import row_arguments
-from peftc.runtime.parameters import dense, is_quantised, rows_of, stacked_slice
+from peftc.runtime.parameters import as_matrix, dense, is_quantised, rows_of, stacked_slice
 
 
 class BaseWeights(Mapping[str, torch.Tensor]):
@@ -40,6 +40,8 @@ def view_of(tensor: torch.Tensor, ref: WeightRef) -> torch.Tensor:
     """A weight (out, in), the rows of a site alone; or its gradient, stored as the parameter is."""
     if ref.stacked_slice is not None:
         tensor = stacked_slice(tensor, ref.stacked_slice.count, ref.stacked_slice.index)
+    if ref.layout is not None:
+        tensor = as_matrix(tensor, ref.layout.order, ref.layout.rows)
     tensor = tensor.t() if ref.transposed else tensor
     if ref.rows is None:
         return tensor

@@ -7,7 +7,6 @@ from torch import fx
 from peftc.addressing.sites import Slice
 from peftc.dataflow.features import is_affine, is_only_layout, source_linears
 from peftc.dataflow.layer_graph import LayerGraph
-from peftc.dataflow.nodes import shape
 from peftc.dataflow.operations import Op
 
 Source = tuple[fx.Node, Slice | None]
@@ -20,10 +19,9 @@ class Projection:
     node: fx.Node
     rows: Slice | None = None
 
-    @property
-    def slice(self) -> Slice:
-        """The rows, all if they are not fewer."""
-        return self.rows or Slice(0, shape(self.node)[-1])
+    def slice(self, width: int) -> Slice:
+        """The rows, all of the `width` features of the Linear if they are not fewer."""
+        return self.rows or Slice(0, width)
 
 
 def input_projections(hidden: fx.Node, layer: LayerGraph) -> dict[str, Projection]:

@@ -162,6 +162,7 @@ def trace_layer(layer: nn.Module, arguments: dict[str, Any], mode: FakeTensorMod
     """
     leaves: dict[str, str] = {}
     inlined: set[str] = set()
+    tried: set[str] = set()  # leaves that may have missing roles; they stay leaves where they cannot be traced
     nones: set[Any] = set()
     while True:
         tracer = RegionTracer(lambda name: name not in leaves and (name in inlined or has_parts(layer, name)))
@@ -177,11 +178,17 @@ def trace_layer(layer: nn.Module, arguments: dict[str, Any], mode: FakeTensorMod
             frames = [frame for frame in (*tracer.call_stack, *callers) if frame not in leaves]
             if not frames:
                 return _reason(error)
+            if frames[-1] in inlined & tried:
+                inlined.discard(frames[-1])
+                continue
             leaves[frames[-1]] = _reason(error)
             continue
         if not (more := _routing_leaves(traced, layer) - inlined):
             layer_type = _layer_type(layer, traced, arguments, leaves, mode)
             if not (more := set(_sole_leaves(layer_type)) - inlined - leaves.keys()):
+                more = set(_leaves_with_roles(layer_type)) - inlined - leaves.keys() - tried
+                tried |= more
+            if not more:
                 return layer_type
         inlined.update(more)
 
@@ -216,6 +223,17 @@ def _sole_leaves(layer_type: LayerType) -> Iterator[str]:
             weighted = [n for n in sub.body if is_weighted(n, layer) and not layer.is_norm(n)]
             if weighted and all(_has_own_code(layer.module(n)) and not layer.is_linear(n) for n in weighted):
                 yield from (str(n.target) for n in weighted)
+
+
+def _leaves_with_roles(layer_type: LayerType) -> Iterator[str]:
+    """The leaves with weights and code of their own in sub-layers that lack roles."""
+    # Seen in: no transformers model, but Linears of users over several dimensions
+    layer = layer_type.layer
+    for sub in layer_type.subs:
+        roles = {"attn": ("q", "k", "v", "o"), "ffn": ("down",)}.get(sub.kind, ())
+        if any(role not in sub.projections for role in roles) and not sub.experts and sub.router is None:
+            leaves = (n for n in sub.body if is_weighted(n, layer) and not layer.is_norm(n) and not layer.is_linear(n))
+            yield from (str(n.target) for n in leaves if _has_own_code(layer.module(n)))
 
 
 def _has_own_code(module: nn.Module | None) -> bool:

@@ -17,7 +17,7 @@ from torch import fx
 
 from peftc.dataflow.features import source_linears
 from peftc.dataflow.layer_graph import LayerGraph
-from peftc.dataflow.nodes import first_input, is_tensor, shape
+from peftc.dataflow.nodes import is_tensor, shape
 from peftc.dataflow.operations import Op
 from peftc.dataflow.values import reaches, upstream, value_users
 from peftc.recognition.attention.patterns import Attention, attentions, value_mixtures
@@ -91,7 +91,7 @@ def _relabel_local_mixer(sub: SubLayer, stream: Stream) -> None:
     # Seen in: PVT v2, RWKV, SegFormer
     if mixes_neighbours(sub.body, stream):
         sub.kind = "ffn"
-        _set_ffn_roles(sub, stream.layer)
+        _set_ffn_roles(sub, stream)
         sub.set_linears(stream.layer)
 
 
@@ -221,7 +221,7 @@ class _Finder:
         elif mixes(body, self.stream) or mixed_by_linears(body, self.stream):
             sub.kind = "untraced" if has_softmax_mixture(body, self.layer) else "mixer"
         else:
-            _set_ffn_roles(sub, self.layer)
+            _set_ffn_roles(sub, self.stream)
         sub.set_linears(self.layer)
         return sub
 
@@ -240,7 +240,7 @@ def _first_of_final_linears(h: fx.Node, layer: LayerGraph) -> fx.Node:
     """The first of the consecutive Linears at the end of `h`; `h` if it ends with none."""
     # Seen in: Zamba, Zamba 2
     node = layer.stripped(h)
-    while layer.is_linear(node) and (source := first_input(node)) is not None:
+    while layer.is_linear(node) and (source := layer.input_of(node)) is not None:
         before = layer.stripped(source)
         if not layer.is_linear(before):
             return node
@@ -267,7 +267,7 @@ def _set_attention_roles(sub: SubLayer, stream: Stream) -> None:
         same_size = [n for n in nearest[role] if math.prod(shape(n)) == math.prod(shape(values[role][0]))]
         if len(same_size) == 1:  # more heads of queries than of keys
             sub.projections[role] = Projection(same_size[0])
-    for role in _roles_with_overlapping_rows(sub.projections, attention):
+    for role in _roles_with_overlapping_rows(sub.projections, attention, layer):
         del sub.projections[role]
     out = layer.consumer_linear(attention.out, sub.body)
     if out is not None and attention.out in sub.body:
@@ -277,7 +277,7 @@ def _set_attention_roles(sub: SubLayer, stream: Stream) -> None:
     sub.x = sub.context = _input_of(sub.projections.get("q"), sub.x, stream)
     if "k" in sub.projections:
         key = sub.projections["k"]
-        sub.context = first_input(key.node) if sub.variant == "cross" else _input_of(key, sub.x, stream)
+        sub.context = layer.input_of(key.node) if sub.variant == "cross" else _input_of(key, sub.x, stream)
 
 
 def _roles_with_equal_linears(nearest: Mapping[str, list[fx.Node]]) -> set[str]:
@@ -287,15 +287,19 @@ def _roles_with_equal_linears(nearest: Mapping[str, list[fx.Node]]) -> set[str]:
     return {"q", *same} if same else same
 
 
-def _roles_with_overlapping_rows(projections: Mapping[str, Projection], attention: Attention) -> list[str]:
+def _roles_with_overlapping_rows(
+    projections: Mapping[str, Projection], attention: Attention, layer: LayerGraph
+) -> list[str]:
     """The roles that share rows with another, and have more rows than the attention reads."""
     # Seen in: rotations of queries and keys in one tensor; a wrong role would be trained
     roles: list[str] = []
     for role, one in projections.items():
         others = [p for name, p in projections.items() if name != role and p.node is one.node]
         size = math.prod(shape(getattr(attention, role)))
-        is_larger = size < math.prod(shape(one.node)[:-1]) * one.slice.width
-        if is_larger and any(one.slice.overlaps(other.slice) for other in others):
+        width = layer.width(one.node)
+        rows = one.slice(width)
+        is_larger = size < math.prod(shape(one.node)) // width * rows.width
+        if is_larger and any(rows.overlaps(other.slice(width)) for other in others):
             roles.append(role)
     return roles
 
@@ -303,31 +307,33 @@ def _roles_with_overlapping_rows(projections: Mapping[str, Projection], attentio
 def _nodes_up_to_linears(linear: fx.Node, layer: LayerGraph) -> set[fx.Node]:
     """The nodes that a Linear's input is computed from, back to the Linears before it."""
     # Seen in: MiniCPM 3, GLM-4 MoE Lite, LongCat
-    source = first_input(linear)
+    source = layer.input_of(linear)
     return set() if source is None else set(upstream(source, layer.is_linear))
 
 
 def _input_of(projection: Projection | None, entry: fx.Node | None, stream: Stream) -> fx.Node | None:
     """What a Linear reads, if that is the stream; else `entry`, the input of the sub-layer."""
     # Seen in: JetMoE, whose experts compute the queries
-    source = first_input(projection.node) if projection is not None else None
+    source = stream.layer.input_of(projection.node) if projection is not None else None
     return source if source is not None and (stream.holds(source) or entry is None) else entry
 
 
-def _set_ffn_roles(sub: SubLayer, layer: LayerGraph) -> None:
-    downs = source_linears(layer, sub.h)
+def _set_ffn_roles(sub: SubLayer, stream: Stream) -> None:
+    layer = stream.layer
+    # not the Linears that compute gates from something else
+    downs = [source for source in source_linears(layer, sub.h) if stream.reaches(source[0])]
     if len(downs) != 1:
         return
     down = downs[0][0]
-    behind = set(upstream(sub.h, lambda n: n is down)) - {down}
-    hidden = first_input(down)
+    behind = {n for n in upstream(sub.h, lambda n: n is down) if n is not down and stream.reaches(n)}
+    hidden = layer.input_of(down)
     if hidden is None or any(is_weighted(n, layer) and not layer.is_norm(n) for n in behind):
         return  # other weights take part in `h`, not through `down`
     sub.projections, sub.hidden = {"down": Projection(*downs[0])}, hidden
     # only Linears of this sub-layer, none that computed the stream
     sub.projections |= {role: p for role, p in input_projections(hidden, layer).items() if p.node in sub.body}
     first = sub.projections.get("up") or sub.projections.get("gate")
-    sub.x = first_input(first.node) if first is not None else sub.x
+    sub.x = layer.input_of(first.node) if first is not None else sub.x
 
 
 def _find_norms(sub: SubLayer, layer: LayerGraph, others: set[fx.Node]) -> None:

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
 from torch import fx
 
-from peftc.addressing.sites import ActivationRef, Site, Slice, State
+from peftc.addressing.sites import ActivationRef, FeatureDims, MatrixLayout, Site, Slice, State, WeightRef
 from peftc.dataflow.features import features_dim, separates
 from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.matrices import MatrixPart, MatrixProduct, as_slice, numbers_of
 from peftc.dataflow.nodes import first_input, is_tensor, output_of, shape
 from peftc.dataflow.values import upstream, value_users
 from peftc.forms import shapes
@@ -26,6 +28,7 @@ from peftc.recognition.roles import SubLayer
 from peftc.recognition.token_mixing import is_weighted
 
 T = TypeVar("T")
+TRANSPOSED = MatrixLayout((1, 0), 1)
 ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -52,6 +55,7 @@ class LayerSites:
         assert stream is not None
         self.stream = stream
         self.calls = Counter(str(n.target) for n in kind.traced.graph.nodes if n.op == "call_module")
+        self.others = set[str]()  # Linears without a role; several sub-layers may read what one computes
         # states that the model's own code keeps as (batch · tokens, d)
         self.flat = {n.name for n in kind.traced.graph.nodes if getattr(n.meta.get("example"), "ndim", 0) == 2}
 
@@ -83,8 +87,8 @@ class LayerSites:
             h = State("h", shapes.Heads(*shape(heads)[2:]), ActivationRef(heads.name))
             yield self.site(steps + (("heads", None),), module, {"h": h, "q": states["q"]}, group=group)
         if sub.hidden is not None:
-            hidden = {"h": self.state("h", sub.hidden)} | ({"x": states["x"]} if "x" in states else {})
-            yield self.site(steps + (("hidden", None),), self.full(str(sub.projections["down"].node.target)), hidden)
+            hidden = {"h": self.input_of("h", sub.projections["down"])} | ({"x": states["x"]} if "x" in states else {})
+            yield self.site(steps + (("hidden", None),), self.owner_of(sub.projections["down"].node), hidden)
         yield from self.norm_sites(sub, steps, group)
         yield self.site(steps + (("add", None),), self.layer, {"h": self.state("h", sub.add)}, group=group)
 
@@ -112,7 +116,7 @@ class LayerSites:
 
     def module(self, sub: SubLayer) -> str:
         """The smallest module that contains a sub-layer's Linears, or its other parameters."""
-        if names := [str(p.node.target) for p in sub.projections.values()]:
+        if names := [self.name_of(p.node) for p in sub.projections.values()]:
             return self.full(common(names))
         used = [n for n in sub.body if is_weighted(n, self.graph) and not self.graph.is_norm(n)]
         return self.full(common([f"{n.target}." if n.op == "call_module" else str(n.target) for n in used]))
@@ -123,9 +127,11 @@ class LayerSites:
             if role in sub.projections:
                 yield self.linear(steps + ((role, None),), sub.projections[role], group)
         inside = self.module(sub)
-        names = {str(n.target): relative_name(self.full(str(n.target)), inside) for n in sub.linears}
+        targets = {n: name for n in sub.linears if (name := self.name_of(n)) not in self.others}
+        self.others.update(targets.values())
+        names = {name: relative_name(self.full(name), inside) for name in targets.values()}
         many = Counter(names.values())
-        first = {str(n.target): n for n in reversed(sub.linears)}  # call of each
+        first = {name: n for n, name in reversed(targets.items())}  # call of each
         for full, node in sorted(first.items(), key=lambda item: item[1]):
             inner = named_steps(full if many[names[full]] > 1 else names[full])
             yield self.linear(steps + inner, Projection(node), group)
@@ -139,7 +145,7 @@ class LayerSites:
     def sub_layer_states(self, sub: SubLayer, steps: Steps) -> dict[str, State]:
         states = {"h": self.state("h", sub.h), "res": self.state("res", sub.res)}
         last = "down" if sub.attention is None else "o"
-        if last in sub.projections and self.graph.stripped(sub.h) is sub.projections[last].node:
+        if last in sub.projections and self.graph.stripped(sub.h) is self.graph.output_of(sub.projections[last].node):
             states["h"] = replace(states["h"], linear=path_of(self.steps + steps + ((last, None),)))
         if sub.x is not None:
             states["x"] = self.state("x", self.in_batches(sub.x, sub.h))
@@ -148,9 +154,9 @@ class LayerSites:
             if sub.variant == "cross" and isinstance(state.shape, shapes.Tokens):
                 states["c"] = replace(state, shape=replace(state.shape, of="context"))
         if sub.hidden is not None:
-            states["z"] = self.state("z", sub.hidden)
+            states["z"] = self.input_of("z", sub.projections["down"])
         if len(sub.attentions) == 1:  # of several, each has its own
-            states |= self.attention_states(sub.attentions[0], q_width(sub))
+            states |= self.attention_states(sub.attentions[0], q_width(sub, self.graph))
         elif sub.attentions and (pair := self.shared_pair(sub)) is not None:
             states["kv"] = pair
         return states
@@ -182,7 +188,8 @@ class LayerSites:
         """The rows that can be joined to the keys and values of each of several attentions."""
         # Seen in: ProphetNet, whose two streams of queries share keys
         written = all(a.sort == "written" for a in sub.attentions)
-        pairs = {pair_shape(a, q_width(sub), self.graph) for a in sub.attentions} if written else set()
+        width = q_width(sub, self.graph)
+        pairs = {pair_shape(a, width, self.graph) for a in sub.attentions} if written else set()
         first, *others = (a.call for a in sub.attentions)
         pair = pairs.pop() if len(pairs) == 1 else None
         if pair is None or any(n.meta["origin"][0] != first.meta["origin"][0] for n in others):
@@ -196,6 +203,8 @@ class LayerSites:
     def linear(self, steps: Steps, projection: Projection, group: str = "") -> Site:
         """A Linear or norm, or a part of the rows of a fused Linear."""
         node, rows = projection.node, projection.rows
+        if (product := self.graph.product(node)) is not None:
+            return self.bare_linear(steps, product, rows, group)
         name = self.full(str(node.target))
         states = weight_states(name, self.kind.root.get_submodule(str(node.target)), rows)
         if (source := first_input(node)) is not None:
@@ -203,8 +212,52 @@ class LayerSites:
         states["h"] = self.state("h", node, rows)
         return replace(self.site(steps, name, states, group=group), calls=self.calls[str(node.target)])
 
-    def state(self, name: str, node: fx.Node, rows: Slice | None = None) -> State:
-        key = (name, node, rows)
+    def bare_linear(self, steps: Steps, product: MatrixProduct, rows: Slice | None, group: str) -> Site:
+        """A matrix that code multiplies by itself: a parameter, or some of its rows."""
+        states = {"w": self.part_state("w", product.weight, rows, product.d_in.width(shape(product.x)))}
+        if product.bias is not None:
+            states["b"] = self.part_state("b", product.bias, rows)
+        states["x"] = self.state("x", product.x, dims=product.d_in)
+        states["h"] = self.state("h", product.result, rows, product.d_out)
+        owner = self.full(product.weight.parameter.rpartition(".")[0])
+        site = self.site(steps, owner, states, group=group)
+        own = states["w"].weight
+        others = (self.graph.product(node) for node in self.kind.traced.graph.nodes)
+        same = [p.weight for p in others if p is not None and p.weight.parameter == product.weight.parameter]
+        calls = [p for p in same if own is None or own.rows is None or p.rows is None or own.rows.overlaps(p.rows)]
+        return replace(site, calls=len(calls), bare=True)
+
+    def input_of(self, name: str, projection: Projection) -> State:
+        """What a Linear reads."""
+        source, product = self.graph.input_of(projection.node), self.graph.product(projection.node)
+        assert source is not None
+        return self.state(name, source, dims=None if product is None else product.d_in)
+
+    def part_state(self, name: str, part: MatrixPart, rows: Slice | None, d_in: int = 0) -> State:
+        """`w` or `b` of some of the features that rows of a parameter compute."""
+        owner, _, attribute = part.parameter.rpartition(".")
+        own = rows_within(part.rows, rows, part.size)
+        width = own.width if own is not None else part.size
+        shape = shapes.Weight(width, d_in) if name == "w" else shapes.Vector(width)
+        is_transposed = part.layout == TRANSPOSED
+        layout = None if is_transposed else part.layout
+        return State(name, shape, weight=WeightRef(self.full(owner), attribute, own, is_transposed, layout=layout))
+
+    def name_of(self, linear: fx.Node) -> str:
+        """The module of a Linear in the layer, or its parameter."""
+        product = self.graph.product(linear)
+        return str(linear.target) if product is None else product.weight.parameter.removesuffix(".weight")
+
+    def owner_of(self, linear: fx.Node) -> str:
+        """The module of a Linear in the model, or that of its parameter."""
+        product = self.graph.product(linear)
+        return self.full(str(linear.target) if product is None else product.weight.parameter.rpartition(".")[0])
+
+    def state(self, name: str, node: fx.Node, rows: Slice | None = None, dims: FeatureDims | None = None) -> State:
+        key = (name, node, rows, dims)
+        if key not in self.cache and dims is not None and not dims.is_plain:
+            tokens = shapes.Tokens(rows.width if rows else dims.width(shape(node)))
+            self.cache[key] = State(name, tokens, ActivationRef(node.name, rows, dims=dims))
         if key not in self.cache:
             sizes, dim = shape(node), features_dim(node, self.graph)
             tokens = shapes.Tokens(rows.width if rows else sizes[dim])
@@ -263,9 +316,18 @@ def attention_heads(attention: Attention) -> fx.Node | None:
     return None
 
 
-def q_width(sub: SubLayer) -> int | None:
+def q_width(sub: SubLayer, layer: LayerGraph) -> int | None:
     """The features of the queries' Linear."""
-    return sub.projections["q"].slice.width if "q" in sub.projections else None
+    query = sub.projections.get("q")
+    return None if query is None else query.slice(layer.width(query.node)).width
+
+
+def rows_within(outer: Slice | None, inner: Slice | None, size: int) -> Slice | None:
+    """Rows of a parameter: the `inner` ones of `outer` ones; None for all of `size`."""
+    if outer is None or inner is None:
+        return inner if outer is None else outer
+    numbers = torch.tensor(numbers_of(outer, size))
+    return as_slice(torch.cat([numbers[start:stop] for start, stop in inner.blocks()]), size)
 
 
 def pair_shape(attention: Attention, q_width: int | None, layer: LayerGraph) -> shapes.KeyValue | None:

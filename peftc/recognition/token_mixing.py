@@ -7,6 +7,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.padding import _ConstantPadNd  # pyright: ignore[reportPrivateUsage]
 
+from peftc.addressing.sites import FeatureDims
 from peftc.dataflow.features import features_dim, move_numbers
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import example, first_input, shape
@@ -92,7 +93,32 @@ def mixed_by_linears(body: set[fx.Node], stream: Stream) -> bool:
             moved = move_numbers(node, sources[:1], numbers)
             numbers |= {node: moved} if moved is not None else {}
         elif isinstance(tokens := numbers[sources[0]], torch.Tensor):
-            if bool((tokens != tokens[..., :1]).any()):
+            if (left := _without_features(tokens, node, sources[0], layer)) is None:
                 return True
-            numbers[node] = tokens[..., :1].expand(sizes)
+            numbers[node] = left.expand(sizes)
     return False
+
+
+def _without_features(tokens: torch.Tensor, linear: fx.Node, source: fx.Node, layer: LayerGraph) -> torch.Tensor | None:
+    """The numbers of tokens in the result of a Linear; None where it mixes them."""
+    product = layer.product(linear)
+    if product is None:
+        first = tokens[..., :1]
+        return None if bool((tokens != first).any()) else first
+    if product.x is not source:
+        return tokens.new_zeros(())
+    features = product.d_in.features
+    first = tokens
+    for dim in features:
+        first = first.narrow(dim, 0, 1)
+    if bool((tokens != first).any()):
+        return None
+    left = first.permute(*product.d_in.tokens, *features, *_ones(tokens.ndim, product.d_in))
+    left = left.flatten(len(product.d_in.tokens))[..., 0]
+    for dim in range(len(shape(linear))):
+        left = left if dim in product.d_out.tokens else left.unsqueeze(dim)
+    return left
+
+
+def _ones(size: int, dims: FeatureDims) -> list[int]:
+    return [dim for dim in range(size) if dim not in (*dims.tokens, *dims.features)]

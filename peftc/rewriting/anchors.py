@@ -17,6 +17,9 @@ from typing import Any, Literal
 
 from torch import fx, nn
 
+from peftc.addressing.sites import Slice
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.matrices import MatrixProduct
 from peftc.tracing.bytecode import Occurrence, Origin
 from peftc.tracing.region_trace import ModuleCall, RegionTrace
 
@@ -59,18 +62,25 @@ class Anchor:
     - `in`: (parameter, *path), an argument of the module; `out`: a path into its result;
     - `node`: (operation, ordinal), the result of an operation in the module's code;
     - `operand`: (operation, ordinal, argument index), an operand of one;
+    - `product`: (x or h, position, *parameter): what a product with these rows of a parameter
+      reads or computes, wherever, and whichever rows the code multiplies by at once;
     - `argument`: (operation, ordinal, name, *(operation, ordinal)), the q, k, v or kv of an
       attention call, and of further calls that read the same value;
     - `tokens`: (embedding, whether the result keeps the prompt), the input of a stack;
     - `context`: the states that a stack attends to; `positions`: the positions of a stack's tokens.
     """
 
-    kind: Literal["in", "out", "node", "operand", "argument", "tokens", "context", "positions"]
+    kind: Literal["in", "out", "node", "operand", "product", "argument", "tokens", "context", "positions"]
     module: str
     key: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.kind} {' '.join(map(str, self.key))} of `{self.module or 'the region'}`"
+
+    @property
+    def position(self) -> str:
+        """The position in the code of its module, of an anchor at an operation."""
+        return self.key[1] if self.kind == "product" else self.key[1].position
 
     def each(self) -> Iterator[Anchor]:
         """An `argument` anchor for each attention call by itself."""
@@ -80,6 +90,11 @@ class Anchor:
 
     def relative(self, region: str) -> Anchor:
         """This anchor with names relative to `region`."""
+        if self.kind == "product":
+            state, position, parameter, *rest = self.key
+            return Anchor(
+                self.kind, relative(self.module, region), (state, position, relative(parameter, region), *rest)
+            )
         target = str(self.key[0]).partition("call_module ")[2] if self.kind in ("node", "operand") else ""
         # a target inside the calling module is relative to that module already
         is_absolute = target.startswith(f"{region}.")
@@ -188,6 +203,23 @@ def anchors(node: fx.Node, trace: RegionTrace) -> list[Anchor]:
     return result
 
 
+def product_anchor(state: str, product: MatrixProduct, rows: Slice | None) -> Anchor:
+    """The anchor of what a product with a parameter reads or computes."""
+    frame, _, (position, _) = origin(product.result)
+    return Anchor("product", frame, (state, position, product.weight.parameter, product.weight.layout, rows))
+
+
+def products(anchor: Anchor, trace: RegionTrace) -> list[tuple[MatrixProduct, Slice | None]]:
+    """The products of a `product` anchor in a trace, and which of their features it names."""
+    _, _, parameter, layout, rows = anchor.key
+    graph = LayerGraph(trace.graph, nn.Module() if trace.root is None else trace.root)
+    every = (p for node in trace.graph.nodes if (p := graph.product(node)) is not None)
+    parts = [
+        (p, p.weight.place_of(rows)) for p in every if (p.weight.parameter, p.weight.layout) == (parameter, layout)
+    ]
+    return [(p, place) for p, (is_inside, place) in parts if is_inside]
+
+
 def ordinal(node: fx.Node, trace: RegionTrace) -> tuple[str, Ordinal]:
     """A node's kind of operation, and its ordinal."""
     frame, operation, occurrence = origin(node)
@@ -214,6 +246,9 @@ def find(anchor: Anchor, trace: RegionTrace) -> fx.Node | None:
         if call is None:
             return find_weight_only(anchor, trace)
         return value_at(call.arguments if anchor.kind == "in" else call.result, anchor.key)
+    if anchor.kind == "product":
+        values = [p.x if anchor.key[0] == "x" else p.result for p, _ in products(anchor, trace)]
+        return values[0] if len(set(values)) == 1 else None
     nodes = operations(anchor.module, anchor.key[0], trace)
     index = anchor.key[1].find_in([origin(n)[2] for n in nodes])
     node = None if index is None else nodes[index]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from peftc.addressing.sites import parameter_name
+from peftc.addressing.sites import WeightRef, parameter_name
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_edit
 from peftc.dataflow.operations import Op
@@ -32,8 +32,8 @@ from peftc.rewriting.edits import (
 from peftc.rewriting.node_builder import NodeBuilder, StackedWeight
 from peftc.rewriting.prompts import prepend_tokens, prompted_call, provides_positions
 from peftc.rewriting.states import REPLACES, StateLookup, copy_operands_of_edits, copy_value
-from peftc.runtime.layouts import image_to_tokens, tokens_to_image, unflatten_tokens
-from peftc.runtime.parameters import full_precision, stored_as
+from peftc.runtime.layouts import as_before, features_last, image_to_tokens, tokens_to_image, unflatten_tokens
+from peftc.runtime.parameters import as_matrix, as_stored, full_precision, stored_as
 from peftc.runtime.positions import forward_with_positions
 from peftc.runtime.prompts import batch_like
 from peftc.tracing.region_trace import RegionTrace
@@ -109,6 +109,7 @@ class EquationInserter(NodeBuilder):
     # Writing -------------------------------------------------------------------------------------
 
     def write_value(self, state: RegionState) -> None:
+        state = self.inserter.lookup.in_trace(state)
         node = self.inserter.latest(self.inserter.lookup.node_of(state, self.assign.state))
         self.start_after(node)
         new = self.value()
@@ -117,7 +118,9 @@ class EquationInserter(NodeBuilder):
         if state.image:
             new = self.function(tokens_to_image, new, node, state.image == "channels first")
         if state.rows is not None:
-            new = self.put_rows(node, state.rows, new, -1, state.size)
+            new = self.put_rows(self.with_features_last(node, state), state.rows, new, -1, state.size)
+        if state.dims is not None:
+            new = self.function(as_before, new, node, state.dims.tokens, state.dims.features)
         own = set(self.nodes)
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in own)
         new.meta[REPLACES] = node.meta.get(REPLACES, node)
@@ -213,8 +216,9 @@ class EquationInserter(NodeBuilder):
         self.start_after(node)
         new = self.function(stored_as, self.value(), node)
         if state.weight.rows is not None:
-            whole = self.method("t", node) if state.weight.transposed else node
-            new = self.put_rows(whole, state.weight.rows, new, 0, state.size)
+            new = self.put_rows(self.matrix(node, state.weight), state.weight.rows, new, 0, state.size)
+        if state.weight.layout is not None:
+            new = self.function(as_stored, new, node, state.weight.layout.order)
         if state.weight.transposed:
             new = self.method("contiguous", self.method("t", new))  # as it was stored
         for read in reads:  # earlier equations keep the value that they read
@@ -242,10 +246,17 @@ class EquationInserter(NodeBuilder):
         self.move_after(node)
         if state.overwritten:
             node = copy_value(node)
-        value = node if state.rows is None else self.take_rows(node, state.rows, -1, state.size)
+        state = self.inserter.lookup.in_trace(state)
+        value = self.with_features_last(node, state)
+        value = value if state.rows is None else self.take_rows(value, state.rows, -1, state.size)
         if state.image:
             return self.function(image_to_tokens, value, state.image == "channels first")
         return self.function(unflatten_tokens, value, self.read(STREAM)) if self.is_unflattened(state) else value
+
+    def with_features_last(self, node: fx.Node, state: RegionState) -> fx.Node:
+        return (
+            node if state.dims is None else self.function(features_last, node, state.dims.tokens, state.dims.features)
+        )
 
     def is_unflattened(self, state: RegionState) -> bool:
         """Whether the edit needs the batch of a state kept as (batch · tokens, d)."""
@@ -261,9 +272,15 @@ class EquationInserter(NodeBuilder):
             node = self.inserter.latest(node if node is not None else self.add(self.graph.get_attr(name)))
             self.move_after(node)
         value = self.function(full_precision, node)
-        value = self.method("t", value) if state.weight.transposed else value
+        value = self.matrix(value, state.weight)
         rows = state.weight.rows
         return value if rows is None else self.take_rows(value, rows, 0, state.size)
+
+    def matrix(self, stored: fx.Node, weight: WeightRef) -> fx.Node:
+        """A parameter as (out, in)."""
+        if weight.layout is not None:
+            return self.function(as_matrix, stored, weight.layout.order, weight.layout.rows)
+        return self.method("t", stored) if weight.transposed else stored
 
     # Terms ---------------------------------------------------------------------------------------
 

@@ -3,12 +3,13 @@
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from peftc.addressing.sites import INPUT, OUTPUT, Site, State
+from peftc.addressing.sites import INPUT, OUTPUT, MatrixLayout, Site, State, WeightRef
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.shapes import Tokens
 from peftc.planning import ir
@@ -126,21 +127,23 @@ class LayerRegions:
                 value = stacked_slice(value, stacked.count, stacked.index)
                 stacked = replace(stacked, reader="")
             weight = replace(state.weight, module=relative(module, region), stacked_slice=stacked)
-            return RegionState(size=value.shape[-1 if weight.transposed else 0], weight=weight)
+            return RegionState(size=_row_count(value, weight), weight=weight)
         assert anchor is not None
         rows, is_tokens = activation_of(state).rows, isinstance(state.shape, Tokens)
         node = node_of(state, self.layer, site, self.trace)
         example = node.meta["example"]
         defining, aliases = self.names_in_region(state, anchor, region, site)
+        dims = activation_of(state).dims
         maps = [s.activation.feature_map for s in site.states.values() if s.activation is not None]
         is_image = is_tokens and any(maps) and isinstance(example, torch.Tensor) and example.ndim > 3
         image = "channels first" if activation_of(state).feature_map else "channels last" if is_image else ""
         return RegionState(
             anchor.relative(region),
             rows,
-            size=example.shape[-1] if rows else 0,
+            size=0 if not rows else example.shape[-1] if dims is None else dims.width(example.shape),
             flat=site.layer_input is not None and is_tokens and example.ndim == 2,
             image=image,
+            dims=dims,
             definitions=defining,
             aliases=aliases,
             overwritten=is_overwritten(anchor, region, node),
@@ -266,6 +269,12 @@ class LayerRegions:
             if mutates_conditionally(inspect.unwrap(cls.forward), cls, argument if name == region else ""):
                 result |= self.modules_between(region, name)
         return result
+
+
+def _row_count(value: torch.Tensor, weight: WeightRef) -> int:
+    """The rows of a parameter as (out, in)."""
+    layout = weight.layout or MatrixLayout((1, 0) if weight.transposed else (0,), 1)
+    return prod(value.shape[dim] for dim in layout.order[: layout.rows])
 
 
 def module_region(site_edits: list[ir.SiteEdit], region: str, model: nn.Module) -> Region:

@@ -1,13 +1,15 @@
 """The states of a site: nodes, anchors and uses in its layer's graph; in-place writes to them."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from peftc.addressing.paths import stack_steps
-from peftc.addressing.sites import INPUT, OUTPUT, ActivationRef, Site, State
-from peftc.dataflow.nodes import EDIT, example, first_input, is_edit
+from peftc.addressing.sites import INPUT, OUTPUT, ActivationRef, Site, State, parameter_name
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.nodes import EDIT, example, first_input, is_edit, shape
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.recognition.layers import LayerType
 from peftc.recognition.site_builder import sub_layer_steps
@@ -22,6 +24,8 @@ from peftc.rewriting.anchors import (
     ordinal,
     origin,
     parts,
+    product_anchor,
+    products,
     relative,
 )
 from peftc.rewriting.edits import STREAM, RegionEdit, RegionState
@@ -67,6 +71,8 @@ def state_anchors(state: State, layer: str, site: Site, trace: RegionTrace) -> l
     activation = activation_of(state)
     argument = activation.node.partition(".")[2]
     node = node_of(state, layer, site, trace)
+    if (product := product_of(state, site, node, trace)) is not None:
+        return [product]
     if not argument:
         return anchors(node, trace)
     others = (ordinal(node_named(name, trace), trace) for name in activation.other_nodes)
@@ -89,6 +95,8 @@ def definitions(state: State, layer: str, site: Site, kind: LayerType) -> tuple[
     boundary = [a for a in aliases if a.module == module and a.kind == ("out" if node.target == module else "in")]
     if boundary and any(n.op == "call_module" and n.target == module for n in trace.graph.nodes):
         return boundary, []
+    if (product := product_of(state, site, node, trace)) is not None:
+        return [product], []
     steps = steps_below_layer(site)
     own = steps[:-1] if steps[-1:] in ((("hidden", None),), (("add", None),)) else steps
     subs = zip(kind.subs, sub_layer_steps(kind.subs), strict=True)
@@ -103,8 +111,23 @@ def definitions(state: State, layer: str, site: Site, kind: LayerType) -> tuple[
     roles = {"x": ("q",) if sub.kind == "attn" else (), "c": ("k", "v")}.get(state.name, ("down",))
     projections = [sub.projections[role].node for role in roles if role in sub.projections]
     linears = projections or [n for n in sub.body if kind.layer.is_linear(n) and state.name == "x"]
+    bare = [p for n in linears if (p := kind.layer.product(n)) is not None and p.x is node]
+    if bare:
+        return [product_anchor("x", p, p.weight.rows) for p in bare], []
     readers = {str(n.target) for n in linears if first_input(n) is node}
     return [a for a in aliases if a.kind == "in" and a.module in readers], []
+
+
+def product_of(state: State, site: Site, node: fx.Node, trace: RegionTrace) -> Anchor | None:
+    """The anchor of `x` or `h` of a parameter that code multiplies by, if it does so once."""
+    weight = site.states["w"].weight if site.bare and site.calls == 1 else None
+    if weight is None or state.name not in ("x", "h"):
+        return None
+    name = relative(parameter_name(weight), site.root)
+    graph = LayerGraph(trace.graph, nn.Module() if trace.root is None else trace.root)
+    every = [p for n in trace.graph.nodes if (p := graph.product(n)) is not None and p.weight.parameter == name]
+    own = [p for p in every if p.weight.place_of(weight.rows)[0] and (p.x if state.name == "x" else p.result) is node]
+    return product_anchor(state.name, own[0], weight.rows) if own else None
 
 
 def aliases_may_diverge(anchor: Anchor, other: Anchor, trace: RegionTrace) -> bool:
@@ -122,7 +145,7 @@ def code_path(anchor: Anchor, trace: RegionTrace) -> list[str]:
     """The positions in the code of nested modules that lead to an anchor, outermost first."""
     callers = callers_of(trace)
     name = anchor.module
-    positions = [] if anchor.kind in ("in", "out") else [anchor.key[1].position]
+    positions = [] if anchor.kind in ("in", "out") else [anchor.position]
     while name in callers:
         name, position = callers[name]
         positions.insert(0, position)
@@ -133,6 +156,8 @@ def may_write(anchor: Anchor, frames: frozenset[str], node: fx.Node) -> bool:
     """Whether all uses of a state read a new value at an anchor, if `frames` are entered."""
     if anchor.kind == "argument":
         return True
+    if anchor.kind == "product" and anchor.key[0] == "x":
+        return False  # other products may read it
     if anchor.kind == "in":  # the module may write to it in place, for uses outside
         users = {user for version in later_versions(node) for user in version.users}
         return bool(anchor.module) and all(contains(anchor.module, user_module(user)) for user in users)
@@ -170,7 +195,11 @@ class StateLookup:
     def resolve(self, edits: Iterable[RegionEdit]) -> None:
         """Looks up all states first: an edit may replace what identifies the state of the next."""
         for name, state in (item for edit in edits for item in edit.states.items()):
-            if state.anchor is not None and state.anchor.kind in ("in", "out", "node") and state not in self.nodes:
+            if (
+                state.anchor is not None
+                and state.anchor.kind in ("in", "out", "node", "product")
+                and state not in self.nodes
+            ):
                 self.nodes[state] = self.candidates(state, name)
 
     def candidates(self, state: RegionState, name: str) -> list[fx.Node]:
@@ -194,6 +223,18 @@ class StateLookup:
             help_ = "compile with a `sample` that has the arguments of this call"
             raise PeftcError(Diagnostic("P403", message, notes=notes, help=help_))
         return nodes[0]
+
+    def in_trace(self, state: RegionState) -> RegionState:
+        """A state with the features of its node in this trace: code may compute more at once."""
+        anchor = state.anchor
+        if anchor is None or anchor.kind != "product" or not (matches := products(anchor, self.trace)):
+            return state
+        product, rows = matches[0]
+        is_input = anchor.key[0] == "x"
+        dims = product.d_in if is_input else product.d_out
+        width = dims.width(shape(product.x if is_input else product.result))
+        rows = None if is_input or rows is None or rows.width == width else rows
+        return replace(state, rows=rows, size=width, dims=None if dims.is_plain else dims)
 
     def node_at(self, anchor: Anchor) -> fx.Node:
         """The attention call of an `argument`. Raises: P403 where this trace has no such call."""

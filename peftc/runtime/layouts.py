@@ -21,6 +21,20 @@ def unflatten_tokens(value: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
     return value.view(*stream.shape[:-1], value.shape[-1])
 
 
+def features_last(value: torch.Tensor, tokens: tuple[int, ...], features: tuple[int, ...]) -> torch.Tensor:
+    """A value with its features in one dimension, the last: (batch, heads, tokens, d_head) with
+    `tokens` (0, 2) and `features` (1, 3) as (batch, tokens, heads · d_head).
+    """
+    ones = [dim for dim in range(value.ndim) if dim not in (*tokens, *features)]
+    return value.permute(*tokens, *features, *ones).flatten(len(tokens))
+
+
+def as_before(new: torch.Tensor, value: torch.Tensor, tokens: tuple[int, ...], features: tuple[int, ...]) -> Any:
+    """The inverse of `features_last`, in the shape of `value`."""
+    order = [*tokens, *features, *(dim for dim in range(value.ndim) if dim not in (*tokens, *features))]
+    return new.reshape([value.shape[dim] for dim in order]).permute([order.index(dim) for dim in range(value.ndim)])
+
+
 def image_to_tokens(image: torch.Tensor, channels_first: bool) -> torch.Tensor:
     """An image, with features second if `channels_first`, as (batch, height · width, d)."""
     return image.flatten(2).transpose(1, 2) if channels_first else image.flatten(1, -2)

@@ -29,6 +29,20 @@ def stored_as(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return value.to(weight.dtype)
 
 
+def as_matrix(stored: torch.Tensor, order: tuple[int, ...], rows: int) -> torch.Tensor:
+    """A parameter of any shape as (out, in), or as (out,): its dimensions in this order, of which
+    the first `rows` are (out).
+    """
+    matrix = stored.permute(order).flatten(0, rows - 1)
+    return matrix.flatten(1) if rows < len(order) else matrix
+
+
+def as_stored(matrix: torch.Tensor, stored: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """A new value (out, in) in the shape of the parameter."""
+    whole = matrix.reshape([stored.shape[dim] for dim in order])
+    return whole.permute([order.index(dim) for dim in range(len(order))])
+
+
 def rows_of(whole: torch.Tensor, dim: int, base: int, count: int, stride: int, start: int, stop: int) -> torch.Tensor:
     """The interleaved `Rows` of a tensor along `dim` (0 or -1)."""
     return blocks_of(whole, dim, base, count, stride, start, stop).flatten(0 if dim == 0 else -2, 1 if dim == 0 else -1)

@@ -267,7 +267,7 @@ class InputSizes:
 
     def features(self, tensor: fx.Node) -> Any:
         """The output features of a Linear: a size of its weight."""
-        if not LayerGraph(tensor.graph, self.root).is_linear(tensor):
+        if not LayerGraph(tensor.graph, self.root).is_linear_module(tensor):
             return None
         width = tensor.meta["example"].shape[-1]
         name = f"{tensor.target}.weight"

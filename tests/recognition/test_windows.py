@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import peftc
-from peftc.recognition.attention.manual_attention import expand_labels
+from peftc.dataflow.einsum import expand_labels
 from tests.layers import Layers
 
 D, H = 8, 2

@@ -84,7 +84,8 @@ def _foldability(folds: Sequence[_SiteFold], parameters: Parameters) -> Foldabil
 
 
 def _name(target: FoldTarget) -> str:
-    name = target.site.module.rpartition(".")[2].strip('"')
+    ref = target.weight if target.site.bare else None
+    name = ref.attribute if ref is not None else target.site.module.rpartition(".")[2].strip('"')
     text = f"rows of {name}" if target.refs and target.refs[0].rows is not None else name
     return f"columns of {text}" if target.side == "input" else text
 
@@ -142,6 +143,8 @@ def _between(stays: _SiteFold, folds: _SiteFold) -> bool:
 
 def _same_rows(one: WeightRef, other: WeightRef) -> bool:
     if one.module != other.module:
+        return False
+    if one.attribute != other.attribute and not {one.attribute, other.attribute} <= {"weight", "bias"}:
         return False
     a, b = one.stacked_slice, other.stacked_slice
     if a and b and (one.attribute, a) != (other.attribute, b):

@@ -51,9 +51,9 @@ def module_site(module: ModuleInfo, table: SiteTable) -> Site:
 
 
 def _is_part(site: Site) -> bool:
-    """Whether the site is rows of a module (q of a fused qkv), or reads another module's weight."""
+    """Whether the site is rows of a module (q of a fused qkv), or not what the module computes."""
     refs = [state.weight for state in site.states.values() if state.weight]
-    return any(ref.module != site.module or ref.is_partial for ref in refs)
+    return site.bare or any(ref.module != site.module or ref.is_partial for ref in refs)
 
 
 def _states(module: ModuleInfo) -> Iterator[State]:

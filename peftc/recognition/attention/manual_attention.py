@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import fx
 
+from peftc.dataflow.einsum import einsum_labels, einsum_operands
 from peftc.dataflow.features import dims_of, separates, source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import example, first_input, is_edit, is_tensor, shape
@@ -143,8 +144,7 @@ def _operand_layout(product: fx.Node, operand: fx.Node, is_keys: bool, layer: La
 
 def _einsum_layout(product: fx.Node, operand: fx.Node, is_keys: bool, layer: LayerGraph) -> Layout | None:
     """Features are summed over with the queries, tokens with the probabilities."""
-    operands = product.args[1] if isinstance(product.args[1], (tuple, list)) else product.args[1:]
-    labels, result = expand_labels(str(product.args[0]), [len(shape(n)) for n in operands])
+    operands, (labels, result) = einsum_operands(product), einsum_labels(product)
     own = next((text for text, node in zip(labels, operands, strict=False) if node is operand), "")
     other = next((text for text, node in zip(labels, operands, strict=False) if node is not operand), "")
     summed = [c for c in own if c not in result]
@@ -171,16 +171,6 @@ def _heads_dim(dims: Sequence[int], width: int, operand: fx.Node, layer: LayerGr
     widths = {rows.width if rows else shape(n)[-1] for n, rows in source_linears(layer, operand)}
     heads = heads or {dim for dim in dims if shape(operand)[dim] * width in widths}
     return heads.pop() if len(heads) == 1 else None
-
-
-def expand_labels(equation: str, dimensions: list[int]) -> tuple[list[str], str]:
-    """The labels of an einsum's operands and of its result, with digits in the place of `...`."""
-    inputs, _, result = equation.replace(" ", "").partition("->")
-    texts = inputs.split(",")
-    digits = ["0123456789"[: n - len(t.replace("...", ""))] for t, n in zip(texts, dimensions, strict=False)]
-    most = max(digits, key=len)
-    labels = [t.replace("...", most[len(most) - len(d) :]) for t, d in zip(texts, digits, strict=False)]
-    return labels, result.replace("...", most)
 
 
 def visible_value(softmax: fx.Node) -> float | None:

@@ -15,7 +15,7 @@ from torch import fx
 from peftc.dataflow.features import softmax_dim
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import first_input, is_edit, is_tensor, shape
-from peftc.dataflow.operations import Op, name_of, op_of
+from peftc.dataflow.operations import BY_ENTRY, LAYOUT, Op, name_of, op_of
 from peftc.dataflow.values import upstream, value_operands, value_users
 from peftc.tracing.operations import attention
 
@@ -59,7 +59,7 @@ def _written(softmax: fx.Node, layer: LayerGraph) -> Attention | None:
     if not mixtures or logits is None:
         return None
     # the nearest products of two activations; a Linear before them mixes heads
-    nodes = upstream(logits, lambda n: is_scores(n) or (layer.is_linear(n) and not _mixes_heads(n)))
+    nodes = upstream(logits, lambda n: is_scores(n) or (layer.is_linear(n) and not _mixes_heads(n, layer)))
     if not (candidates := [n for n in nodes if is_scores(n)]):
         return None
     own = [(pair, scores) for pair in mixtures for scores in candidates if _is_self_attention(scores, pair[1], layer)]
@@ -91,18 +91,22 @@ def value_mixtures(softmax: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
                 others = [o for o in factors(user) if o not in seen]
                 if len(others) == 1 and is_activation(others[0]):
                     yield user, others[0]
+                elif others:  # a matrix that mixes heads
+                    queue.append(user)
             elif user.op != "call_module" or is_tensor(user):
                 queue.append(user)
 
 
-def _mixes_heads(linear: fx.Node) -> bool:
-    """Whether a Linear reads scores, but for their layout and scale."""
+def _mixes_heads(linear: fx.Node, layer: LayerGraph) -> bool:
+    """Whether a Linear reads scores, but for layout and what is done entry by entry."""
     # Seen in: CaiT (talking heads), which has no role without it
-    node = first_input(linear)
-    while node is not None and not is_scores(node):
-        operands = value_operands(node) if node.op in ("call_method", "call_function") else []
-        node = operands[0] if len(operands) == 1 else None
-    return node is not None
+    nodes = [layer.input_of(linear)]
+    for node in nodes:  # which grows
+        if node is not None and is_scores(node):
+            return True
+        if node is not None and layer.op(node) in (*BY_ENTRY, *LAYOUT, Op.ITEM):
+            nodes += [n for n in value_operands(node) if n not in nodes]
+    return False
 
 
 def is_scores(node: fx.Node) -> bool:
@@ -119,7 +123,7 @@ def is_activation(node: object) -> bool:
 def linear_inputs(value: fx.Node, layer: LayerGraph) -> set[fx.Node]:
     """What the nearest Linears upstream of a value read."""
     linears = layer.linears(set(upstream(value, layer.is_linear)))
-    return {layer.stripped(source) for n in linears if (source := first_input(n)) is not None}
+    return {layer.stripped(source) for n in linears if (source := layer.input_of(n)) is not None}
 
 
 def factors(product: fx.Node) -> tuple[fx.Node, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 from operator import add, mul, sub, truediv
 from typing import Any, cast
 
@@ -146,7 +147,7 @@ def weight_of(parameter: Tensor, ref: WeightRef) -> Tensor:
     """The rows of a site in a parameter, (out, in), at least in float32."""
     value = _stacked(parameter, ref)[ref.stacked_slice.index] if ref.stacked_slice is not None else parameter
     value = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-    return features(ref.rows, value.t() if ref.transposed else value, 0)
+    return features(ref.rows, _matrix(value, ref), 0)
 
 
 def with_weight(parameter: Tensor, ref: WeightRef, new: Tensor) -> Tensor:
@@ -159,8 +160,20 @@ def with_weight(parameter: Tensor, ref: WeightRef, new: Tensor) -> Tensor:
 
 
 def _with_rows(matrix: Tensor, ref: WeightRef, new: Tensor) -> Tensor:
-    value = with_features(ref.rows, matrix.t() if ref.transposed else matrix, new.to(matrix.dtype), 0)
+    value = with_features(ref.rows, _matrix(matrix, ref), new.to(matrix.dtype), 0)
+    if ref.layout is not None:
+        sizes = [matrix.shape[dim] for dim in ref.layout.order]
+        return torch.movedim(value.reshape(sizes), tuple(range(matrix.ndim)), ref.layout.order)
     return value.t() if ref.transposed else value
+
+
+def _matrix(parameter: Tensor, ref: WeightRef) -> Tensor:
+    """A parameter of any shape as (out, in)."""
+    if ref.layout is None:
+        return parameter.t() if ref.transposed else parameter
+    moved = torch.movedim(parameter, ref.layout.order, tuple(range(parameter.ndim)))
+    rows = prod(moved.shape[: ref.layout.rows])
+    return moved.reshape(rows, -1) if ref.layout.rows < parameter.ndim else moved.reshape(rows)
 
 
 def _stacked(parameter: Tensor, ref: WeightRef) -> Tensor:

@@ -50,6 +50,8 @@ class Locator:
         state = site.states[name]
         if state.weight is not None:
             return Location("weight", state.weight.module, site.root)
+        if site.bare:
+            raise ReferenceUnavailable(f"no module computes `{name}` of `{site.path}`")
         if state.activation is None or state.activation.feature_map:
             raise ReferenceUnavailable(f"`{name}` is not a value of shape (…, features)")
         boundaries: dict[str, Kind] = {INPUT: "input", OUTPUT: "output"}
@@ -117,7 +119,8 @@ class Locator:
 
     def is_module(self, site: Site) -> bool:
         weight = site.states["w"].weight if "w" in site.states else None
-        return weight is not None and weight.module == site.module and weight.stacked_slice is None
+        own = weight is not None and weight.module == site.module and weight.stacked_slice is None
+        return own and not site.bare
 
     def at_module(self, site: Site, kind: Kind) -> Location:
         if site.calls != 1:

@@ -1,0 +1,291 @@
+"""Products of an activation with a matrix that code reads from a parameter itself.
+
+`x @ self.w`, `F.linear(x, self.in_proj_weight)` and `einsum("bnd,dhk->bhnk", x, self.wq)` compute
+what a Linear does. The matrix is a parameter of any shape, or a part of one; its dimensions become
+those of (out, in) by an order, and rows are what a view of it leaves out.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+
+from peftc.addressing.sites import FeatureDims, MatrixLayout, Slice
+from peftc.dataflow.einsum import einsum_labels, einsum_operands
+from peftc.dataflow.nodes import example, first_input, is_tensor, shape
+from peftc.dataflow.operations import LAYOUT, Op, name_of, op_of, rerun
+from peftc.dataflow.values import upstream, value_users
+
+MOST_DIMS = 5  # of a parameter: there are n! orders
+
+
+@dataclass(frozen=True)
+class MatrixPart:
+    """Rows of a parameter as a matrix (out, in), or as a vector (out) of a bias."""
+
+    parameter: str  # dotted name
+    layout: MatrixLayout | None
+    rows: Slice | None
+    size: int  # rows of the whole parameter
+
+    def place_of(self, rows: Slice | None) -> tuple[bool, Slice | None]:
+        """Whether these rows of the parameter are among the part's, and where; None: all of it."""
+        own = numbers_of(self.rows, self.size)
+        places = {number: i for i, number in enumerate(own)}
+        wanted = [places.get(number, -1) for number in numbers_of(rows, self.size)]
+        if -1 in wanted or wanted == list(range(len(own))):
+            return -1 not in wanted, None
+        place = as_slice(torch.tensor(wanted), len(own))
+        return place is not None, place
+
+
+def numbers_of(rows: Slice | None, size: int) -> list[int]:
+    """The rows one by one; None stands for all."""
+    return [i for start, stop in (rows or Slice(0, size)).blocks() for i in range(start, stop)]
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixProduct:
+    """h = W x + b by a bare parameter W. `result` is the product or, of code that adds the bias
+    behind it, that sum. `d_in`, `d_out`: where the features of x and of h are.
+    """
+
+    x: fx.Node
+    result: fx.Node
+    weight: MatrixPart
+    bias: MatrixPart | None
+    d_in: FeatureDims
+    d_out: FeatureDims
+
+    @property
+    def width(self) -> int:
+        return self.d_out.width(shape(self.result))
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """A product of two tensors, and which dimensions of both, and of the result, are one.
+
+    `summed`: pairs of dimensions of matrix and input. `own`: of matrix and result.
+    """
+
+    x: fx.Node
+    matrix: fx.Node
+    summed: list[tuple[int, int]]
+    own: list[tuple[int, int]]
+
+
+def matrix_product(node: fx.Node) -> MatrixProduct | None:
+    """The product with a matrix at a node; None for any other node."""
+    if not is_tensor(node) or (operands := _operands(node)) is None:
+        return None
+    operands.own.sort(key=lambda pair: pair[1])
+    operands.summed.sort(key=lambda pair: pair[1])
+    rows, columns = ([dim for dim, _ in pairs] for pairs in (operands.own, operands.summed))
+    d_in = _feature_dims(operands.x, [dim for _, dim in operands.summed])
+    d_out = _feature_dims(node, [dim for _, dim in operands.own])
+    weight = _part(operands.matrix, rows, columns)
+    if weight is None or d_in is None or d_out is None or not _is_activation(operands.x):
+        return None
+    result, bias = _with_bias(node, d_out)
+    x, d_in = _without_ones(operands.x, d_in)
+    return MatrixProduct(x, result, weight, bias, d_in, d_out)
+
+
+def _is_activation(node: fx.Node) -> bool:
+    return any(n.op == "placeholder" for n in upstream(node, lambda n: n.op == "placeholder"))
+
+
+def _operands(node: fx.Node) -> _Operands | None:
+    """The operands of a product, if one of them is computed from parameters alone."""
+    match op_of(node):
+        case Op.LINEAR if len(node.args) > 1 and all(isinstance(n, fx.Node) for n in node.args[:2]):
+            x, matrix = node.args[:2]
+            return _Operands(x, matrix, [(1, len(shape(x)) - 1)], [(0, len(shape(node)) - 1)])  # pyright: ignore
+        case Op.MATMUL if node.target is torch.einsum:
+            return _of_einsum(node)
+        case Op.MATMUL:
+            start = int(name_of(node) in ("baddbmm", "addmm"))
+            factors = [n for n in node.args[start : start + 2] if isinstance(n, fx.Node)]
+            return _of_matmul(node, *factors) if len(factors) == 2 else None
+        case _:
+            return None
+
+
+def _of_einsum(node: fx.Node) -> _Operands | None:
+    operands = einsum_operands(node)
+    bare = [i for i, n in enumerate(operands) if parameter_of(n) is not None]
+    if len(operands) != 2 or len(bare) != 1:
+        return None
+    labels, result = einsum_labels(node)
+    own, other = labels[bare[0]], labels[1 - bare[0]]
+    if any(len(set(text)) != len(text) for text in (own, other, result)):
+        return None
+    matrix, x = operands[bare[0]], operands[1 - bare[0]]
+    common = [c for c in own if c in other and c in result and shape(matrix)[own.index(c)] > 1]
+    if common or any(c not in other and c not in result for c in own) or set(other) - set(own) - set(result):
+        return None  # a matrix for each entry of a dimension, or a sum over one operand alone
+    summed = [(own.index(c), other.index(c)) for c in own if c in other and c not in result]
+    return _Operands(x, matrix, summed, [(own.index(c), result.index(c)) for c in own if c not in other])
+
+
+def _of_matmul(node: fx.Node, first: fx.Node, second: fx.Node) -> _Operands | None:
+    is_second = parameter_of(second) is not None
+    if is_second == (parameter_of(first) is not None):
+        return None
+    x, matrix = (first, second) if is_second else (second, first)
+    x_dims, dims, result_dims = len(shape(x)), len(shape(matrix)), len(shape(node))
+    if min(x_dims, dims) < 2 or result_dims != max(x_dims, dims):
+        return None
+    column, row = (dims - 2, dims - 1) if is_second else (dims - 1, dims - 2)
+    own = [(row, result_dims - 1 if is_second else result_dims - 2)]
+    for dim in range(dims - 2):  # a matrix for each head, of one input
+        at = dim + result_dims - dims
+        at_x = at + x_dims - result_dims
+        if shape(matrix)[dim] > 1:
+            if at_x >= 0 and shape(x)[at_x] > 1:
+                return None
+            own.append((dim, at))
+    return _Operands(x, matrix, [(column, x_dims - 1 if is_second else x_dims - 2)], own)
+
+
+def parameter_of(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
+    """The parameter that a value is a view of, and the operations between them, first to last."""
+    steps: list[fx.Node] = []
+    while node.op != "get_attr":
+        source = first_input(node)
+        if source is None or op_of(node) not in (*LAYOUT, Op.CAST, Op.ITEM) or op_of(node) is Op.ROLL:
+            return None
+        steps.insert(0, node)
+        node = source
+    return (node, steps) if isinstance(example(node), nn.Parameter) else None
+
+
+def _view(node: fx.Node) -> tuple[fx.Node, torch.Tensor] | None:
+    """The parameter that a value is a view of, and the view, of a contiguous tensor on meta."""
+    if (origin := parameter_of(node)) is None:
+        return None
+    parameter, steps = origin
+    whole = torch.empty(shape(parameter), device="meta")
+    values: dict[fx.Node, object] = {parameter: whole}
+    for step in steps:
+        source = step.args[0]
+        assert isinstance(source, fx.Node)
+        if op_of(step) is Op.CAST:
+            values[step] = values[source]
+            continue
+        args, kwargs = fx.map_arg((step.args, step.kwargs), lambda n: cast(Any, values.get(n, example(n))))
+        try:
+            values[step] = rerun(step, args, kwargs)
+        except (RuntimeError, TypeError, IndexError):
+            return None
+    view = values[node]
+    is_view = isinstance(view, torch.Tensor) and view.untyped_storage()._cdata == whole.untyped_storage()._cdata  # pyright: ignore
+    return (parameter, view) if is_view and isinstance(view, torch.Tensor) else None
+
+
+def _part(node: fx.Node, rows: Sequence[int], columns: Sequence[int]) -> MatrixPart | None:
+    """A view of a parameter as rows of it. `rows`, `columns`: dimensions of the view."""
+    if (source := _view(node)) is None:
+        return None
+    parameter, view = source
+    sizes, strides = view.shape, view.stride()
+    rest = [d for d in range(view.ndim) if d not in (*rows, *columns) and sizes[d] > 1]
+    if rest or any(strides[d] == 0 and sizes[d] > 1 for d in range(view.ndim)) or view.numel() == 1:
+        return None
+    starts = _offsets(sizes, strides, rows) + int(view.storage_offset())
+    steps = _offsets(sizes, strides, columns)
+    return _layout(str(parameter.target), shape(parameter), starts, steps, bool(columns))
+
+
+def _layout(
+    name: str, sizes: tuple[int, ...], starts: torch.Tensor, steps: torch.Tensor, is_matrix: bool
+) -> MatrixPart | None:
+    """The order of dimensions in which rows begin at `starts` and go on by `steps`."""
+    count = len(sizes)
+    if count > MOST_DIMS:
+        return None
+    strides = torch.empty(sizes, device="meta").stride()
+    splits = range(1, count) if is_matrix else (count,)
+    for order, rows in itertools.product(itertools.permutations(range(count)), splits):
+        columns = _offsets(sizes, strides, order[rows:])
+        if not torch.equal(columns, steps):
+            continue
+        places = {start: i for i, start in enumerate(_offsets(sizes, strides, order[:rows]).tolist())}
+        numbers = [places.get(start, -1) for start in starts.tolist()]
+        if -1 in numbers or numbers != sorted(set(numbers)):
+            continue
+        if (part := as_slice(torch.tensor(numbers), len(places))) is not None:
+            layout = MatrixLayout(order, rows)
+            own = part if part.width < len(places) else None
+            return MatrixPart(name, None if layout.is_plain else layout, own, len(places))
+    return None
+
+
+def _offsets(sizes: Sequence[int], strides: Sequence[int], dims: Sequence[int]) -> torch.Tensor:
+    """Where in memory the entries of some dimensions begin, in their order."""
+    offsets = torch.zeros(1, dtype=torch.int64)
+    for dim in dims:
+        offsets = (offsets[:, None] + torch.arange(sizes[dim]) * strides[dim]).flatten()
+    return offsets
+
+
+def as_slice(features: torch.Tensor, width: int) -> Slice | None:
+    """Sorted numbers of features as equal blocks at equal distances; None where they are none."""
+    groups = itertools.groupby(enumerate(features.tolist()), lambda item: item[1] - item[0])
+    runs = [[number for _, number in group] for _, group in groups]  # of consecutive numbers
+    strides = {b[0] - a[0] for a, b in itertools.pairwise(runs)}
+    if len(set(map(len, runs))) != 1 or len(strides) > 1:
+        return None
+    start, stop = runs[0][0], runs[0][-1] + 1
+    if not strides:
+        return Slice(start, stop)
+    stride = strides.pop()
+    rows = Slice(start, stop, stride, len(runs))
+    return rows if stride * len(runs) <= width and stop - rows.base(width) <= stride else None
+
+
+def _feature_dims(node: fx.Node, features: list[int]) -> FeatureDims | None:
+    """Where features are; of the other dimensions at most those of batch and tokens count."""
+    others = [dim for dim in range(len(shape(node))) if dim not in features]
+    while len(others) > 2 and (ones := [dim for dim in others[1:] if shape(node)[dim] == 1]):
+        others.remove(ones[0])
+    return FeatureDims(tuple(others), tuple(features)) if features else None
+
+
+def _without_ones(x: fx.Node, dims: FeatureDims) -> tuple[fx.Node, FeatureDims]:
+    """A value before `unsqueeze`: without the dimensions in which it is repeated."""
+    source = first_input(x) if op_of(x) is Op.RESHAPE else None
+    kept = sorted((*dims.tokens, *dims.features))
+    if source is None or len(kept) == len(shape(x)) or shape(source) != tuple(shape(x)[dim] for dim in kept):
+        return x, dims
+    places = {dim: i for i, dim in enumerate(kept)}
+    return source, FeatureDims(tuple(places[d] for d in dims.tokens), tuple(places[d] for d in dims.features))
+
+
+def _with_bias(node: fx.Node, dims: FeatureDims) -> tuple[fx.Node, MatrixPart | None]:
+    """The result of a product with its bias, an operand or the term of a sum right behind it."""
+    if op_of(node) is Op.LINEAR:
+        operand = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+        return node, _bias(operand, node, dims)
+    if name_of(node) == "addmm":
+        return node, _bias(node.args[0], node, dims)
+    users = value_users(node)
+    if len(users) == 1 and op_of(users[0]) is Op.ADD and shape(users[0]) == shape(node):
+        others = [a for a in users[0].args[:2] if a is not node]
+        bias = _bias(others[0], node, dims) if len(others) == 1 else None
+        return (users[0], bias) if bias is not None else (node, None)
+    return node, None
+
+
+def _bias(operand: object, product: fx.Node, dims: FeatureDims) -> MatrixPart | None:
+    if not isinstance(operand, fx.Node):
+        return None
+    shift = len(shape(product)) - len(shape(operand))
+    features = [dim - shift for dim in dims.features]
+    if any(dim < 0 or shape(operand)[dim] != shape(product)[dim + shift] for dim in features):
+        return None
+    return _part(operand, features, ())
