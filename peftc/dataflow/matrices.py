@@ -259,10 +259,10 @@ def _feature_dims(node: fx.Node, features: list[int]) -> FeatureDims | None:
 def _without_ones(x: fx.Node, dims: FeatureDims) -> tuple[fx.Node, FeatureDims]:
     """A value before `unsqueeze`: without the dimensions in which it is repeated."""
     source = first_input(x) if op_of(x) is Op.RESHAPE else None
-    kept = sorted((*dims.tokens, *dims.features))
-    if source is None or len(kept) == len(shape(x)) or shape(source) != tuple(shape(x)[dim] for dim in kept):
+    dims_left = sorted((*dims.tokens, *dims.features))
+    if source is None or len(dims_left) == len(shape(x)) or shape(source) != tuple(shape(x)[dim] for dim in dims_left):
         return x, dims
-    places = {dim: i for i, dim in enumerate(kept)}
+    places = {dim: i for i, dim in enumerate(dims_left)}
     return source, FeatureDims(tuple(places[d] for d in dims.tokens), tuple(places[d] for d in dims.features))
 
 

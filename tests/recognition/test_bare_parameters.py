@@ -134,7 +134,12 @@ ROLES: dict[str, dict[str, str]] = {
     "a matrix of each head": {"q": "wq", "k": "wk", "v": "wv", "o": "wo", "up": "w1", "down": "w2"},
     "packed": {"q": "wqkv[0:16]", "k": "wqkv[16:32]", "v": "wqkv[32:48]", "o": "wo", "down": "w2"},
     "chunks": {"q": "qkv[0:16]", "k": "qkv[16:32]", "v": "qkv[32:48]", "o": "out.weight"},
-    "encoder": {"q": "in_proj_weight[0:16]", "v": "in_proj_weight[32:48]", "o": "out_proj.weight", "up": "linear1.weight"},
+    "encoder": {
+        "q": "in_proj_weight[0:16]",
+        "v": "in_proj_weight[32:48]",
+        "o": "out_proj.weight",
+        "up": "linear1.weight",
+    },
     "encoder, tokens first": {"k": "in_proj_weight[16:32]", "o": "out_proj.weight", "down": "linear2.weight"},
 }
 

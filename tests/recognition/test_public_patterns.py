@@ -188,8 +188,9 @@ def test_talking_heads() -> None:
 
 
 def test_an_attention_with_a_functional_projection() -> None:
-    """q, k and v come from no Linear module, so only the output projection has a role."""
-    assert roles(Model(lambda: Block(OwnBias())), torch.randn(2, T, D)) == {"o": "proj"}
+    """q, k and v are rows of a weight that the code multiplies by itself."""
+    expected = {role: f"qkv{rows}" for role, rows in FUSED.items()} | {"o": "proj"}
+    assert roles(Model(lambda: Block(OwnBias())), torch.randn(2, T, D)) == expected
 
 
 PE = torch.randn(1, 1, T + 2, D // H // 2, 2, 2)

@@ -269,19 +269,22 @@ def test_an_unknown_attention_is_no_mixer() -> None:
     assert refused("layer[*].attn.q", of)[0].code == "P214"
 
 
-class Packed(nn.Module):
-    """An attention without a Linear for queries: the code around it multiplies by a parameter."""
+class Computed(nn.Module):
+    """An attention whose queries have a matrix that its code computes of two parameters."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.MultiheadAttention(D, H, batch_first=True)
+        self.one, self.other = (nn.Parameter(torch.randn(D, D)) for _ in range(2))
+        self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(3))
 
     def forward(self, x: Tensor, grid: Tensor) -> Tensor:
-        return self.inner(x, x, x, need_weights=False)[0]
+        projected = functional.linear(x, self.one * self.other), self.k(x), self.v(x)
+        q, k, v = (y.unflatten(-1, (H, -1)).transpose(1, 2) for y in projected)
+        return self.o(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 def test_a_role_missing_in_one_of_two_attentions_is_a_warning() -> None:
-    (warning,) = plan_on(analyse_base(model(Packed), SAMPLE), flat_spec(lora_at("layer[*].attn.q"))).warnings
+    (warning,) = plan_on(analyse_base(model(Computed), SAMPLE), flat_spec(lora_at("layer[*].attn.q"))).warnings
     assert (warning.code, warning.severity) == ("P204", "warning")
     assert any("attn.self" in note for note in warning.notes)
 
