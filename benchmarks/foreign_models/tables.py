@@ -46,6 +46,11 @@ def ffn(up: Weight, down: Weight, norm: Weight = "", gate: Weight = "") -> Roles
     return {f"ffn.{role}": weight(name) for role, name in roles.items() if name}
 
 
+def feed_forward(at: str, norm: int | str, up: int, down: int) -> Roles:
+    """A Sequential of a norm, up, …, down, by their numbers."""
+    return ffn(f"{at}.{up}", f"{at}.{down}", f"{at}.{norm}")
+
+
 def glu(packed_up: str, width: int, down: str, norm: Weight = "", gate_first: bool = False) -> Roles:
     """One weight with up, then gate; or with the gate first."""
     first, second = f"{packed_up}[0:{width}]", f"{packed_up}[{width}:{2 * width}]"
@@ -61,8 +66,9 @@ def both(*tables: Mapping[str, Weight]) -> Roles:
     return {role: names[0] if len(names) == 1 else names for role, names in union.items()}
 
 
-def image(size: int = 32, name: str = "x", channels: int = 3) -> Callable[[], dict[str, Any]]:
-    return lambda: {name: torch.randn(2, channels, size, size)}
+def image(size: int = 32, name: str = "x", frames: int = 0) -> Callable[[], dict[str, Any]]:
+    shape = (2, 3, frames, size, size) if frames else (2, 3, size, size)
+    return lambda: {name: torch.randn(shape)}
 
 
 def tokens(name: str = "x", length: int = 8, count: int = 50) -> Callable[[], dict[str, Any]]:
