@@ -70,6 +70,8 @@ class Plain(nn.Module):
             seen["x"] = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
 
         def change(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+            if "x" not in seen:
+                raise ValueError(f"the table's module {x} is not called before {h}")
             self.unreached = [one for one in self.unreached if one != h]
             value = out[0] if isinstance(out, tuple) else out
             axis = 1 if convolution else -1

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import peftc
 from benchmarks.families.failures import reason_of
 from benchmarks.families.forward import main_output
-from benchmarks.families.state import difference, state_of
+from benchmarks.families.state import State, difference, state_of
 from benchmarks.foreign_checks.edits import Arm, Trial
 from benchmarks.foreign_checks.modes import MODES, fresh, gap, run
 from benchmarks.foreign_checks.roles import Comparison, Entry
@@ -32,7 +32,7 @@ class Base:
         self.tolerance = 1e-10 if dtype == torch.float64 else 1e-4
         self.roles = frozenset(role for stack in case.stacks for role in stack.roles)
         model = self.model()
-        self.state = state_of(model)
+        self.names = list(state_of(model).tensors)
         self.unfrozen = run(case, model, inputs, "no_grad")
         # As an edit leaves the base. Some code computes in another order where nothing requires a
         # gradient, even under no_grad.
@@ -90,18 +90,19 @@ def _must_refuse(base: Base, trial: Trial) -> Answer:
 
 def _checked(base: Base, trial: Trial, arms: list[Arm], comparison: Comparison) -> Answer:
     model = base.model()
+    before = state_of(model)
     try:
         with warnings.catch_warnings(record=True) as records:
             warnings.simplefilter("always")
             peftc.compile(trial.text(arms), model, seed=0, sample=base.inputs)
     except peftc.PeftcError as error:
-        change = difference(base.state, state_of(model))
+        change = difference(before, state_of(model))
         verdict = "wrong" if change else "error" if any(d.code > "P9" for d in error.diagnostics) else "refused"
         return {"verdict": verdict, "reason": reason_of(error) + (f"; left changed: {change}" if change else "")}
     except Exception as error:  # peftc raises nothing else on purpose
         return {"verdict": "error", "reason": reason_of(error)}
     warned = [str(record.message) for record in records if issubclass(record.category, peftc.PeftcWarning)]
-    problems, notes = _Checks(base, trial, model, comparison).all()
+    problems, notes = _Checks(base, trial, model, before, comparison).all()
     if lacking := _unedited(arms, comparison):
         problems["incomplete" if warned else "silently incomplete"] = lacking
     return _verdict(problems) | ({"notes": notes} if notes else {}) | ({"warnings": warned[:2]} if warned else {})
@@ -111,10 +112,9 @@ def _verdict(problems: Mapping[str, str]) -> Answer:
     if not problems:
         return {"verdict": "pass"}
     reasons = {"reason": "; ".join(f"{name}: {text}" for name, text in problems.items())}
-    if set(problems) == {"incomplete"}:
-        return {"verdict": "incomplete", **reasons}
-    raised = all(name.endswith("raises") or name == "incomplete" for name in problems)
-    return {"verdict": "error" if raised else "wrong", **reasons}
+    kinds = {"incomplete": "incomplete", "not folded": "refused"}
+    verdicts = {kinds.get(name, "error" if name.endswith("raises") else "wrong") for name in problems}
+    return {"verdict": next(v for v in ("wrong", "error", "incomplete", "refused") if v in verdicts), **reasons}
 
 
 def _unedited(arms: Iterable[Arm], comparison: Comparison) -> str:
@@ -141,13 +141,14 @@ def _place(entry: Entry) -> tuple[int, Any, str]:
 class _Checks:
     """The checks of one compiled model. Each gives a reason, or an empty text."""
 
-    def __init__(self, base: Base, trial: Trial, model: nn.Module, comparison: Comparison) -> None:
-        self.base, self.trial, self.model, self.comparison = base, trial, model, comparison
+    def __init__(self, base: Base, trial: Trial, model: nn.Module, before: State, comparison: Comparison) -> None:
+        self.base, self.trial, self.model, self.before, self.comparison = base, trial, model, before, comparison
         self.notes: list[str] = []
         self.parameters = peftc.parameters(model)
         self.out: dict[str, Tensor] = {}
         self.reference: nn.Module | None = None
-        self.leaves = {}
+        self.leaves: dict[str, Tensor] = {}
+        self.unfolded = ""
 
     def all(self) -> tuple[dict[str, str], list[str]]:
         steps = {
@@ -160,6 +161,7 @@ class _Checks:
             "pickle": self.pickle,
             "torch.compile": self.dynamo,
             "fold": self.fold,
+            "not folded": self.left,
             "remove": self.remove,
         }
         problems: dict[str, str] = {}
@@ -208,7 +210,7 @@ class _Checks:
             raise NotComparable("a prefix has no reference")
         self.leaves = {name: p.detach().clone().requires_grad_() for name, p in self.parameters.items()}
         self.reference = reference_of(self.base.model(), self.comparison, self.trial, self.leaves)
-        stateful = any("parametrizations" in n or n.endswith(("_orig", "_v")) for n in self.base.state.tensors)
+        stateful = any("parametrizations" in n or n.endswith(("_orig", "_v")) for n in self.base.names)
         expected = {m: run(self.base.case, self.reference, self.base.inputs, m) for m in ("eval", "train")}
         if unreached := getattr(self.reference, "unreached", []):
             raise ValueError(f"the table's module {unreached[0]} is never called")
@@ -256,14 +258,17 @@ class _Checks:
             return ""
         model = self.copy(self.model)
         peftc.fold(model)
-        if (off := gap(self.run("eval", model), self.out["eval"])) > self.base.tolerance:
-            return f"off by {off:.1e}"
-        left = _edits_of(model)
-        return f"does not fold: {left}" if left else ""
+        self.unfolded = _edits_of(model)
+        off = gap(self.run("eval", model), self.out["eval"])
+        return f"off by {off:.1e}" if off > self.base.tolerance else ""
+
+    def left(self) -> str:
+        """What `fold` reports as it is, and leaves active."""
+        return self.unfolded
 
     def remove(self) -> str:
         peftc.remove(self.model)
-        if change := difference(self.base.state, state_of(self.model)):
+        if change := difference(self.before, state_of(self.model)):
             return f"is not gone: {change}"
         same = torch.equal(self.run("no_grad"), self.base.unfrozen)
         return "" if same else "the output is not that of the base"

@@ -49,13 +49,18 @@ class ByKeywords(nn.Module):
         return torch.add(x, other=F.linear(input=y, weight=self.w2.weight, bias=self.w2.bias), alpha=1)
 
 
-KEYWORDS = {
-    **{f"attn.{r}": f"blocks.{{i}}.w{r}.weight" for r in "qkvo"},
-    "attn.norm": "blocks.{i}.ln1.weight",
-    "ffn.up": "blocks.{i}.w1.weight",
-    "ffn.down": "blocks.{i}.w2.weight",
-    "ffn.norm": "blocks.{i}.ln2.weight",
-}
+# Most of the modules are never called: their weights are read.
+KEYWORDS = Stack(
+    (0, 1),
+    {
+        **{f"attn.{r}": f"blocks.{{i}}.w{r}.weight" for r in "qkvo"},
+        "attn.norm": "blocks.{i}.ln1.weight",
+        "ffn.up": "blocks.{i}.w1.weight",
+        "ffn.down": "blocks.{i}.w2.weight",
+        "ffn.norm": "blocks.{i}.ln2.weight",
+    },
+    {"attn.x": None, "ffn.x": "blocks.{i}.ln2:out", "ffn.h": None},
+)
 
 
 # Weights as (dim, heads, dim_head) in einsum, as in JAX.
@@ -136,16 +141,16 @@ class RawInPlace(nn.Module):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * g
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.clone()
         y = self.rms(x, self.g1)
         q = (y @ self.wq).unflatten(-1, (4, 4)).transpose(1, 2)  # 4 heads; keys and values have 2
         k, v = (y @ self.wkv).unflatten(-1, (2, 2, 4)).permute(2, 0, 3, 1, 4)
         k, v = (t.repeat_interleave(2, dim=1) for t in (k, v))
         w = torch.softmax(torch.matmul(q, k.mT).mul_(0.5), dim=-1)
-        x += torch.matmul(w, v).transpose(1, 2).reshape(x.shape) @ self.wo
-        y = self.rms(x, self.g2)
-        x.add_(F.silu(torch.addmm(self.bias, y.flatten(0, 1), self.up)).view(*y.shape[:2], -1) @ self.down)
-        return x
+        a = torch.matmul(w, v).transpose(1, 2).reshape(x.shape) @ self.wo
+        a += x
+        y = self.rms(a, self.g2)
+        h = F.silu(torch.addmm(self.bias, y.flatten(0, 1), self.up)).view(*y.shape[:2], -1) @ self.down
+        return h.add_(a)
 
 
 RAW = Stack(
