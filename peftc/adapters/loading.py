@@ -1,7 +1,8 @@
 """Loads a saved adapter onto its base. All checks precede the first change of the model."""
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,8 @@ from peftc.installation.contents import parameters, states
 from peftc.installation.record import InstalledSpec
 from peftc.installation.spec_names import free_name, prefixed, task_names
 from peftc.modules.offload import offloaded_parameters
+from peftc.planning import ir
 from peftc.planning.planner import PlanResult
-from peftc.recognition.analysis import Analysis
-from peftc.rewriting.assembly import regions_of
 from peftc.semantics.expand import expand
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
@@ -86,7 +86,8 @@ def load(
         tensors = {new: tensors[old] for new, old in names}
     spec_name = free_name(compiled.specs, name or prefix, path.resolve().name or "default")
     installed = InstalledSpec(spec_name, spec, planned.plan, adapter.seed)
-    return compiled.add(installed, planned, tasks=tasks, finish=lambda model: _fill(model, spec_name, tensors))
+    finish = partial(_fill, name=spec_name, tensors=tensors)
+    return compiled.add(installed, planned, tasks=tasks, finish=finish, draw=False)
 
 
 @torch.no_grad()
@@ -166,27 +167,30 @@ def check_tensors(
 
 def expected_tensors(planned: PlanResult, compiled: CompiledModel) -> Iterator[tuple[str, Tensor]]:
     """The tensors that an adapter of this plan has, by name: shapes and dtypes without values."""
-    for name, form in _form_modules(planned, compiled.analysis):
-        yield from ((f"{name}.{n}", p) for n, p in form.named_parameters())
-        yield from ((f"{name}.{n}", form.get_buffer(n)) for n in form.states())
+    known: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = {}  # forms of equal arguments and shapes have equal tensors
+    for name, make, instance in _forms(planned):
+        key = (make, instance.form.name, *sorted(instance.args.items()), instance.dims)
+        if key not in known:
+            form = make(instance, dtype=torch.float32, device="meta")
+            known[key] = [*form.named_parameters(), *((n, form.get_buffer(n)) for n in form.states())]
+        yield from ((f"{name}.{n}", tensor) for n, tensor in known[key])
     trained = planned.trained_parameters.items()
     yield from ((name, compiled.module.get_parameter(parameter)) for name, parameter in trained)
 
 
-def _form_modules(planned: PlanResult, analysis: Analysis) -> Iterator[tuple[str, FormModule]]:
+def _forms(planned: PlanResult) -> Iterator[tuple[str, Callable[..., FormModule], ir.FormInstance]]:
+    """The forms of a plan that have parameters: the saved name, what builds it, and the instance."""
     seen = set[str]()
-    regions = regions_of(planned.site_edits, analysis.structure)
-    for site_edit in (site_edit for region in regions for site_edit in region.site_edits):
+    for site_edit in planned.site_edits:
         for instance in site_edit.instances:
             for owner in instance.owners():
                 if owner not in seen:
                     seen.add(owner)
                     make = build_of_all if owner == instance.all_tasks_owner else build_owner
-                    yield f"{site_edit.edit}/{owner}/{instance.key}", make(instance, dtype=torch.float32, device="meta")
+                    yield f"{site_edit.edit}/{owner}/{instance.key}", make, instance
             if instance.has_site_parameters:
                 for _, suffix in instance.task_suffixes():
-                    name = f"{site_edit.edit}/{site_edit.owner_path}/{instance.key}{suffix}"
-                    yield name, build(instance, dtype=torch.float32, device="meta")
+                    yield f"{site_edit.edit}/{site_edit.owner_path}/{instance.key}{suffix}", build, instance
 
 
 def adapter_tasks(adapter: Adapter, directory: Path) -> tuple[str, ...]:

@@ -42,7 +42,8 @@ class FormSite:
 class InstallationBuilder:
     """Builds one installation. Nothing of the model changes before `apply`.
 
-    `present`: forms that the model has already, by saved name, or by dotted name if shared.
+    `present`: forms that the model has already, by saved name, or by dotted name if shared. `draw`:
+    whether new parameters get initial values; without it they are written before they are read.
     """
 
     def __init__(
@@ -51,8 +52,9 @@ class InstallationBuilder:
         installation: Installation,
         present: Mapping[str, FormModule],
         classes: Iterable[GeneratedClass],
+        draw: bool = True,
     ) -> None:
-        self.model, self.installation, self.present = model, installation, present
+        self.model, self.installation, self.present, self.draw = model, installation, present, draw
         unpatched = [c for c in classes if c.code == tuple(map(reachable_code, (c.base, *c.entered)))]
         self.classes = {class_key(c.base, c.inline, c.absent, c.entered, c.edits): c for c in unpatched}
         self.seeds = {edit: spec.seed for spec in installation.specs for edit in spec.edits}
@@ -157,9 +159,11 @@ class InstallationBuilder:
         """A form. Its initial values depend on seed, edit, site and parameter alone."""
         dtype, device = self.options(at.module)
         form = make(at.instance, dtype=dtype, device=device)
-        weights = {n: s.weight for n, s in at.site_edit.site.states.items() if s.weight is not None}
-        seed = self.seeds[at.site_edit.edit]
-        form.initialise(lambda parameter: seeded(f"{seed}/{name}.{parameter}"), BaseWeights(self.model, weights, name))
+        # A form with an `initialise` of its own may set more than parameters.
+        if self.draw or type(form).initialise is not FormModule.initialise:
+            weights = {n: s.weight for n, s in at.site_edit.site.states.items() if s.weight is not None}
+            base, seed = BaseWeights(self.model, weights, name), self.seeds[at.site_edit.edit]
+            form.initialise(lambda parameter: seeded(f"{seed}/{name}.{parameter}"), base)
         form.fix(place)
         return form
 

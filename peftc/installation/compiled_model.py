@@ -92,6 +92,7 @@ class CompiledModel:
         *,
         tasks: tuple[str, ...] | None = None,
         finish: Step | None = None,
+        draw: bool = True,
     ) -> nn.Module:
         """Installs one more spec, `planned` alone. Raises: P412, P414 for conflicts with others."""
         joint: PlanResult | None = planned
@@ -99,7 +100,7 @@ class CompiledModel:
             check_spec_conflicts(active_installation(self.module), spec.spec, planned.trained_parameters.values())
             with with_note(f"together with {join_names([other.name for other in self.specs])}, on the model already"):
                 joint = self.plan(joint_spec(one.spec for one in (*self.specs, spec)), tasks)
-        return self.set_specs((*self.specs, spec), joint, tasks=tasks, finish=finish)
+        return self.set_specs((*self.specs, spec), joint, tasks=tasks, finish=finish, draw=draw)
 
     def remove(self, name: str | None = None) -> nn.Module:
         """Takes out the spec of that name, or all. Resets what is no longer trained."""
@@ -123,13 +124,15 @@ class CompiledModel:
         requires_grad: Mapping[str, bool] | None = None,
         values: Mapping[str, Tensor] | None = None,
         finish: Step | None = None,
+        draw: bool = True,
         journal: Journal | None = None,
     ) -> nn.Module:
         """Leaves the module with exactly these specs. What stays keeps its parameters.
 
         Args: `joint`: the plan of all specs together, if known. `tasks`: by default the model's.
         `requires_grad`: what taking out everything restores. `values`: of base parameters, to be
-        written. `finish`: a step that may fail. `journal`: of a larger transaction.
+        written. `finish`: a step that may fail. `draw`: without it, `finish` must write all new
+        parameters. `journal`: of a larger transaction.
         """
         if not specs:
             return uninstall(self.module, requires_grad, values, journal)
@@ -145,6 +148,7 @@ class CompiledModel:
             requires_grad=requires_grad,
             values=values,
             finish=finish,
+            draw=draw,
             journal=journal,
         )
         if self.analysis.structure.model is not self.module:

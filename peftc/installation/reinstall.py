@@ -113,18 +113,21 @@ def reinstall(
     requires_grad: Mapping[str, bool] | None = None,
     values: Mapping[str, Tensor] | None = None,
     finish: Step | None = None,
+    draw: bool = True,
     journal: Journal | None = None,
 ) -> None:
     """Leaves the model with `specs`, planned together as `planned`, and with no other edits.
 
-    The first spec freezes the base. `finish` may be interrupted; it writes new parameters.
+    The first spec freezes the base. `finish` may be interrupted; it writes new parameters: all of
+    them if they are not drawn.
     """
     before = Snapshot(model)
     trained = TrainedParameters(before, planned)
     flags = dict(requires_grad or before.base_requires_grad)
     chosen = Chosen(tasks, before.choice)
     installation = Installation(specs, planned, [], flags, trained.originals, {}, chosen, sample)
-    builder = InstallationBuilder(model, installation, before.forms, (edited.cls for edited in before.modules))
+    classes = (edited.cls for edited in before.modules)
+    builder = InstallationBuilder(model, installation, before.forms, classes, draw)
     with transaction(journal) as (own, deferral):
         own.steps += [before.attach, trained.undo, builder.undo]
         before.detach()
