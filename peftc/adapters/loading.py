@@ -167,7 +167,7 @@ def check_tensors(
 
 def expected_tensors(planned: PlanResult, compiled: CompiledModel) -> Iterator[tuple[str, Tensor]]:
     """The tensors that an adapter of this plan has, by name: shapes and dtypes without values."""
-    known: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = {}  # forms of equal arguments and shapes have equal tensors
+    known: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = {}  # of forms with equal arguments and shapes
     for name, make, instance in _forms(planned):
         key = (make, instance.form.name, *sorted(instance.args.items()), instance.dims)
         if key not in known:
@@ -179,7 +179,7 @@ def expected_tensors(planned: PlanResult, compiled: CompiledModel) -> Iterator[t
 
 
 def _forms(planned: PlanResult) -> Iterator[tuple[str, Callable[..., FormModule], ir.FormInstance]]:
-    """The forms of a plan that have parameters: the saved name, what builds it, and the instance."""
+    """The forms of a plan that have parameters: the saved name, its builder, the instance."""
     seen = set[str]()
     for site_edit in planned.site_edits:
         for instance in site_edit.instances:
