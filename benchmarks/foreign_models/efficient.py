@@ -48,7 +48,10 @@ CONFORMER = Stack(
             ffn(f"layers.{{i}}.{at}.fn.fn.net.0", f"layers.{{i}}.{at}.fn.fn.net.3", f"layers.{{i}}.{at}.fn.norm")
             for at in ("ff1", "ff2")
         ),
-        {"ffn.norm": "layers.{i}.post_norm.weight", "mixer.norm": "layers.{i}.conv.net.0.weight"},
+        {
+            "ffn.norm": "layers.{i}.post_norm.weight",
+            "mixer.norm": ("layers.{i}.conv.net.0.weight", "layers.{i}.conv.net.5.weight"),
+        },
     ),
     {"ffn.h": None},
 )

@@ -1,5 +1,8 @@
 """Short forms of role tables, and inputs that many models take.
 
+Every norm with parameters inside a sub-layer is its norm: of the input, of a shortened context, of
+hidden features, of the result; only norms of queries and keys have roles of their own.
+
 A weight is named without `.weight`: "h.{i}.qkv[0:16]" is `h.{i}.qkv.weight[0:16]`.
 """
 

@@ -152,7 +152,12 @@ OTHER = (
                 o="xcit_transformer.layers.{i}.0.fn.to_out.0",
                 norm="xcit_transformer.layers.{i}.0.fn.norm",
             )
-            | {"mixer.norm": "xcit_transformer.layers.{i}.1.fn.net.0.weight"}
+            | {
+                "mixer.norm": (
+                    "xcit_transformer.layers.{i}.1.fn.net.0.weight",
+                    "xcit_transformer.layers.{i}.1.fn.net.3.weight",
+                )
+            }
             | feed_forward("xcit_transformer.layers.{i}.2.fn.net", 0, 1, 4),
             {"attn.h": "xcit_transformer.layers.{i}.0", "ffn.h": "xcit_transformer.layers.{i}.2"},
         ),

@@ -32,7 +32,7 @@ CASES = (
         (
             Stack(
                 (0, 1),
-                block("blocks.{i}", 16) | {"mixer.norm": "blocks.{i}.norm3.weight"},
+                block("blocks.{i}", 16) | {"mixer.norm": ("blocks.{i}.norm3.weight", "blocks.{i}.local_mp.bn.weight")},
                 gated("blocks.{i}", "drop_path1", "drop_path2"),
             ),
             Stack(
