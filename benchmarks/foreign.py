@@ -1,6 +1,6 @@
 """On which models of other libraries, and on which hand-written ones, peftc works.
 
-    python -m benchmarks.foreign [--only PATTERN] [--library NAME] [--failed] [--jobs 2]
+    python -m benchmarks.foreign [--only PATTERN] [--library NAME] [--failed] [--quick] [--jobs 2]
 
 Each model has a role table that was written from its source (benchmarks/foreign_models). Writes
 benchmarks/results/foreign.json and .md; `--only`, `--library` and `--failed` rerun a part and merge
@@ -51,6 +51,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--library", help="only the cases of this library")
     parser.add_argument("--failed", action="store_true", help="only what does not pass in the results there are")
     parser.add_argument("--edits", default="abcde", help="only these edits")
+    parser.add_argument("--quick", action="store_true", help="without torch.compile, most of the time")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of each case")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of foreign.json and .md")
@@ -67,9 +68,12 @@ def _is_selected(case: Case, options: argparse.Namespace, previous: dict[str, An
 
 
 def _rows(selection: list[tuple[str, Case]], options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    jobs = [{"module": module, "name": case.name, "edits": options.edits} for module, case in selection]
+    jobs = [
+        {"module": module, "name": case.name, "edits": options.edits, "dynamo": not options.quick}
+        for module, case in selection
+    ]
     libraries = {case.name: case.library for _, case in selection}
-    answers = run(jobs, options.jobs, options.seconds, "benchmarks.foreign_checks.worker", fresh=True)
+    answers = run(jobs, options.jobs, options.seconds, "benchmarks.foreign_checks.worker")
     for count, (job, answer) in enumerate(answers, 1):
         name = job["name"]
         row = {"library": libraries[name], **answer}

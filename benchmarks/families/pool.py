@@ -8,10 +8,12 @@ import json
 import os
 import queue
 import selectors
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 SECONDS, GIGABYTES = 120.0, 6
@@ -21,11 +23,11 @@ Answer = dict[str, Any]
 
 
 def run(
-    jobs: Iterable[Job], workers: int, seconds: float = SECONDS, worker: str = WORKER, fresh: bool = False
+    jobs: Iterable[Job], workers: int, seconds: float = SECONDS, worker: str = WORKER
 ) -> Iterator[tuple[Job, Answer]]:
     """The answers of the jobs as they arrive; {"error": …} for a job that killed its worker.
 
-    Args: `worker`: the module that answers. `fresh`: each job has a process of its own.
+    Args: `worker`: the module that answers, by `serve`.
     """
     waiting, done = queue.SimpleQueue[Job](), queue.SimpleQueue[tuple[Job, Answer]]()
     count = 0
@@ -33,7 +35,7 @@ def run(
         waiting.put(job)
         count += 1
     for _ in range(min(workers, count)):
-        threading.Thread(target=_work, args=(waiting, done, seconds, worker, fresh), daemon=True).start()
+        threading.Thread(target=_work, args=(waiting, done, seconds, worker), daemon=True).start()
     for _ in range(count):
         yield done.get()
 
@@ -43,7 +45,6 @@ def _work(
     done: queue.SimpleQueue[tuple[Job, Answer]],
     seconds: float,
     module: str,
-    fresh: bool,
 ) -> None:
     worker = None
     while True:
@@ -53,8 +54,6 @@ def _work(
             break
         worker = worker or _Worker(module)
         answer = worker.ask(job, seconds)
-        if fresh and not worker.dead:
-            worker.stop()
         if worker.dead:
             worker = None
         done.put((job, answer))
@@ -71,6 +70,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
+            start_new_session=True,
         )
         self.dead = False
 
@@ -91,7 +91,8 @@ class _Worker:
 
     def stop(self) -> None:
         self.dead = True
-        self.process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # with its children
         self.process.communicate()
 
     def _end(self, reason: str) -> Answer:
@@ -100,9 +101,11 @@ class _Worker:
         return {"error": reason if "longer" in reason else f"{reason} (exit status {code})"}
 
 
-def serve(answer: Callable[[Job], Answer]) -> None:
+def serve(answer: Callable[[Job], Answer], fork: bool = False) -> None:
     """A worker's loop: one job a line on stdin, one answer a line on the original stdout; nothing
     else is written there.
+
+    Args: `fork`: each job has a process of its own, a child of this one.
     """
     import resource
 
@@ -111,4 +114,22 @@ def serve(answer: Callable[[Job], Answer]) -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), file=out, flush=True)
+        job = json.loads(line)
+        text = _forked(answer, job) if fork else json.dumps(answer(job))
+        print(text, file=out, flush=True)
+
+
+def _forked(answer: Callable[[Job], Answer], job: Job) -> str:
+    receiver, sender = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            with os.fdopen(sender, "w") as pipe:
+                pipe.write(json.dumps(answer(job)))
+        finally:
+            os._exit(0)
+    os.close(sender)
+    with os.fdopen(receiver) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    return text or json.dumps({"error": f"the process died (status {status})"})

@@ -7,7 +7,6 @@ independent reference, folded, copied and removed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,8 +24,11 @@ Answer = dict[str, Any]
 WORST = ("wrong", "error", "incomplete", "refused", "pass")
 
 
-def checked(case: Case, edits: str = "abcde", sites: Callable[..., Any] = peftc.sites) -> Answer:
-    """The verdicts on a case, with their evidence. `built` and `ran` are of the model itself."""
+def checked(case: Case, edits: str = "abcde", dynamo: bool = True) -> Answer:
+    """The verdicts on a case, with their evidence. `built` and `ran` are of the model itself.
+
+    Args: `edits`: the names of the trials. `dynamo`: whether torch.compile is among the checks.
+    """
     result: Answer = {"built": False, "ran": False}
     try:
         dtype = _dtype(case, result)
@@ -36,14 +38,14 @@ def checked(case: Case, edits: str = "abcde", sites: Callable[..., Any] = peftc.
     except Exception as error:  # any exception of the model's own code, or of its table
         return result | {"why_not": reason_of(error), "missing": isinstance(error, ImportError)}
     try:
-        table = sites(model, sample=inputs)
+        table = peftc.sites(model, sample=inputs)
         comparison = compared(case, model, table)
     except peftc.PeftcError as error:
         return result | {"verdict": "refused", "roles": {"verdict": "refused", "reason": reason_of(error)}}
     except Exception as error:
         return result | {"verdict": "error", "roles": {"verdict": "error", "reason": reason_of(error)}}
     result["roles"] = _roles(comparison) | _opaque(model, table) | _without_q(table)
-    base = Base(case, dtype, inputs)
+    base = Base(case, dtype, inputs, dynamo)
     result["edits"] = {name: tried(base, TRIALS[name], comparison) for name in edits}
     return result | {"verdict": _verdict(result)}
 

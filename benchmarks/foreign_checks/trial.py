@@ -27,8 +27,8 @@ Answer = dict[str, Any]
 class Base:
     """A case's model before an edit."""
 
-    def __init__(self, case: Case, dtype: torch.dtype, inputs: Mapping[str, Any]) -> None:
-        self.case, self.dtype, self.inputs = case, dtype, inputs
+    def __init__(self, case: Case, dtype: torch.dtype, inputs: Mapping[str, Any], dynamo: bool) -> None:
+        self.case, self.dtype, self.inputs, self.dynamo = case, dtype, inputs, dynamo
         self.tolerance = 1e-10 if dtype == torch.float64 else 1e-4
         self.roles = frozenset(role for stack in case.stacks for role in stack.roles)
         model = self.model()
@@ -42,11 +42,9 @@ class Base:
         # Dropout draws: outputs in training are compared only where there is none.
         draws = [run(case, self.model(), inputs, "train", seed) for seed in (0, 1)]
         self.modes = MODES if torch.equal(*draws) else ("eval", "no_grad")
-        self.copies, self.pickles, self.compiles = (
-            _works(lambda: copy.deepcopy(self.model())),
-            _works(lambda: pickle.loads(pickle.dumps(self.model()))),
-            _works(lambda: _through_dynamo(self.case, self.model(), self.inputs)),
-        )
+        self.copies = _works(lambda: copy.deepcopy(self.model()))
+        self.pickles = _works(lambda: pickle.loads(pickle.dumps(self.model())))
+        self.compiles = _works(lambda: _through_dynamo(case, self.model(), inputs)) if dynamo else ""
 
     def model(self) -> nn.Module:
         return fresh(self.case, self.dtype)
@@ -245,7 +243,7 @@ class _Checks:
         return self._unequal("pickle", self.base.pickles, lambda: pickle.loads(pickle.dumps(self.model)))
 
     def dynamo(self) -> str:
-        if not self.trial.dynamo:
+        if not (self.base.dynamo and self.trial.dynamo):
             return ""
         if self.base.compiles:
             self.notes.append(f"the base has no torch.compile: {self.base.compiles}")

@@ -6,6 +6,7 @@ import time
 import warnings
 
 import torch
+import torch._dynamo  # imported once, before the processes are forked
 
 from benchmarks.families.pool import Answer, Job, serve
 from benchmarks.foreign_checks.checks import checked
@@ -18,9 +19,9 @@ def answer(job: Job) -> Answer:
     torch.set_num_threads(1)
     start = time.perf_counter()
     case = next(case for case in cases(job["module"]) if case.name == job["name"])
-    result = checked(case, job["edits"])
+    result = checked(case, job["edits"], dynamo=job["dynamo"])
     return result | {"seconds": round(time.perf_counter() - start, 1)}
 
 
 if __name__ == "__main__":
-    serve(answer)
+    serve(answer, fork=True)
