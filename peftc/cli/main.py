@@ -1,27 +1,22 @@
 """The command line. Exit codes: 0 success, 1 findings, 2 wrong usage or environment.
 
-Commands that need a model are in `peftc.cli.model_commands`, which imports torch.
+The module of a command is imported when it runs: `check` takes less time than importing torch, or
+pydantic.
 """
 
 import argparse
 import gc
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
 from peftc import __version__
-from peftc.cli.spec_files import Unusable, display_path, format_diff, parse_file, read, spec_files, write
+from peftc.cli.output import report_error
+from peftc.cli.spec_files import Unusable
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.diagnostics.codes import CODES
-from peftc.diagnostics.render import render
-from peftc.diagnostics.suggestions import did_you_mean
-from peftc.semantics.expand import check_file, expand
-from peftc.semantics.spec_argument import parse_settings
-from peftc.syntax.parser import parse_text
-from peftc.syntax.printer import print_spec
 
 Run = Callable[[argparse.Namespace], int]
 Argument = tuple[tuple[str, ...], dict[str, Any]]
@@ -56,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         if os.environ.get("PEFTC_TRACEBACK"):
             raise
-        last = traceback.extract_tb(error.__traceback__)[-1]
+        last = import_module("traceback").extract_tb(error.__traceback__)[-1]
         summary = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         note = f"in {last.name}, line {last.lineno} of {last.filename}"
         help_ = "please report it, with the command, the spec and what PEFTC_TRACEBACK=1 shows"
@@ -76,13 +71,6 @@ def script() -> int:
         return main()
     finally:
         gc.freeze()
-
-
-def report_error(error: PeftcError, output_format: str) -> int:
-    """Writes records to stdout if a program reads them, else text to stderr."""
-    stream = sys.stderr if output_format == "text" else sys.stdout
-    stream.write(render(error.diagnostics, output_format, stream))
-    return 1
 
 
 def argument(*names: str, **options: Any) -> Argument:
@@ -140,92 +128,60 @@ MODEL_COMMANDS = (
     ("verify", "compile a spec onto a model and check that it computes what the spec says", (*ON_MODEL, *VERIFY, JSON)),
     ("compile", "compile a spec onto a model and write the generated code", (*ON_MODEL, *COMPILE)),
 )
+HOMES = {
+    **dict.fromkeys(("check", "expand"), "spec_commands"),
+    "fmt": "fmt_command",
+    "explain": "explain_command",
+    **dict.fromkeys((name for name, *_ in MODEL_COMMANDS), "model_commands"),
+}
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """The usual one, which would import archivers to ask for the width of the terminal."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=columns() - 2)
+
+
+def columns() -> int:
+    """The width of the terminal, as `shutil.get_terminal_size` finds it."""
+    with suppress(ValueError):
+        if (width := int(os.environ.get("COLUMNS", ""))) > 0:
+            return width
+    with suppress(AttributeError, ValueError, OSError):
+        return os.get_terminal_size(sys.__stdout__.fileno()).columns or 80  # pyright: ignore[reportOptionalMemberAccess]
+    return 80
 
 
 def parser() -> argparse.ArgumentParser:
     description = "A model-surgery compiler: PEFT methods as equations, on any model."
-    top = argparse.ArgumentParser(prog="peftc", description=description)
+    top = argparse.ArgumentParser(prog="peftc", description=description, formatter_class=HelpFormatter)
     top.add_argument("--version", action="version", version=f"peftc {__version__}")
-    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    # With `prog`, argparse formats no usage for it, which imports archivers.
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, prog="peftc")
 
-    def add(name: str, run: Run, help: str, *arguments: Argument) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=help)
+    def add(name: str, help: str, *arguments: Argument) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=help, formatter_class=HelpFormatter)
         for names, options in arguments:
             command.add_argument(*names, **options)
-        command.set_defaults(run=run)
+        command.set_defaults(run=run_of(name))
         return command
 
-    add("check", run_check, "report errors and warnings in specs, without a model", PATHS, INCLUDE, FORMAT)
-    modes = add("fmt", run_fmt, "format specs", PATHS).add_mutually_exclusive_group()
+    add("check", "report errors and warnings in specs, without a model", PATHS, INCLUDE, FORMAT)
+    modes = add("fmt", "format specs", PATHS).add_mutually_exclusive_group()
     modes.add_argument("--check", action="store_true", help="write nothing; list the files that would change")
     modes.add_argument("--diff", action="store_true", help="write nothing; print the changes")
-    add("expand", run_expand, "print a spec with its methods and constants expanded", SPEC, SET, INCLUDE, FORMAT)
-    add("explain", run_explain, "explain a diagnostic code; without one, list all codes", CODE)
+    add("expand", "print a spec with its methods and constants expanded", SPEC, SET, INCLUDE, FORMAT)
+    add("explain", "explain a diagnostic code; without one, list all codes", CODE)
     for name, help, arguments in MODEL_COMMANDS:
-        add(name, model_command(f"run_{name}"), help, *arguments)
+        add(name, help, *arguments)
     return top
 
 
-def model_command(name: str) -> Run:
-    """A command of `peftc.cli.model_commands`, imported when it runs: torch takes seconds."""
-    return lambda args: getattr(import_module("peftc.cli.model_commands"), name)(args)
-
-
-def run_check(args: argparse.Namespace) -> int:
-    diagnostics: list[Diagnostic] = []
-    files = spec_files(args.paths)
-    for path in files:
-        try:
-            diagnostics += check_file(parse_file(path), args.include)
-        except PeftcError as error:
-            diagnostics += error.diagnostics
-    diagnostics = list(dict.fromkeys(diagnostics))  # several specs may use one file
-    errors = sum(d.severity == "error" for d in diagnostics)
-    sys.stdout.write(render(diagnostics, args.output_format, sys.stdout))
-    if args.output_format == "text":
-        totals = ((errors, "error"), (len(diagnostics) - errors, "warning"))
-        counts = " and ".join(f"{n} {word}{'s' * (n != 1)}" for n, word in totals if n) or "nothing wrong"
-        print(("\n" if diagnostics else "") + f"{counts} in {len(files)} file{'s' * (len(files) != 1)}")
-    return 1 if errors else 0
-
-
-def run_fmt(args: argparse.Namespace) -> int:
-    code = 0
-    for path in spec_files(args.paths):
-        text = read(path)
-        try:
-            formatted = print_spec(parse_text(text, display_path(path)))
-        except PeftcError as error:
-            code = report_error(error, "text")
-            continue
-        if args.diff:
-            sys.stdout.write(format_diff(text, formatted, display_path(path)))
-        elif args.check and formatted != text:
-            print(f"would be formatted: {display_path(path)}")
-        elif not args.check and path == "-":
-            sys.stdout.write(formatted)
-        elif not args.check and formatted != text:
-            write(path, formatted)
-            print(f"formatted {path}", file=sys.stderr)
-        code = 1 if (args.check or args.diff) and formatted != text else code
-    return code
-
-
-def run_expand(args: argparse.Namespace) -> int:
-    sys.stdout.write(print_spec(expand(parse_file(args.spec), parse_settings(args.set), args.include)))
-    return 0
-
-
-def run_explain(args: argparse.Namespace) -> int:
-    if args.code is None:
-        print("\n".join(f"{code}  {info.title}" for code, info in sorted(CODES.items())))
-        return 0
-    code = args.code.upper()
-    if code not in CODES:
-        help_ = did_you_mean(code, CODES) or "`peftc explain` lists all codes"
-        raise Unusable(f"there is no code {args.code}; {help_}")
-    print(f"{code}: {CODES[code].title}\n\n{CODES[code].explanation.rstrip()}")
-    return 0
+def run_of(command: str) -> Run:
+    """The function of a command."""
+    module = f"peftc.cli.{HOMES[command]}"
+    return lambda args: getattr(import_module(module), f"run_{command}")(args)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
-"""Finds, reads and writes the spec files that a command names."""
+"""Finds and reads the spec files that a command names."""
 
 import os
 import sys
 from collections.abc import Iterable
-from difflib import unified_diff
 from pathlib import Path
 
 from peftc.diagnostics.suggestions import nearest
-from peftc.filesystem.atomic import replace_text
 from peftc.semantics.files import MAX_BYTES, decode, read_text
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
@@ -59,16 +57,3 @@ def _missing(path: str) -> str:
     names = [file.name for file in folder.glob("*.peft")] if os.path.isdir(folder) else []
     similar = nearest(Path(path).name, names)
     return f"there is no file {path}" + (f"; did you mean `{folder / similar}`?" if similar else "")
-
-
-def write(path: str, text: str) -> None:
-    """Replaces the whole file or nothing. Raises: Unusable if it cannot be written."""
-    try:
-        replace_text(Path(path).resolve(), text)
-    except OSError as error:
-        raise Unusable(f"cannot write {path}: {error.strerror}") from None
-
-
-def format_diff(before: str, after: str, path: str) -> str:
-    lines = unified_diff(before.splitlines(keepends=True), after.splitlines(keepends=True), path, f"{path} (formatted)")
-    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)

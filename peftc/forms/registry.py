@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from peftc.diagnostics.record import record
 from peftc.forms.shapes import Shape, entries
 
 Value = int | float | bool | str | None | tuple[str, int]  # tuple: a nested form, e.g. reparam=mlp(800) -> ("mlp", 800)
 Args = Mapping[str, Value]
 
 
-@dataclass(frozen=True)
+@record()
 class Param:
     """One argument of a form. Numbers are checked against [low, high]; an end named in `open` is excluded."""
 
@@ -39,7 +40,7 @@ class Spot(NamedTuple):
     home: str = ""
 
 
-@dataclass(frozen=True)
+@record()
 class Dims:
     """What a form sees of the place where it stands.
 
@@ -66,7 +67,7 @@ class Dims:
     second: Shape | None = None
 
 
-@dataclass(frozen=True)
+@record()
 class Count:
     """Parameters, in numbers of scalars: with a gradient while training, and in the saved adapter."""
 
@@ -93,7 +94,7 @@ Scope = Literal["group", "edit"]
 AtInit = float | None  # the constant a form's value equals at initialisation (0.0: adds nothing), None: not a constant
 
 
-@dataclass(frozen=True)
+@record()
 class Form:
     """A functional form: what it computes, what it takes, what it costs, whether it folds.
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from peftc.diagnostics.record import record
 
 
-@dataclass(frozen=True)
+@record()
 class Scalar:
     """A number, or one number an example where `per_example` (batch, 1, 1); one for each of so many `rows` of a prefix, too
     (batch, rows, 1).
@@ -18,7 +18,7 @@ class Scalar:
         return f"[batch, {self.rows or 1}, 1]" if self.per_example else "scalar"
 
 
-@dataclass(frozen=True)
+@record()
 class Tokens:
     """(batch, tokens, d); `of` tells tokens that are not those of the residual stream ("context")."""
 
@@ -29,7 +29,7 @@ class Tokens:
         return f"[…, {self.d}]" + (f" of the {self.of}" if self.of else "")
 
 
-@dataclass(frozen=True)
+@record()
 class Heads:
     """(batch, tokens, heads, d_head)"""
 
@@ -40,7 +40,7 @@ class Heads:
         return f"[…, {self.heads} heads, {self.d_head}]"
 
 
-@dataclass(frozen=True)
+@record()
 class Rows:
     """q, k or v as attention sees them: (batch, heads, tokens, d_head); `of` says whose tokens ("keys")."""
 
@@ -52,7 +52,7 @@ class Rows:
         return f"[…, {self.heads} heads, {self.of or 'tokens'}, {self.d_head}]"
 
 
-@dataclass(frozen=True)
+@record()
 class KeyValue:
     """A pair of keys, (batch, kv_heads, tokens, d_head), and values, (batch, kv_heads, tokens, d_value or d_head)."""
 
@@ -71,7 +71,7 @@ class KeyValue:
         return f"keys and values [{self.kv_heads} heads, {f'{self.rows} rows' if self.rows else 'tokens'}, {d}]"
 
 
-@dataclass(frozen=True)
+@record()
 class Weight:
     """(out, in), whatever the storage."""
 
@@ -82,7 +82,7 @@ class Weight:
         return f"weight [{self.d_out}, {self.d_in}]"
 
 
-@dataclass(frozen=True)
+@record()
 class Vector:
     """(d): a bias, or the weight of a norm."""
 

@@ -5,14 +5,17 @@ Equality ignores spans and comments, so that `parse(print(spec)) == spec`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal, TypeVar
 
 from peftc.diagnostics import NOWHERE, Source, Span
+from peftc.diagnostics.record import record
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Node:
+    """What has a place in the text."""
+
     span: Span = field(default=NOWHERE, compare=False, repr=False)
 
 
@@ -22,7 +25,7 @@ AnyNode = TypeVar("AnyNode", bound=Node)
 def build(node: type[AnyNode], **fields: Any) -> AnyNode:
     """A node of all the fields that have no default.
 
-    The parser's way: `__init__` of a frozen class takes four times as long.
+    The parser's way: `__init__` also checks its arguments.
     """
     new = object.__new__(node)
     object.__setattr__(new, "__dict__", fields)
@@ -32,7 +35,7 @@ def build(node: type[AnyNode], **fields: Any) -> AnyNode:
 # Expressions
 
 
-@dataclass(frozen=True)
+@record()
 class Number(Node):
     """`30`, `6.8%`, `27.4M`; `value` is as written, before the unit is applied."""
 
@@ -40,30 +43,36 @@ class Number(Node):
     unit: Literal["", "%", "K", "M", "B"] = ""
 
 
-@dataclass(frozen=True)
+@record()
 class Boolean(Node):
+    """`true` or `false`"""
+
     value: bool
 
 
-@dataclass(frozen=True)
+@record()
 class Name(Node):
     """A state, a parameter, a `let`, or a word such as `relu`. May be dotted (`enc.ffn`)."""
 
     id: str
 
 
-@dataclass(frozen=True)
+@record()
 class String(Node):
+    """`"model.layers.*"`"""
+
     value: str
 
 
-@dataclass(frozen=True)
+@record()
 class Keyword(Node):
+    """`r=64`, an argument by name."""
+
     name: str
     value: Expr
 
 
-@dataclass(frozen=True)
+@record()
 class Call(Node):
     """`adapter(x, r=64)`: a form, a frozen module of the site, `concat`, or a fact."""
 
@@ -73,13 +82,17 @@ class Call(Node):
     function_span: Span = field(default=NOWHERE, compare=False, repr=False)
 
 
-@dataclass(frozen=True)
+@record()
 class Negative(Node):
+    """`-h`"""
+
     operand: Expr
 
 
-@dataclass(frozen=True)
+@record()
 class Binary(Node):
+    """`4 * x`"""
+
     op: Literal["+", "-", "*", "/"]
     left: Expr
     right: Expr
@@ -91,7 +104,7 @@ Expr = Number | Boolean | Name | String | Call | Negative | Binary
 # Selectors
 
 
-@dataclass(frozen=True)
+@record()
 class Index(Node):
     """`3` (start = stop), `0..5` (inclusive), `6..`, `..5`, `*` (neither), `-1` (from the end)."""
 
@@ -99,7 +112,7 @@ class Index(Node):
     stop: int | None
 
 
-@dataclass(frozen=True)
+@record()
 class Step(Node):
     """`layer[0, 3..5]`, `attn`, `**`; `indices` is None without brackets."""
 
@@ -107,25 +120,31 @@ class Step(Node):
     indices: tuple[Index, ...] | None = None
 
 
-@dataclass(frozen=True)
+@record()
 class Path(Node):
+    """`encoder.layer[*].ffn`"""
+
     steps: tuple[Step, ...]
 
 
-@dataclass(frozen=True)
+@record()
 class Glob(Node):
     """A pattern on module names. `*` and `?` match within a segment, `**` across segments."""
 
     pattern: str
 
 
-@dataclass(frozen=True)
+@record()
 class Union(Node):
+    """`a | b | c`"""
+
     arms: tuple[Selector, ...]
 
 
-@dataclass(frozen=True)
+@record()
 class Difference(Node):
+    """`a - b`"""
+
     left: Selector
     right: Selector
 
@@ -136,7 +155,7 @@ Selector = Path | Glob | Union | Difference
 # Statements
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Statement(Node):
     """A statement with its comments, above ("" for a blank line) and behind its first line."""
 
@@ -146,7 +165,7 @@ class Statement(Node):
     via: tuple[str, ...] = field(default=(), compare=False, repr=False)  # `apply`s that expanded to it, as notes
 
 
-@dataclass(frozen=True)
+@record()
 class Equation(Statement):
     """`h += 4 * adapter(x, r=512)`"""
 
@@ -156,13 +175,15 @@ class Equation(Statement):
     target_span: Span = field(default=NOWHERE, compare=False, repr=False)
 
 
-@dataclass(frozen=True)
+@record()
 class Let(Statement):
+    """`let g = gate(h)`"""
+
     name: str
     value: Expr
 
 
-@dataclass(frozen=True)
+@record()
 class Edit(Statement):
     """`edit NAME at SELECTOR [per task] { equations }`; trained tensors are saved under NAME."""
 
@@ -174,7 +195,7 @@ class Edit(Statement):
     name_span: Span = field(default=NOWHERE, compare=False, repr=False)
 
 
-@dataclass(frozen=True)
+@record()
 class Train(Statement):
     """`train NAME = [w, b] at SELECTOR`: unfreezes parameters of the base."""
 
@@ -184,7 +205,7 @@ class Train(Statement):
     name_span: Span = field(default=NOWHERE, compare=False, repr=False)
 
 
-@dataclass(frozen=True)
+@record()
 class Expect(Statement):
     """`expect stored <= 6.8%`, or without a comparison `expect foldable(qv)`."""
 
@@ -193,7 +214,7 @@ class Expect(Statement):
     right: Expr | None = None
 
 
-@dataclass(frozen=True)
+@record()
 class Use(Statement):
     """`use mam from std` (source None) or `use mam from "file.peft"`."""
 
@@ -201,24 +222,30 @@ class Use(Statement):
     source: str | None = None
 
 
-@dataclass(frozen=True)
+@record()
 class Apply(Statement):
+    """`apply mam(r=256) at encoder as enc`"""
+
     name: str
     args: tuple[Keyword, ...] = ()
     at: Selector | None = None
     alias: str | None = None
 
 
-@dataclass(frozen=True)
+@record()
 class Param(Node):
+    """`r = 512`, a parameter of a method with its default."""
+
     name: str
     default: Expr
     leading: tuple[str, ...] = field(default=(), compare=False, repr=False)
     trailing: str | None = field(default=None, compare=False, repr=False)
 
 
-@dataclass(frozen=True)
+@record()
 class Method(Statement):
+    """`method mam(l = 30) { … }`"""
+
     name: str
     params: tuple[Param, ...]
     body: tuple[Edit | Train | Expect | Apply | Let, ...]
@@ -228,8 +255,10 @@ class Method(Statement):
 TopLevel = Method | Use | Apply | Let | Edit | Train | Expect
 
 
-@dataclass(frozen=True)
+@record()
 class Spec(Node):
+    """A whole text, with the comments around its statements."""
+
     version: int
     statements: tuple[TopLevel, ...]
     header: tuple[str, ...] = field(default=(), compare=False, repr=False)  # comments above `peft 1`

@@ -3,8 +3,9 @@
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -12,6 +13,7 @@ from rich.text import Text
 
 from peftc.addressing.paths import BRANCHES, index_ranges, show_site_steps, stack_steps
 from peftc.addressing.sites import Site, SiteTable, Steps
+from peftc.forms.shapes import Shape
 
 Row = tuple[str, str, str, str, str]  # site, module, shape, parameters, states
 
@@ -174,7 +176,7 @@ class _Tree:
         below = (other for other in self.table.sites if other.steps[: len(site.steps)] == site.steps)
         inside = (other for other in below if f"{other.root}.".startswith(f"{site.root}."))
         refs = {(ref, state.shape) for other in inside for state in other.states.values() if (ref := state.weight)}
-        return sum(prod(vars(shape).values()) for _, shape in refs)
+        return sum(prod(_sizes(shape)) for _, shape in refs)
 
 
 def _state_shapes(site: Site) -> object:
@@ -211,5 +213,9 @@ def _relative_module(site: Site, layer: Sequence[Site]) -> str:
 def _shape(site: Site) -> str:
     """`4096 × 1024` of a weight (out × in), `16 × 64` of heads, `1024` of a hidden state."""
     state = site.states.get("w") or site.states.get("h")
-    sizes = vars(state.shape).values() if state else ()
+    sizes = _sizes(state.shape) if state else ()
     return " × ".join(str(size) for size in sizes if isinstance(size, int))
+
+
+def _sizes(shape: Shape) -> list[Any]:
+    return [getattr(shape, one.name) for one in fields(shape)]
