@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests import analysis_cache
 from tests.matrix import FULL
 
 # Folders whose subject is editing, not analysis: their tests share analyses.
@@ -58,8 +57,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     with pytest.MonkeyPatch.context() as patch:
         if not ahead:
             patch.setattr("peftc.installation.reinstall.warm", lambda model, sample=None: None)
-        if not FULL and item.path.relative_to(item.config.rootpath).parts[1] in READ_ONCE:
-            patch.setattr("peftc.installation.compiled_model.analyse", analysis_cache.analyse)
+        if FULL or item.path.relative_to(item.config.rootpath).parts[1] not in READ_ONCE:
+            patch.setattr("peftc.installation.cached_analysis.MOST", 0)
+        else:
+            patch.setattr("peftc.installation.cached_analysis.MOST", 1000)
         return (yield)
 
 

@@ -1,4 +1,6 @@
-"""The analysis of a compiled model, cached as long as the model does not change."""
+"""Analyses are cached: that of a compiled model as long as the model does not change, and those of
+the latest models in this process for others of the same structure.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,20 @@ from torch import nn
 from transformers import GenerationConfig, PretrainedConfig
 
 from peftc.concurrency.context import CHOICE
+from peftc.models.sources import ModelSource
 from peftc.modules.memory import storage_id
-from peftc.recognition.analysis import Analysis
+from peftc.recognition.analysis import Analysis, analyse
 from peftc.rewriting.edits import CONTAINER, SHARED
 from peftc.tracing.bytecode import reachable_code
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, type)
 TORCH = frozenset(vars(nn.Module()))  # what torch keeps in every module
 PEFTC = frozenset({"_peftc", CHOICE, "peftc_originals", "peftc_completeness"})
+
+
+MOST = 8  # analyses of other models that are kept
+
+_recent: list[tuple[object, tuple[Any, ...], Analysis]] = []  # the latest is last; a state has no hash
 
 
 class NotComparable(Exception):
@@ -40,6 +48,19 @@ class CachedAnalysis:
 
     def is_valid(self, model: nn.Module, sample: Mapping[str, Any] | None) -> bool:
         return self.state is not None and sample is self.sample and state_of(model) == self.state
+
+
+def shared_analysis(source: ModelSource, sample: Mapping[str, Any] | None = None) -> Analysis:
+    """The analysis of a model, or of an earlier one in this process with an equal state."""
+    state = state_of(source.module) if MOST and source.module is not None and sample is None else None
+    if state is None:
+        return analyse(source, sample)
+    key = (source.id, source.kind, source.type, source.folder)
+    entry = next((entry for entry in _recent if entry[:2] == (key, state)), None)
+    if entry is None:
+        entry = (key, state, analyse(source, sample))
+    _recent[:] = [*(other for other in _recent if other is not entry), entry][-MOST:]
+    return entry[2]
 
 
 def state_of(model: nn.Module) -> tuple[Any, ...] | None:

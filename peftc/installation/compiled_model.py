@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from peftc.diagnostics import PeftcError
 from peftc.diagnostics.suggestions import join_names
 from peftc.fakes.tensors import fake_copy
-from peftc.installation.cached_analysis import CachedAnalysis
+from peftc.installation.cached_analysis import CachedAnalysis, shared_analysis
 from peftc.installation.completeness import active_installation, complete_installation
 from peftc.installation.edited_classes import strip
 from peftc.installation.journal import Journal
@@ -23,7 +23,7 @@ from peftc.models.skeleton import check_runs, check_sample
 from peftc.models.sources import ModelSource, resolve
 from peftc.planning.lowering_context import DEFAULT_TASK
 from peftc.planning.planner import PlanResult, make_plan
-from peftc.recognition.analysis import Analysis, ModelLike, analyse
+from peftc.recognition.analysis import Analysis, ModelLike
 from peftc.rewriting.prompts import prompt_and_position_errors
 from peftc.semantics.checks.spec import with_origin
 from peftc.syntax import ast
@@ -181,7 +181,7 @@ def analyse_base(
         model = strip(fake_copy(model, whole=True))
     source = model if isinstance(model, ModelSource) else resolve(model, trust_remote_code)
     try:
-        return analyse(source, sample)
+        return shared_analysis(source, sample)
     except PeftcError:
         raise
     except Exception:

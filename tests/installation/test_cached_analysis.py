@@ -4,6 +4,8 @@ configuration. What has not changed is not analysed again.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +16,9 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import peftc
-from peftc.installation import compiled_model
+from peftc.installation import cached_analysis, compiled_model
 from peftc.installation.record import installation_of
+from peftc.recognition.analysis import analyse
 from tests import zoo
 
 FIRST = "peft 1\nedit a at layer[*].attn.v { h += lora(x, r=2) }\n"
@@ -107,6 +110,47 @@ def test_an_unchanged_model_is_analysed_once(analyses: list[None]) -> None:
     peftc.compile(SECOND, model, seed=0, name="second")
     peftc.remove(model, "second")
     assert len(analyses) == done
+
+
+@pytest.mark.parametrize("change", [None, *CHANGES])
+def test_a_second_model_of_the_same_structure_is_not_analysed_again(
+    change: Callable[[Any, pytest.MonkeyPatch], None] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless anything differs that an analysis depends on."""
+    done: list[None] = []
+
+    def counted(*args: Any) -> Any:
+        done.append(None)
+        return analyse(*args)
+
+    monkeypatch.setattr(cached_analysis, "MOST", 8)
+    monkeypatch.setattr(cached_analysis, "_recent", [])
+    monkeypatch.setattr(cached_analysis, "analyse", counted)
+    first = peftc.compile(SECOND, zoo.build("llama"), seed=0)
+    same, base = zoo.build("llama"), zoo.build("llama")
+    for model in (same, base):
+        if change is not None:
+            change(model, monkeypatch)
+    peftc.compile(SECOND, same, seed=0)
+    assert len(done) == (1 if change in (None, switch_mode) else 2)
+    if change is None:
+        assert torch.equal(outputs(same), outputs(first))
+    assert torch.equal(outputs(peftc.remove(same)), outputs(base))
+
+
+def test_an_analysis_keeps_no_model_and_there_are_not_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached_analysis, "MOST", 2)
+    monkeypatch.setattr(cached_analysis, "_recent", [])
+    models = [zoo.build(name) for name in ("llama", "bert", "gpt2")]
+    for model in models:
+        peftc.sites(model)
+    assert [entry[0][2] for entry in cached_analysis._recent] == ["bert", "gpt2"]  # type: ignore[index]
+    peftc.sites(models[1])
+    assert [entry[0][2] for entry in cached_analysis._recent] == ["gpt2", "bert"]  # type: ignore[index]
+    alive = [weakref.ref(model) for model in models]
+    del models, model
+    gc.collect()
+    assert not any(reference() for reference in alive)
 
 
 def test_an_edited_class_is_generated_anew_when_its_code_was_patched(monkeypatch: pytest.MonkeyPatch) -> None:
