@@ -1,13 +1,16 @@
-"""What compiling costs: LoRA on all Linears of a skeleton of LLaMA 70B, beside PEFT doing the same.
+"""What compiling costs beside PEFT doing the same, and how it grows with depth, for LoRA on all
+Linears of models of published shapes (`benchmarks/shapes.py`).
 
     python -m benchmarks.compile_time [--repeats 5]
 
 Every measurement is a process of its own, in which nothing was compiled before; imports and the
-making of the skeleton are not measured. CPU time is, so that it matters less what else the machine
-does: all of it is one thread of Python. Contenders take turns, so that a slow minute hits all of
-them; medians are printed, and beside them the median of later compilations in the same processes.
-Exits with 1 where 80 layers take peftc more than a second, or more than twice as long as 8 layers,
-or where one kind of layer is traced twice.
+making of the model are not measured. CPU time is, so that it matters less what else the machine
+does: all of it is one thread of Python. Contenders take turns, two processes at a time, so that a
+slow minute hits all of them; medians are printed. `later` is the median of compiling other models
+of the type in the same process. The cache of analyses on disk is in an empty folder, but for
+`cached`, where another process has filled it.
+
+Exits with 1 where a ratio is over its goal, or one kind of layer is traced twice.
 """
 
 from __future__ import annotations
@@ -15,49 +18,57 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.common import ALPHA, MODULES, SPEC, R, llama, machine, save, table
+from benchmarks.common import ALPHA, R, machine, save, table
+from benchmarks.shapes import COMPILED, DEEP, PLANNED, PLANNED_SPEC, Target
 
-LAYERS = (8, 80)
 LATER = 3  # compilations after the first one in a process
-SECONDS, GROWTH = 1.0, 2.0
+DEPTHS = (12, 126)  # of LLaMA 405B
+SHALLOW = 8  # layers of the models whose plans are compared
+FIRST, CACHED, AGAIN = 1.0, 0.25, 0.25  # goals: peftc ÷ PEFT
+FIRST_OF = {"LLaMA 70B": 0.5}
+DEEPER, PLAN = 1.3, 1.5  # goals: deep ÷ shallow
+KINDS = ("peftc", "PEFT", "cached", "plan")
 
 
-def skeleton(layers: int) -> nn.Module:
-    """LLaMA 70B at some depth, on the meta device: no memory for weights."""
-    from transformers import LlamaForCausalLM
+@dataclass(frozen=True)
+class Case:
+    """One process: what is measured in it."""
 
-    with torch.device("meta"):
-        return LlamaForCausalLM(llama(8192, 28672, layers, 64, 8, 32000))
+    kind: str  # of KINDS
+    shape: str
+    layers: int = 0  # 0: those of the shape
 
 
-def compile_peftc(model: nn.Module) -> nn.Module:
+def compile_peftc(model: nn.Module, target: Target) -> nn.Module:
     import peftc
 
-    return peftc.compile(SPEC, model)
+    return peftc.compile(target.spec, model)
 
 
-def compile_peft(model: nn.Module) -> nn.Module:
+def compile_peft(model: nn.Module, target: Target) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     peft_model: Any = get_peft_model(
         model,  # pyright: ignore[reportArgumentType]
-        LoraConfig(r=R, lora_alpha=ALPHA, target_modules=MODULES),
+        LoraConfig(r=R, lora_alpha=ALPHA, target_modules=target.modules),
         low_cpu_mem_usage=True,
     )
     return peft_model
-
-
-CONTENDERS = {"peftc": compile_peftc, "PEFT": compile_peft}
 
 
 def counted_traces() -> Counter[str]:
@@ -76,84 +87,146 @@ def counted_traces() -> Counter[str]:
     return traces
 
 
-def measured(contender: str, layers: int) -> dict[str, Any]:
-    """In a fresh process: seconds of the first and of later compilations, and the traces of the
-    first.
-    """
+def measured(case: Case) -> dict[str, Any]:
+    """In a fresh process: seconds of the first and of later runs, and the traces of the first."""
     import peft  # noqa: F401
 
     import peftc.compiler  # noqa: F401
 
     torch.set_num_threads(1)  # idle threads would add CPU time
     traces = counted_traces()
+    if case.kind == "plan":
+        return {"first": timed_plan(case)}
     seconds: list[float] = []
     first: list[int] = []
+    target = COMPILED.get(case.shape, DEEP)
+    make = compile_peft if case.kind == "PEFT" else compile_peftc
     for _ in range(1 + LATER):
-        model = skeleton(layers)
+        model = target.skeleton(case.layers or None)
         gc.collect()
         start = time.process_time()
-        compiled = CONTENDERS[contender](model)
+        compiled = make(model, target)
         seconds.append(time.process_time() - start)
         first = first or list(traces.values())
         assert all(p.is_meta for p in compiled.parameters())
-    return {"first": seconds[0], "later": median(seconds[1:]), "traces": first}
+    trained = sum(p.requires_grad for p in compiled.parameters())
+    return {"first": seconds[0], "later": median(seconds[1:]), "traces": first, "trained": trained}
 
 
-def in_process(contender: str, layers: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.compile_time", "--one", contender, str(layers)]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+def timed_plan(case: Case) -> float:
+    import peftc
+
+    config = PLANNED[case.shape](case.layers or None)
+    start = time.process_time()
+    peftc.plan(PLANNED_SPEC, config)
+    return time.process_time() - start
+
+
+def in_process(case: Case, cached: str) -> dict[str, Any]:
+    """Runs one case in a process with a cache of its own, or with the one in folder `cached`."""
+    command = [sys.executable, "-m", "benchmarks.compile_time", "--one", case.kind, case.shape, str(case.layers)]
+    with tempfile.TemporaryDirectory() as empty:
+        folder = cached if case.kind == "cached" else empty
+        environment = {**os.environ, "XDG_CACHE_HOME": folder}
+        run = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment)
+    return json.loads(run.stdout)
+
+
+def cases() -> list[Case]:
+    compiled = [Case(kind, shape) for shape in COMPILED for kind in ("peftc", "PEFT", "cached")]
+    deep = [Case("peftc", "LLaMA 405B", layers) for layers in DEPTHS]
+    planned = [Case("plan", shape, layers) for shape in PLANNED for layers in (SHALLOW, 0)]
+    return [*compiled, *deep, *planned]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--one", nargs=2, metavar=("CONTENDER", "LAYERS"), help="measure once, print JSON")
+    parser.add_argument("--one", nargs=3, metavar=("KIND", "SHAPE", "LAYERS"), help="measure once, print JSON")
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(measured(options.one[0], int(options.one[1]))))
+        kind, shape, layers = options.one
+        print(json.dumps(measured(Case(kind, shape, int(layers)))))
         return 0
-    cases = [(contender, layers) for layers in LAYERS for contender in CONTENDERS]
-    runs: dict[tuple[str, int], list[dict[str, Any]]] = {case: [] for case in cases}
-    for _ in range(options.repeats):
-        for case in cases:
-            runs[case].append(in_process(*case))
+    with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(2) as pool:
+        fill = [Case("cached", shape) for shape in COMPILED]
+        list(pool.map(lambda case: in_process(case, cache), fill))
+        turns = [case for _ in range(options.repeats) for case in cases()]
+        results = list(pool.map(lambda case: in_process(case, cache), turns))
+    runs: dict[Case, list[dict[str, Any]]] = {}
+    for case, result in zip(turns, results, strict=True):
+        runs.setdefault(case, []).append(result)
     return report(runs, options.repeats)
 
 
-def report(runs: dict[tuple[str, int], list[dict[str, Any]]], repeats: int) -> int:
-    """Prints and saves the medians. Returns 1 if a limit is exceeded."""
-    first = {case: median(r["first"] for r in rows) for case, rows in runs.items()}
-    later = {case: median(r["later"] for r in rows) for case, rows in runs.items()}
-    rows = [
-        [
-            contender,
-            *(f"{when[contender, n]:.2f} s" for when in (first, later) for n in LAYERS),
-            *growth(contender, first),
-        ]
-        for contender in CONTENDERS
-    ]
-    shallow, deep = LAYERS
-    head = ["", *(f"{when}, {n} layers" for when in ("first", "later") for n in LAYERS), f"first, {deep} : {shallow}"]
-    ratio = first["peftc", deep] / first["PEFT", deep]
-    traces = [count for rows in runs.values() for r in rows for count in r["traces"]]
+def report(runs: dict[Case, list[dict[str, Any]]], repeats: int) -> int:
+    """Prints and saves the medians. Returns 1 if a ratio is over its goal."""
+    seconds = {case: median(run["first"] for run in rows) for case, rows in runs.items()}
+    later = {case: median(run["later"] for run in rows) for case, rows in runs.items() if "later" in rows[0]}
+    traces = max(count for rows in runs.values() for run in rows for count in run.get("traces", ()))
+    compiled, beside_peft = beside(seconds, later)
+    deeper, growth = depths(seconds)
+    goals = [*compiled, *deeper]
     text = "\n\n".join(
         [
-            f"Compiling LoRA (r={R}) on all Linears of LLaMA 70B's shape, on meta; medians of {repeats} processes.",
-            table(head, rows),
-            f"peftc : PEFT at {deep} layers {ratio:.2f}; most traces of one kind of layer: {max(traces)}",
+            f"Compiling LoRA (r={R}) on all Linears, on meta; CPU seconds, medians of {repeats} processes, and their\n"
+            "ratios to PEFT's with the goals.",
+            beside_peft,
+            "More layers: CPU seconds, and their ratio with the goal.",
+            growth,
+            f"Most traces of one kind of layer: {traces}. Goals reached: {sum(map(reached, goals))} of {len(goals)}.",
         ]
     )
     print(text)
-    seconds = {
-        f"{contender} {n}": {"first": first[contender, n], "later": later[contender, n]} for contender, n in runs
-    }
-    save("compile_time", {"repeats": repeats, "seconds": seconds, "most_traces": max(traces)}, text, machine())
-    depth_ratio = first["peftc", deep] / first["peftc", shallow]
-    return int(first["peftc", deep] > SECONDS or depth_ratio > GROWTH or max(traces) > 1)
+    rows = [
+        {"kind": case.kind, "shape": case.shape, "layers": case.layers, "first": value, "later": later.get(case)}
+        for case, value in seconds.items()
+    ]
+    save("compile_time", {"repeats": repeats, "seconds": rows, "most_traces": traces}, text, machine())
+    return int(traces > 1 or not all(map(reached, goals)))
 
 
-def growth(contender: str, seconds: dict[tuple[str, int], float]) -> list[str]:
-    return [f"{seconds[contender, LAYERS[1]] / seconds[contender, LAYERS[0]]:.2f}"]
+Goal = tuple[float, float]  # a ratio, and the most that it should be
+
+
+def reached(goal: Goal) -> bool:
+    return goal[0] <= goal[1]
+
+
+def beside(seconds: dict[Case, float], later: dict[Case, float]) -> tuple[list[Goal], str]:
+    """peftc ÷ PEFT: the ratios with their goals, and a table."""
+    goals: list[Goal] = []
+    rows: list[list[str]] = []
+    for shape in COMPILED:
+        peftc, peft, cached = (Case(kind, shape) for kind in ("peftc", "PEFT", "cached"))
+        own = [
+            (seconds[peftc] / seconds[peft], FIRST_OF.get(shape, FIRST)),
+            (seconds[cached] / seconds[peft], CACHED),
+            (later[peftc] / later[peft], AGAIN),
+        ]
+        goals += own
+        cells = (seconds[peft], seconds[peftc], seconds[cached], later[peft], later[peftc])
+        rows.append([shape, *(f"{value:.3f}" for value in cells), *map(ratio, own)])
+    head = ["", "PEFT first", "peftc first", "cached", "PEFT later", "peftc later", "first", "cached", "later"]
+    return goals, table(head, rows)
+
+
+def depths(seconds: dict[Case, float]) -> tuple[list[Goal], str]:
+    """Deep ÷ shallow: the ratios with their goals, and a table."""
+    shallow, deep = (Case("peftc", "LLaMA 405B", layers) for layers in DEPTHS)
+    pairs = [(f"compile LLaMA 405B, {DEPTHS[1]} : {DEPTHS[0]} layers", shallow, deep, DEEPER)]
+    pairs += [
+        (f"plan {shape}, 61 : {SHALLOW} layers", Case("plan", shape, 8), Case("plan", shape), PLAN) for shape in PLANNED
+    ]
+    goals: list[Goal] = [(seconds[b] / seconds[a], most) for _, a, b, most in pairs]
+    lines: Iterable[tuple[tuple[str, Case, Case, float], Goal]] = zip(pairs, goals, strict=True)
+    rows = [[name, f"{seconds[a]:.3f}", f"{seconds[b]:.3f}", ratio(goal)] for (name, a, b, _), goal in lines]
+    return goals, table(["", "shallow", "deep", "ratio"], rows)
+
+
+def ratio(goal: Goal) -> str:
+    value, most = goal
+    return f"{value:.2f} {'≤' if value <= most else '>'} {most:g}"
 
 
 if __name__ == "__main__":

@@ -90,4 +90,5 @@ def test_every_kind_of_layer_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(RegionTracer, "trace_region", RegionTracer.trace_region)  # restored afterwards
     monkeypatch.setattr(compile_time, "LATER", 1)
-    assert compile_time.measured("peftc", 3)["traces"] == [1]
+    case = compile_time.Case("peftc", "LLaMA 1B", 3)
+    assert compile_time.measured(case)["traces"] == [1]
