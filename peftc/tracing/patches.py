@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._functorch import utils as functorch
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from transformers.modeling_utils import AttentionInterface
@@ -30,6 +31,7 @@ PLAIN = frozenset({bool, int, float, str, tuple, list, type(None)})  # attribute
 MANAGERS: tuple[Any, ...] = (torch.autocast, torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
 GRADIENT_QUERIES = ("is_grad_enabled",)
 AUTOCAST_QUERIES = ("is_autocast_enabled", "get_autocast_dtype", "is_autocast_cache_enabled")
+FUNCTION_BASE: Any = torch.autograd.Function.__mro__[1]  # Function.apply calls the `apply` of this class
 _ARGUMENTS, _CALL = "_peftc_arguments", "_peftc_call"  # attributes of context managers that a trace makes
 _patching = threading.RLock()  # reentrant: a leaf that runs while examples are computed may be traced itself
 
@@ -151,7 +153,8 @@ def patch_libraries(tracer: TracerBase) -> Generator[None]:
         *((torch, name, intercept(_record_function, contains_proxy)) for name in FACTORIES + TAKE_SIZES + CRASH),
         (torch, "_check_with", intercept(_guard_check, contains_proxy)),
         (torch.jit.ScriptFunction, "__call__", intercept(_record_script_function, contains_proxy)),
-        (torch.autograd.Function, "apply", _recording_apply),
+        (FUNCTION_BASE, "apply", _recording_apply),
+        (functorch, "unwrap_dead_wrappers", intercept(_without_wrappers, contains_proxy)),
         (checkpoint, "_checkpoint_without_reentrant_generator", intercept(_skip_checkpoint, contains_proxy)),
         (nn.functional, "multi_head_attention_forward", intercept(_trace_attention, contains_proxy)),
         *((manager, name, intercept(partial(record, manager))) for manager in MANAGERS for name, record in block),
@@ -203,16 +206,28 @@ def _record_script_function(tracer: TracerBase, call: Any, function: Any, /, *ar
     return tracer.record("call_function", script_function, args, {**kwargs, "function": function})
 
 
-def _recording_apply(apply: Any) -> Any:
-    """Autograd functions become leaves: their C code would take proxies for tensors."""
+def _recording_apply(_: Any) -> Any:
+    """Autograd functions become leaves: their C code would take proxies for tensors. Modules keep
+    `apply` under names of their own, so what it calls is patched, and not itself.
 
-    def record(tracer: TracerBase, _: Any, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
+    Seen in: mambapy (`pscan = PScan.apply`)
+    """
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        tracer = current_tracer()
+        if tracer is None or not contains_proxy((args, kwargs)):
+            return super(FUNCTION_BASE, cls).apply(*args, **kwargs)  # pyright: ignore
         if cls is checkpoint.CheckpointFunction:
             function, _, *arguments = args
             return function(*arguments)
         return tracer.record("call_function", autograd_function, args, {**kwargs, "function": cls})
 
-    return classmethod(intercept(record, contains_proxy)(apply.__func__))
+    return classmethod(apply)
+
+
+def _without_wrappers(tracer: TracerBase, unwrap: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`Function.apply` asks C code about each tensor; proxies are none."""
+    return args
 
 
 def _skip_checkpoint(tracer: TracerBase, generator: Any, /, *args: Any, **kwargs: Any) -> Generator[None]:

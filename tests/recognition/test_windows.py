@@ -155,15 +155,19 @@ class HidingSoftmax(MaskedSoftmax):
     visible_value = 0.0
 
 
+masked_softmax = MaskedSoftmax.apply  # as modules keep it: bound before any trace
+
+
 class Masked(Layer):
     def __init__(self, function: type[MaskedSoftmax]) -> None:
         super().__init__(1, "")
         self.function = function
+        self.call: Any = masked_softmax if function is MaskedSoftmax else function.apply
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (y[:, 0].transpose(1, 2) for y in (q, k, v))
         mask = torch.zeros_like(q[..., 0]).unsqueeze(-2) + self.function.visible_value
-        return (self.function.apply(q @ k.transpose(-1, -2), mask) @ v).transpose(1, 2)  # pyright: ignore
+        return (self.call(q @ k.transpose(-1, -2), mask) @ v).transpose(1, 2)
 
 
 @pytest.mark.parametrize("function", [MaskedSoftmax, HidingSoftmax])
