@@ -19,6 +19,7 @@ from peftc.installation.compiled_model import CompiledModel, analyse_base, plan_
 from peftc.installation.completeness import active_installation
 from peftc.installation.record import InstalledSpec
 from peftc.installation.spec_names import free_name, prefixed, require_tasks, task_names
+from peftc.models.samples import joint_sample
 from peftc.models.sources import load_model, resolve
 from peftc.planning.planner import Plan, PlanResult
 from peftc.planning.report.design import Design, design_of
@@ -45,7 +46,13 @@ def parse(text: str, path: str = "<text>") -> ast.Spec:
     return parse_text(text, path)
 
 
-def sites(model: ModelLike, *, sample: Mapping[str, Any] | None = None, trust_remote_code: bool = False) -> SiteTable:
+def sites(
+    model: ModelLike,
+    *,
+    sample: Mapping[str, Any] | None = None,
+    samples: Sequence[Mapping[str, Any]] | None = None,
+    trust_remote_code: bool = False,
+) -> SiteTable:
     """Every place of a model that an edit can name, with its hidden states, shapes and weights.
 
     No weight is read.
@@ -54,13 +61,14 @@ def sites(model: ModelLike, *, sample: Mapping[str, Any] | None = None, trust_re
         model: a module, a configuration, or a name: a hub id, a folder, a config.json.
         sample: the keyword arguments of one forward, for a model whose inputs cannot be made from
             its configuration.
+        samples: the arguments of several forwards, for modules that one sample does not reach.
         trust_remote_code: runs the Python files that the configuration names. Without it they
             never run.
 
     Raises:
         PeftcError: P501-P511, for the model.
     """
-    return analyse_base(model, sample, trust_remote_code).table
+    return analyse_base(model, joint_sample(sample, samples), trust_remote_code).table
 
 
 def plan(
@@ -70,6 +78,7 @@ def plan(
     settings: Settings | None = None,
     include: Include = (),
     sample: Mapping[str, Any] | None = None,
+    samples: Sequence[Mapping[str, Any]] | None = None,
     tasks: Sequence[str] | None = None,
     trust_remote_code: bool = False,
 ) -> Plan:
@@ -84,6 +93,7 @@ def plan(
         include: folders from which `use` may read, besides that of the spec (of a text: the
             working directory), as `--include` does.
         sample: as in `sites`.
+        samples: as in `sites`.
         tasks: the tasks for which edits `per task` have parameters; a single task by default.
         trust_remote_code: as in `sites`.
 
@@ -95,7 +105,8 @@ def plan(
         PeftcError: P0xx (syntax), P1xx (names and arguments), P2xx (sites), P3xx (shapes), P5xx
             (the model), P537 (tasks). All errors of a stage are raised together.
     """
-    return plan_edits(flat_spec(spec, settings, include), model, sample, tasks, trust_remote_code).plan
+    flat = flat_spec(spec, settings, include)
+    return plan_edits(flat, model, joint_sample(sample, samples), tasks, trust_remote_code).plan
 
 
 def plan_edits(
@@ -119,6 +130,7 @@ def design(
     settings: Settings | None = None,
     include: Include = (),
     sample: Mapping[str, Any] | None = None,
+    samples: Sequence[Mapping[str, Any]] | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Design, ...]:
     """Each edit along the design dimensions of He et al. 2022, read off its equations.
@@ -132,6 +144,7 @@ def design(
         settings: as in `plan`.
         include: as in `plan`.
         sample: as in `plan`.
+        samples: as in `plan`.
         trust_remote_code: as in `plan`.
 
     Raises:
@@ -139,7 +152,7 @@ def design(
 
     Source: He et al. 2022, arXiv:2110.04366, Table 1.
     """
-    flat = flat_spec(spec, settings, include)
+    flat, sample = flat_spec(spec, settings, include), joint_sample(sample, samples)
     site_edits = plan_edits(flat, model, sample, trust_remote_code=trust_remote_code).site_edits
     edits = dict.fromkeys(one.edit for one in site_edits)
     return tuple(design_of([one for one in site_edits if one.edit == edit]) for edit in edits)
@@ -156,6 +169,7 @@ def compile(
     settings: Settings | None = None,
     include: Include = (),
     sample: Mapping[str, Any] | None = None,
+    samples: Sequence[Mapping[str, Any]] | None = None,
     tasks: Sequence[str] | None = None,
     trust_remote_code: bool = False,
     verify: bool = False,
@@ -181,6 +195,7 @@ def compile(
         settings: as in `plan`.
         include: as in `plan`.
         sample: as in `plan`.
+        samples: as in `plan`.
         tasks: the tasks for which edits `per task` have parameters; `peftc.task` chooses one.
         trust_remote_code: as in `plan`.
         verify: runs `peftc.verify` on the result, and undoes the compilation if it fails.
@@ -196,7 +211,7 @@ def compile(
     if not isinstance(model, nn.Module):
         model = load_model(resolve(model, trust_remote_code))
     flat = prefixed(flat_spec(spec, settings, include), prefix)
-    compiled = CompiledModel.active(model, sample)
+    compiled = CompiledModel.active(model, joint_sample(sample, samples))
     names = task_names(tasks, compiled.tasks)
     planned = compiled.plan(flat, names)
     require_tasks(tasks, planned)
@@ -209,7 +224,13 @@ def compile(
     return compiled.add(InstalledSpec(own_name, flat, planned.plan, seed), planned, tasks=names, finish=check)
 
 
-def remove(model: nn.Module, name: str | None = None, *, sample: Mapping[str, Any] | None = None) -> nn.Module:
+def remove(
+    model: nn.Module,
+    name: str | None = None,
+    *,
+    sample: Mapping[str, Any] | None = None,
+    samples: Sequence[Mapping[str, Any]] | None = None,
+) -> nn.Module:
     """The base model again, bit for bit: its classes, parameters and `requires_grad`.
 
     What `fold` has written into the weights is part of the base from then on, and stays. An edited
@@ -220,6 +241,7 @@ def remove(model: nn.Module, name: str | None = None, *, sample: Mapping[str, An
         model: a compiled model.
         name: of one spec to take out. The others stay, with what they have trained.
         sample: as in `compile`.
+        samples: as in `compile`.
 
     Returns:
         The model, the same object.
@@ -230,4 +252,4 @@ def remove(model: nn.Module, name: str | None = None, *, sample: Mapping[str, An
             values that `train` has changed). After an error or an interrupt the model is as it was.
     """
     active_installation(model, complete=False)
-    return CompiledModel(model, sample).remove(name)
+    return CompiledModel(model, joint_sample(sample, samples)).remove(name)

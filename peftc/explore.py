@@ -1,6 +1,6 @@
 """Layers as fx graphs, and edits inserted into them, for people who write passes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names, nearest
 from peftc.fakes.tensors import fake_copy
 from peftc.installation.compiled_model import analyse_base
+from peftc.models.samples import joint_sample
 from peftc.planning.planner import make_plan
 from peftc.planning.selection.selectors import resolve
 from peftc.recognition.analysis import Analysis, ModelLike
@@ -82,6 +83,7 @@ def trace(
     sites: str | None = None,
     *,
     sample: Mapping[str, Any] | None = None,
+    samples: Sequence[Mapping[str, Any]] | None = None,
     trust_remote_code: bool = False,
 ) -> list[TracedRegion]:
     """The layers of a model as graphs with named hidden states, one graph per layer type.
@@ -90,12 +92,13 @@ def trace(
         model: as in `peftc.sites`.
         sites: a selector; limits the layers and the states to those of the sites that it selects.
         sample: as in `peftc.sites`.
+        samples: as in `peftc.sites`.
         trust_remote_code: as in `peftc.sites`.
 
     Raises:
         PeftcError: P0xx and P2xx (the selector), P5xx (the model).
     """
-    analysis = analyse_base(model, sample, trust_remote_code)
+    analysis = analyse_base(model, joint_sample(sample, samples), trust_remote_code)
     table, stacks = analysis.table, analysis.structure.stacks
     selection = table.sites if sites is None else resolve(parse_selector(sites), table)
     paths = {site.path for site in selection}

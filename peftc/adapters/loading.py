@@ -1,6 +1,6 @@
 """Loads a saved adapter onto its base. All checks precede the first change of the model."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from os import PathLike
@@ -19,6 +19,7 @@ from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.contents import parameters, states
 from peftc.installation.record import InstalledSpec
 from peftc.installation.spec_names import free_name, prefixed, task_names
+from peftc.models.samples import joint_sample
 from peftc.modules.offload import offloaded_parameters
 from peftc.planning import ir
 from peftc.planning.planner import PlanResult
@@ -34,6 +35,7 @@ def load(
     name: str | None = None,
     prefix: str | None = None,
     sample: Mapping[str, Any] | None = None,
+    samples: Sequence[Mapping[str, Any]] | None = None,
     other_weights: bool = False,
     strict: bool = False,
 ) -> nn.Module:
@@ -48,6 +50,7 @@ def load(
         name: as in `compile`; by default the name of the directory.
         prefix: as in `compile`.
         sample: as in `compile`.
+        samples: as in `compile`.
         other_weights: expects a base of the same architecture with other weights. Without it such a
             base gives a `PeftcWarning` (P524) with its distance.
         strict: refuses other weights, and quantised weights, which cannot be compared.
@@ -64,7 +67,7 @@ def load(
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
         message = f"an adapter is loaded onto a module, not a {type(model).__name__}"
         raise PeftcError(Diagnostic("P545", message, help="build the model first"))
-    compiled = CompiledModel.active(model, sample)
+    compiled = CompiledModel.active(model, joint_sample(sample, samples))
     path = path_of(directory)
     plans: list[tuple[tuple[str, ...], ast.Spec, PlanResult, dict[str, Tensor]]] = []
 

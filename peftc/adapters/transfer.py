@@ -23,6 +23,7 @@ from peftc.installation.completeness import active_installation
 from peftc.installation.contents import parameters, states
 from peftc.installation.journal import copy_all
 from peftc.installation.record import Installation
+from peftc.models.samples import joint_sample
 from peftc.planning import ir
 from peftc.rewriting.assembly import regions_of
 from peftc.syntax.printer import print_expression
@@ -118,6 +119,7 @@ def fuse(
     edits: Mapping[str, str] | None = None,
     task: str | None = None,
     sample: Mapping[str, Any] | None = None,
+    samples: Sequence[Mapping[str, Any]] | None = None,
     other_weights: bool = False,
     strict: bool = False,
 ) -> tuple[str, ...]:
@@ -132,6 +134,7 @@ def fuse(
         edits: from edits of the model to those of the adapters; by default all with a `fusion`.
         task: the one whose fusions mix them, for edits that are `per task`; by default all tasks.
         sample: as in `compile`.
+        samples: as in `compile`.
         other_weights: as in `load`.
         strict: as in `load`.
 
@@ -162,7 +165,7 @@ def fuse(
         if instance.args["n"] != len(paths):
             message = f"`{site_edit.edit}` mixes {instance.args['n']} adapters, but there are {len(paths)} directories"
             raise PeftcError(Diagnostic("P544", message, help="`n` of `fusion` is the number of adapters"))
-    compiled = CompiledModel.active(model, sample)
+    compiled = CompiledModel.active(model, joint_sample(sample, samples))
     for i, directory in enumerate(paths):
         source = Source(directory, compiled, other_weights, strict)
         check_edit_names(names, fused_edits, source.edits)

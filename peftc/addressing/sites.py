@@ -11,7 +11,7 @@ from typing import Any
 from peftc.forms.shapes import Shape, Vector, Weight
 
 Steps = tuple[tuple[str, int | None], ...]  # of a site's path: (("layer", 3), ("attn", None))
-INPUT, OUTPUT = "<input>", "<output>"
+INPUT, OUTPUT, TABLE_IDS = "<input>", "<output>", "<ids>"
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,21 @@ class FeatureDims:
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """What a convolution reads for each position of its result. A value for each dimension.
+
+    Attributes:
+        padding: entries before and after, in the mode `mode` of `torch.nn.functional.pad`.
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    mode: str
+
+
+@dataclass(frozen=True)
 class WeightRef:
     """A parameter, or part of one, as `nn.Linear` stores it: (out, in).
 
@@ -114,9 +129,11 @@ class ActivationRef:
 
     Attributes:
         node: the name of a node of the inlined graph; or INPUT or OUTPUT for a tensor among the
-            arguments or in the result of the site's own module.
+            arguments or in the result of the site's own module; or TABLE_IDS for the ids at which
+            its code reads the table of an embedding.
         key_path: leads to that tensor: (parameter, *keys) for INPUT, the keys for OUTPUT. An empty
             path means the first tensor.
+        kernel: of a convolution whose input is read as patches, one for each position.
     """
 
     node: str
@@ -125,6 +142,7 @@ class ActivationRef:
     dims: FeatureDims | None = None  # where features are several dimensions, or not the last one
     other_nodes: tuple[str, ...] = ()  # further nodes that receive a value written here
     key_path: tuple[Any, ...] = ()
+    kernel: Kernel | None = None
 
 
 @dataclass(frozen=True)
@@ -182,10 +200,14 @@ class ModuleInfo:
 
     Attributes:
         type: its class.
-        input: the features of the first tensor among its arguments; None where a forward does not
-            call it exactly once, or the tensor has no features.
+        input: the features of the first tensor among its arguments; None where the calls of a
+            forward differ in them, or the tensor has no features.
         output: the same of its result.
         output_path: as `ActivationRef.key_path`.
+        input_map: whether the features of the input are its second dimension, as in images.
+        kernel: of a convolution that reads patches; its input has the features of one patch.
+        ids: of an embedding, where the ids are (`ActivationRef.node`); `input` is how many.
+        unknown: why its input or its output has no name.
     """
 
     name: str  # dotted
@@ -196,6 +218,11 @@ class ModuleInfo:
     called: bool = True  # by a forward
     input_path: tuple[Any, ...] = ()  # as `ActivationRef.key_path`
     output_path: tuple[Any, ...] = ()
+    input_map: bool = False
+    output_map: bool = False
+    kernel: Kernel | None = None
+    ids: str = ""
+    unknown: str = ""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from peftc.dataflow.operations import LAYOUT, Op, is_in_place, name_of, op_of, r
 from peftc.dataflow.values import cache_update, reaches, upstream, value_operands, value_users
 from peftc.fakes.tensors import tensors_in
 
-_CHANNELS_FIRST = (
+CHANNELS_FIRST = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm),
     *(nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d),
@@ -182,7 +182,7 @@ def _order(node: fx.Node, size: int) -> list[int] | None:
 def features_dim(node: fx.Node, layer: LayerGraph) -> int:
     """The dimension of the features: the last, or the second of what convolutions read."""
     last = max(0, len(shape(node)) - 1)
-    if last < 2 or not any(isinstance(m, _CHANNELS_FIRST) for m in layer.root.modules()):
+    if last < 2 or not any(isinstance(m, CHANNELS_FIRST) for m in layer.root.modules()):
         return last
     dim = _dim_of_producer(node, layer, set())
     dim = _dim_of_consumer(node, layer, set()) if dim is None else dim
@@ -221,7 +221,7 @@ def _dim_of_consumer(node: fx.Node, layer: LayerGraph, seen: set[fx.Node]) -> in
 def _dim_of_module(node: fx.Node, layer: LayerGraph) -> int | None:
     """The dimension of the features in what a module reads and returns."""
     module, sizes = layer.module(node), shape(node)
-    if isinstance(module, _CHANNELS_FIRST):
+    if isinstance(module, CHANNELS_FIRST):
         return 1
     if isinstance(module, nn.LayerNorm) and inspect.unwrap(type(module).forward) is not nn.LayerNorm.forward:
         dims = [dim for dim in {1, len(sizes) - 1} if sizes[dim] == module.normalized_shape[-1]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, overload
 
@@ -16,6 +16,7 @@ from peftc.folding.report import FoldReport
 from peftc.folding.weights import NOT_SELECTED, Folding
 from peftc.forms.module import Pair
 from peftc.forms.shapes import KeyValue
+from peftc.models.samples import joint_sample
 from peftc.planning import ir
 from peftc.rewriting.prompts import is_prompt, selects_positions
 from peftc.runtime.positions import starts_of
@@ -36,6 +37,7 @@ def fold(
     dequantize: bool = False,
     widen: bool = False,
     sample: Mapping[str, Any] | None = None,
+    samples: Sequence[Mapping[str, Any]] | None = None,
 ) -> FoldReport: ...
 @overload
 def fold(
@@ -45,6 +47,7 @@ def fold(
     only: Iterable[str] | None = None,
     name: str | None = None,
     sample: Mapping[str, Any] | None = None,
+    samples: Sequence[Mapping[str, Any]] | None = None,
 ) -> State: ...
 def fold(
     model: nn.Module,
@@ -55,6 +58,7 @@ def fold(
     dequantize: bool = False,
     widen: bool = False,
     sample: Mapping[str, Any] | None = None,
+    samples: Sequence[Mapping[str, Any]] | None = None,
 ) -> FoldReport | State:
     """Folds what folds into the weights of the base, in place; the other edits go on working.
 
@@ -79,6 +83,7 @@ def fold(
             follows where all ffns grow alike. With `widen` and `only`, what does not fold is
             reported, not raised.
         sample: as in `compile`.
+        samples: as in `compile`.
 
     Returns:
         The edits that were folded, with the entries changed in each parameter, and those refused,
@@ -96,6 +101,7 @@ def fold(
     if into == "state" and (dequantize or widen):
         message = f"`{'widen' if widen else 'dequantize'}` is for folds into weights, and a state touches none"
         raise PeftcError(Diagnostic("P545", message, help="leave it out, or fold the other edits in a second call"))
+    sample = joint_sample(sample, samples)
     if into == "state":
         return fold_into_state(model, only, name, sample)
     if widen:

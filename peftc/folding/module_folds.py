@@ -14,7 +14,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.folding.report import Change
 from peftc.forms.affine_module import Affine
 from peftc.forms.module import FormModule, has_values
-from peftc.planning.foldability.affine import FoldTarget, NotAffine, Side, is_linear, show_term
+from peftc.planning.foldability.affine import FoldTarget, NotAffine, Side, is_linear, is_table, show_term
 from peftc.planning.ir import ARITHMETIC, Arithmetic, Constant, FormCall, Read, SiteEdit, Term, subterms
 from peftc.rewriting.node_builder import row_arguments
 from peftc.runtime.parameters import as_matrix, as_stored, blocks_of, dense, stacked_slice
@@ -291,6 +291,24 @@ def _fold(
     weight, bias = cast(Tensor, weights.states["w"]), cast(Tensor | None, weights.states.get("b"))
     if side == "weight":
         return weight, bias
+    if is_table(site_edit.site):  # h = wᵀ x: a constant is added to each row
+        value = _hidden_value(site_edit, modules, like, weight.t(), None, side)
+        table = value.matrix().t()
+        return table if value.bias is None else table + value.bias, None
+    value = _hidden_value(site_edit, modules, like, weight, bias, side)
+    value = value.through(weight, bias) if side == "input" else value
+    return value.matrix(), value.bias
+
+
+def _hidden_value(
+    site_edit: SiteEdit,
+    modules: Mapping[str, FormModule],
+    like: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    side: Side,
+) -> Affine:
+    """What the equations of h (or z) give, as a function of what the Linear reads."""
     states: dict[str, Value] = {"x": Affine.identity(weight.shape[1], weight.dtype, weight.device)}
     if side == "input":
         states = {"h": states["x"], "z": states["x"]}
@@ -302,5 +320,4 @@ def _fold(
     value = hidden.states[state]
     if not isinstance(value, Affine):
         raise NotAffine(f"`{state}` no longer depends on the input", site_edit.assigns[-1].value)
-    value = value.through(weight, bias) if side == "input" else value
-    return value.matrix(), value.bias
+    return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peftc.forms.registry import Args, Dims, Illegal, Param
-from peftc.forms.shapes import Shape, Tokens
+from peftc.forms.shapes import Ids, Shape, Tokens
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "leaky_relu", "tanh", "sigmoid", "none")
 
@@ -52,9 +52,19 @@ def features(form: str, shape: Shape | None, role: str) -> int:
     )
 
 
+def linear_features(form: str, shape: Shape | None) -> int:
+    """d of what a linear map reads: hidden states, or ids as one-hot vectors.
+
+    Raises: Illegal P310 for any other shape.
+    """
+    return shape.count if isinstance(shape, Ids) else features(form, shape, "reads")
+
+
 def over(dims: Dims) -> Tokens:
     """What a function of hidden states gives: the features of the target, at the tokens of the input."""
     assert isinstance(dims.target, Tokens)
+    if isinstance(dims.input, Ids):
+        return Tokens(dims.target.d)
     assert isinstance(dims.input, Tokens)
     return Tokens(dims.target.d, dims.input.of)
 

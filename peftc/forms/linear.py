@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from peftc.forms.arguments import DROPOUT, DTYPE, features, over
+from peftc.forms.arguments import DROPOUT, DTYPE, features, linear_features, over
 from peftc.forms.registry import Args, Count, Dims, Form, Param, register
 from peftc.forms.shapes import Shape
 
 
 def _shape(args: Args, dims: Dims) -> Shape:
-    features("linear", dims.input, "reads")
+    linear_features("linear", dims.input)
     features("linear", dims.target, "writes")
     return over(dims)
 
 
 def _count(args: Args, dims: Dims) -> Count:
-    d_in, d_out = features("linear", dims.input, "reads"), features("linear", dims.target, "writes")
+    d_in, d_out = linear_features("linear", dims.input), features("linear", dims.target, "writes")
     total = d_in * d_out + (d_out if args["bias"] else 0)
     return Count(total, total)
 

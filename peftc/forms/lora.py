@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import sqrt
 
-from peftc.forms.arguments import DROPOUT, DTYPE, bounded_rank, features, integer, number, over
+from peftc.forms.arguments import DROPOUT, DTYPE, bounded_rank, features, integer, linear_features, number, over
 from peftc.forms.registry import Args, Count, Dims, Form, Illegal, Param, register
 from peftc.forms.shapes import Shape, Weight
 
@@ -23,13 +23,13 @@ def scale(args: Args) -> float:
 
 
 def _shape(args: Args, dims: Dims) -> Shape:
-    d_in, d_out = features("lora", dims.input, "reads"), features("lora", dims.target, "writes")
+    d_in, d_out = linear_features("lora", dims.input), features("lora", dims.target, "writes")
     bounded_rank("lora", integer(args, "r"), d_out, d_in)
     return over(dims)
 
 
 def _count(args: Args, dims: Dims) -> Count:
-    total = integer(args, "r") * (features("lora", dims.input, "reads") + features("lora", dims.target, "writes"))
+    total = integer(args, "r") * (linear_features("lora", dims.input) + features("lora", dims.target, "writes"))
     return Count(total, total)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, SupportsIndex, cast
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.registry import Args, Dims, Form
@@ -245,6 +246,15 @@ def _fill(tensor: Tensor, draw: Draw, generator: torch.Generator) -> None:
         draw(values, generator)
         with torch.no_grad():
             tensor.copy_(values)
+
+
+def map_ids(ids: Tensor, weight: Tensor, dropout: float = 0.0) -> Tensor:
+    """weight · onehot(ids), without the one-hot vectors; dropout of their one entry that is not zero.
+
+    Shapes: ids (…); weight (d_out, count); the result (…, d_out).
+    """
+    rows = F.embedding(ids, weight.t())
+    return rows * F.dropout(rows.new_ones(*ids.shape, 1), dropout) if dropout else rows
 
 
 def has_values(tensor: Tensor) -> bool:

@@ -30,6 +30,16 @@ class Tokens:
 
 
 @record()
+class Ids:
+    """(batch, tokens): the rows that an embedding reads, each as a one-hot vector of `count` features."""
+
+    count: int
+
+    def __str__(self) -> str:
+        return f"[…] of {self.count} ids"
+
+
+@record()
 class Heads:
     """(batch, tokens, heads, d_head)"""
 
@@ -92,7 +102,7 @@ class Vector:
         return f"vector [{self.d}]"
 
 
-Shape = Scalar | Tokens | Heads | Rows | KeyValue | Weight | Vector
+Shape = Scalar | Tokens | Ids | Heads | Rows | KeyValue | Weight | Vector
 
 
 def entries(shape: Shape) -> int:

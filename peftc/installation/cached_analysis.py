@@ -14,6 +14,7 @@ from torch import nn
 from transformers import GenerationConfig, PretrainedConfig
 
 from peftc.concurrency.context import CHOICE
+from peftc.models.samples import is_same_sample
 from peftc.models.sources import ModelSource
 from peftc.modules.memory import storage_id
 from peftc.recognition.analysis import Analysis, analyse
@@ -47,7 +48,7 @@ class CachedAnalysis:
         return cls(analysis, sample, state_of(model))
 
     def is_valid(self, model: nn.Module, sample: Mapping[str, Any] | None) -> bool:
-        return self.state is not None and sample is self.sample and state_of(model) == self.state
+        return self.state is not None and is_same_sample(sample, self.sample) and state_of(model) == self.state
 
 
 def shared_analysis(source: ModelSource, sample: Mapping[str, Any] | None = None) -> Analysis:

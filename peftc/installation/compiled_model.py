@@ -19,7 +19,8 @@ from peftc.installation.journal import Journal
 from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed, joint_spec
 from peftc.installation.reinstall import Step, reinstall, uninstall
 from peftc.installation.spec_names import check_spec_conflicts, has_tasks, with_note
-from peftc.models.skeleton import check_runs, check_sample
+from peftc.models.samples import check_sample
+from peftc.models.skeleton import check_runs
 from peftc.models.sources import ModelSource, resolve
 from peftc.planning.lowering_context import DEFAULT_TASK
 from peftc.planning.planner import PlanResult, make_plan

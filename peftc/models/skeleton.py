@@ -15,6 +15,7 @@ from peftc.diagnostics.suggestions import join_names
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy, fake_mode
 from peftc.models.configs import error_summary
+from peftc.models.samples import further_samples
 from peftc.models.sources import ModelSource
 
 BATCH, TOKENS, DECODER_TOKENS = 2, 5, 4
@@ -89,13 +90,6 @@ def skeleton(source: ModelSource) -> nn.Module:
     return fake_copy(model)
 
 
-def check_sample(sample: object) -> None:
-    """Raises: P545 if a sample is not the keyword arguments of a forward."""
-    if sample is not None and not (isinstance(sample, Mapping) and all(isinstance(k, str) for k in sample)):  # pyright: ignore[reportUnknownVariableType]
-        message = f"a sample is a dictionary of the forward's arguments, not a {type(sample).__name__}"
-        raise PeftcError(Diagnostic("P545", message, help='write `sample={"name": tensor}`'))
-
-
 def check_runs(source: ModelSource, sample: Mapping[str, Any] | None) -> None:
     """Raises: P507 if the model does not run on inputs made for it; P509 if not on `sample`."""
     try:
@@ -106,9 +100,9 @@ def check_runs(source: ModelSource, sample: Mapping[str, Any] | None) -> None:
         message = f"{source.id} cannot be analysed: the analysis runs on a copy without data, and copying it fails"
         raise PeftcError(Diagnostic("P509", message, notes=(error_summary(error),))) from error
     try:
-        inputs = sample_inputs(fake) if sample is None else sample
-        with fake_mode(fake), fake_data_answers(), torch.no_grad():
-            fake(**inputs)
+        for inputs in (sample_inputs(fake) if sample is None else sample, *further_samples(sample)):
+            with fake_mode(fake), fake_data_answers(), torch.no_grad():
+                fake(**inputs)
     except PeftcError:
         return
     except Exception as error:  # whatever the model's own code raises

@@ -21,6 +21,7 @@ from peftc.concurrency.interrupts import shielded
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy
 from peftc.models.media import run_on_sample, tower_calls
+from peftc.models.samples import further_samples
 from peftc.observation.parameter_uses import ParameterUses
 from peftc.tracing.module_calls import bind_arguments
 
@@ -28,7 +29,8 @@ from peftc.tracing.module_calls import bind_arguments
 @dataclass
 class ModuleCall:
     """The calls of one module: how many, and the first tensor that goes in and out, of shape `()`
-    if none. A path leads to it: (parameter, *keys) in the arguments, keys in the result.
+    if none. A path leads to it: (parameter, *keys) in the arguments, keys in the result. `varies`:
+    whether another call has another rank or path, or other features in the last dimension.
     """
 
     count: int = 0
@@ -36,9 +38,30 @@ class ModuleCall:
     input_path: tuple[Any, ...] = ()
     output_shape: tuple[int, ...] = ()
     output_path: tuple[Any, ...] = ()
+    varies: bool = False
+
+    def add_input(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> None:
+        if not self.input_shape:
+            self.input_shape, self.input_path = shape, path
+        self.varies |= (path, len(shape), shape[-1:]) != (self.input_path, len(self.input_shape), self.input_shape[-1:])
+
+    def add_output(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> None:
+        if not self.output_shape:
+            self.output_shape, self.output_path = shape, path
+        own = (self.output_path, len(self.output_shape), self.output_shape[-1:])
+        self.varies |= (path, len(shape), shape[-1:]) != own
+
+    def compare(self, other: ModuleCall) -> None:
+        """Takes over what another sample's call shows; notes where the two differ."""
+        self.varies |= other.varies
+        if other.input_shape:
+            self.add_input(other.input_path, other.input_shape)
+        if other.output_shape:
+            self.add_output(other.output_path, other.output_shape)
 
     def complete(self, other: ModuleCall) -> None:
         """Takes over from another call what this one does not show."""
+        self.varies |= other.varies
         if not self.input_shape:
             self.input_shape, self.input_path = other.input_shape, other.input_path
         if not self.output_shape:
@@ -72,6 +95,19 @@ class SampleForward:
     def unreached_layers(self) -> set[str]:
         return self.candidates - self.layers.keys()
 
+    def extend(self, other: SampleForward) -> None:
+        """Adds what a further sample showed. Its modules come behind those of earlier ones."""
+        for name, call in other.calls.items():
+            if (own := self.calls.setdefault(name, call)) is not call:
+                own.compare(call)
+        known = {key for key, _ in self.layers.values()}
+        arguments = dict(reversed(other.layers.values()))  # the first has them
+        for name, (key, _) in other.layers.items():
+            if name not in self.layers:
+                self.layers[name] = (key, {} if key in known else arguments[key])
+                known.add(key)
+        self._merge_reads(other)
+
     def add(self, other: SampleForward, modality: str) -> None:
         """Adds what a tower's call showed. Its modules come first: towers feed the model."""
         self.modality |= dict.fromkeys(other.layers.keys() - self.layers.keys(), modality)
@@ -79,6 +115,9 @@ class SampleForward:
             self.calls[name].complete(other.calls[name])
         self.calls = {**{n: c for n, c in other.calls.items() if n not in self.calls}, **self.calls}
         self.layers = {**other.layers, **self.layers}
+        self._merge_reads(other)
+
+    def _merge_reads(self, other: SampleForward) -> None:
         self.outside_layers |= other.outside_layers
         self.closure_reads = {**other.closure_reads, **self.closure_reads}
         self.cross_layer_calls = {**other.cross_layer_calls, **self.cross_layer_calls}
@@ -202,6 +241,8 @@ def observe(
     record_of = partial(record_call, model, mode=mode, candidates=candidates)
     inputs, record = run_on_sample(model, sample, lambda inputs: record_of(lambda: model(**inputs)))
     record.sample = inputs
+    for other in further_samples(sample):
+        record.extend(record_of(lambda other=other: model(**other)))
 
     def has_unreached_layers(name: str) -> bool:
         return any(layer.startswith(f"{name}.") for layer in record.unreached_layers)
@@ -291,10 +332,10 @@ class Recorder:
             self.layers.append(name)
         call = record.calls.setdefault(name, ModuleCall())
         call.count += 1
+        if (first := first_tensor((args, kwargs))) is not None:
+            call.add_input(input_path(module, args, kwargs), tuple(first[1].shape))
         if call.count > 1:
             return
-        if (first := first_tensor((args, kwargs))) is not None:
-            call.input_shape, call.input_path = tuple(first[1].shape), input_path(module, args, kwargs)
         if name in record.candidates:
             arguments = bind_arguments(type(module).forward, module, args, kwargs)
             key = f"{structure_key(module)} {arguments_key(arguments)}"
@@ -307,8 +348,8 @@ class Recorder:
             if running and running[-1] == name:
                 running.pop()
         call = self.record.calls[name]
-        if not call.output_shape and (first := first_tensor(output)) is not None:
-            call.output_path, call.output_shape = first[0], tuple(first[1].shape)
+        if (first := first_tensor(output)) is not None:
+            call.add_output(first[0], tuple(first[1].shape))
 
 
 def input_path(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from peftc.addressing.sites import Site
 from peftc.forms.registry import Args, Count, Dims, Form
-from peftc.forms.shapes import KeyValue, Scalar, Shape, Tokens, Vector, Weight
+from peftc.forms.shapes import Ids, KeyValue, Scalar, Shape, Tokens, Vector, Weight
 from peftc.syntax import ast
 
 ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
@@ -215,6 +215,8 @@ def combine_shapes(op: str, left: Shape, right: Shape) -> Shape | None:
     only with as many rows of keys and values. A vector [d] goes with hidden states [..., d]. Keys
     and values are pairs and can only be scaled. Any other shape goes with itself.
     """
+    if isinstance(left, Ids) or isinstance(right, Ids):
+        return None
     if isinstance(left, Scalar) and isinstance(right, Scalar):
         if left.rows and right.rows and left.rows != right.rows:
             return None

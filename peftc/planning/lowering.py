@@ -135,6 +135,12 @@ class TermLowering:
         path, states = self.site.path, list(self.site.states)
         notes = (f"`{path}` has {join_names(states)}" if states else f"`{path}` has no states",)
         help_ = _as_weight(name, self.site) or did_you_mean(name, [*states, *self.lets])
+        module = next((m for m in self.context.table.modules if m.name == self.site.module), None)
+        if module is not None and name in ("x", "h"):
+            notes = (*notes, *([module.unknown] if module.called and module.unknown else ()))
+            if not module.called:
+                notes = (*notes, f"no forward of the sample calls `{module.name}`")
+                help_ = "give a sample that reaches it, `sample={…}`, or several, `samples=[{…}, {…}]`"
         message, label = f"`{path}` has no state `{name}`", "not a state of this site"
         raise error("P205", message, span, label=label, notes=notes, help=help_)
 

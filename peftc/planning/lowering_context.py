@@ -12,7 +12,7 @@ from peftc.addressing.sites import Site, SiteTable
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.forms import Args, Count, Dims, Form
 from peftc.forms.registry import Spot
-from peftc.forms.shapes import Shape, Tokens, Vector
+from peftc.forms.shapes import Ids, Shape, Tokens, Vector
 from peftc.planning.ir import FormInstance, SiteEdit
 from peftc.syntax import ast
 
@@ -103,7 +103,7 @@ def sharers_of(site_edits: Iterable[SiteEdit], shared: Container[str]) -> dict[s
 def features_of(dims: Dims) -> tuple[int, int]:
     """The features of input and target; 0 for what is neither hidden states nor a bias."""
     d_in, d_out = (s.d if isinstance(s, Tokens | Vector) else 0 for s in (dims.input, dims.target))
-    return d_in, d_out
+    return dims.input.count if isinstance(dims.input, Ids) else d_in, d_out
 
 
 @dataclass

@@ -24,6 +24,7 @@ from peftc.forms import shapes
 from peftc.observation.sample_forward import ModuleCall
 from peftc.recognition.layer_candidates import containing_list
 from peftc.recognition.layers import ModelStructure, Stack, example_width
+from peftc.recognition.module_features import module_features
 from peftc.semantics.vocabulary import FROZEN_MODULES
 
 
@@ -79,7 +80,11 @@ def _module_site(name: str, steps: Steps, structure: ModelStructure, group: str 
     module = structure.model.get_submodule(name)
     states = weight_states(name, module)
     call = structure.seen.calls.get(name, ModuleCall())
-    if call.input_shape and not isinstance(module, nn.Embedding):
+    if isinstance(module, nn.Embedding):
+        x, _ = module_features(module, call)
+        if x.size is not None:
+            states["x"] = State("x", shapes.Ids(x.size), ActivationRef(x.ids, key_path=call.input_path))
+    elif call.input_shape:
         place = ActivationRef(INPUT, key_path=call.input_path)
         states["x"] = State("x", shapes.Tokens(call.input_shape[-1]), place)
     if call.output_shape:
@@ -176,11 +181,21 @@ def module_infos(structure: ModelStructure) -> tuple[ModuleInfo, ...]:
     def info(name: str, module: nn.Module) -> ModuleInfo:
         parameters = {k: tuple(p.shape) for k, p in module.named_parameters(recurse=False)}
         call = calls.get(name, ModuleCall())
-        shapes = [call.input_shape, call.output_shape]
-        d_in, d_out = (shape[-1] if call.count == 1 and len(shape) in (2, 3) else None for shape in shapes)
-        d_in = None if isinstance(module, nn.Embedding) else d_in
         paths, is_called = (call.input_path, call.output_path), id(module) in called
-        return ModuleInfo(name, type(module).__name__, parameters, d_in, d_out, is_called, *paths)
+        x, h = module_features(module, call)
+        sizes, maps = (x.size, h.size), (x.is_map, h.is_map)
+        return ModuleInfo(
+            name,
+            type(module).__name__,
+            parameters,
+            *sizes,
+            is_called,
+            *paths,
+            *maps,
+            x.kernel,
+            x.ids,
+            x.unknown or h.unknown,
+        )
 
     names = structure.model.named_modules(remove_duplicate=False)
     return tuple(info(name, module) for name, module in names if name in first or name in shared)

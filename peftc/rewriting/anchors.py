@@ -61,6 +61,7 @@ class Anchor:
 
     - `in`: (parameter, *path), an argument of the module; `out`: a path into its result;
     - `node`: (operation, ordinal), the result of an operation in the module's code;
+    - `ids`: what the module's code reads the table of an embedding, its own weight, at;
     - `operand`: (operation, ordinal, argument index), an operand of one;
     - `product`: (x or h, position, *parameter): what a product with these rows of a parameter
       reads or computes, wherever, and whichever rows the code multiplies by at once;
@@ -70,7 +71,7 @@ class Anchor:
     - `context`: the states that a stack attends to; `positions`: the positions of a stack's tokens.
     """
 
-    kind: Literal["in", "out", "node", "operand", "product", "argument", "tokens", "context", "positions"]
+    kind: Literal["in", "out", "node", "ids", "operand", "product", "argument", "tokens", "context", "positions"]
     module: str
     key: tuple[Any, ...] = ()
 
@@ -192,7 +193,7 @@ def anchors(node: fx.Node, trace: RegionTrace) -> list[Anchor]:
     """All anchors of a node's value."""
     result: list[Anchor] = []
     for call in calls_of(trace):
-        result += [Anchor("in", call.name, path) for path, n in parts(call.arguments) if n is node]
+        result += [Anchor("in", call.name, path) for path, n in parts(call.arguments) if is_value(n, node)]
         result += [Anchor("out", call.name, path) for path, n in parts(call.result) if n is node]
     for name, linear in weight_only_linears(trace).items():
         result += [Anchor("in", name, ("input",))] if linear.args[0] is node else []
@@ -218,6 +219,11 @@ def products(anchor: Anchor, trace: RegionTrace) -> list[tuple[MatrixProduct, Sl
         (p, p.weight.place_of(rows)) for p in every if (p.weight.parameter, p.weight.layout) == (parameter, layout)
     ]
     return [(p, place) for p, (is_inside, place) in parts if is_inside]
+
+
+def is_value(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes are one value; each read of an attribute has a node of its own."""
+    return one is other or (one.op == other.op == "get_attr" and one.target == other.target)
 
 
 def ordinal(node: fx.Node, trace: RegionTrace) -> tuple[str, Ordinal]:
@@ -249,10 +255,21 @@ def find(anchor: Anchor, trace: RegionTrace) -> fx.Node | None:
     if anchor.kind == "product":
         values = [p.x if anchor.key[0] == "x" else p.result for p, _ in products(anchor, trace)]
         return values[0] if len(set(values)) == 1 else None
+    if anchor.kind == "ids":
+        return find_ids(anchor.module, trace)
     nodes = operations(anchor.module, anchor.key[0], trace)
     index = anchor.key[1].find_in([origin(n)[2] for n in nodes])
     node = None if index is None else nodes[index]
     return value_at(node.args, anchor.key[2:3]) if node is not None and anchor.kind == "operand" else node
+
+
+def find_ids(module: str, trace: RegionTrace) -> fx.Node | None:
+    """The ids at which the code of an embedding reads its weight, once."""
+    name = f"{module}.weight".lstrip(".")
+    lookups = [n for n in trace.graph.nodes if n.target is nn.functional.embedding]
+    reads = {n for n in trace.graph.nodes if (n.op, n.target) == ("get_attr", name)}
+    own = [n for n in lookups if n.args[1] in reads]
+    return value_at(own[0].args, (0,)) if len(own) == 1 else None
 
 
 def find_weight_only(anchor: Anchor, trace: RegionTrace) -> fx.Node | None:

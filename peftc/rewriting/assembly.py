@@ -3,10 +3,11 @@
 from collections.abc import Iterable
 from typing import Any
 
+from peftc.addressing.sites import TABLE_IDS, Site
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning import ir
 from peftc.recognition.layer_candidates import repeated_blocks
-from peftc.recognition.layers import ModelStructure
+from peftc.recognition.layers import LayerType, ModelStructure
 from peftc.rewriting.anchors import relative
 from peftc.rewriting.edits import Region
 from peftc.rewriting.legality.bypasses import (
@@ -27,6 +28,7 @@ def regions_of(site_edits: Iterable[ir.SiteEdit], structure: ModelStructure) -> 
     layers = {n: k for s in structure.stacks for n, k in zip(s.layers, s.kinds, strict=True)}
     by_root: dict[str, list[ir.SiteEdit]] = {}
     site_edits = tuple(site_edits)
+    parts = {use.site.module for p in site_edits for use in p.uses() if use.site.root != use.site.module}
     regions = position_regions(site_edits, structure)
     for p in site_edits:
         if is_prompt(p):
@@ -35,8 +37,10 @@ def regions_of(site_edits: Iterable[ir.SiteEdit], structure: ModelStructure) -> 
         for use in p.uses():
             root = use.site.root
             layer = next((n for n in (root, *parents(root)) if n in layers), None)
-            in_layer = layer is not None and layers[layer].calls(relative(root, layer))
-            by_root.setdefault(layer if layer is not None and in_layer else root, []).append(use)
+            if layer is not None and layers[layer].calls(relative(root, layer)):
+                is_apart = root not in parts and has_own_region(use.site, layers[layer], layer, structure)
+                root = root if is_apart else layer
+            by_root.setdefault(root, []).append(use)
     memory: dict[Any, Any] = {}
     for root, edits in by_root.items():
         if root in layers:
@@ -46,8 +50,45 @@ def regions_of(site_edits: Iterable[ir.SiteEdit], structure: ModelStructure) -> 
             regions.append(module_region(edits, module, structure.model))
     regions = merge_by_module(regions, structure)
     check_shared_modules(regions, structure)
+    check_repeated_calls(regions)
     check_parameter_reads(regions, structure)
     return disable_fast_paths(regions, structure.model, structure.shared)
+
+
+def has_own_region(site: Site, kind: LayerType, layer: str, structure: ModelStructure) -> bool:
+    """Whether an edit of a module, named in a layer, is one of the module's own forward alone.
+
+    So it is for every call, of which the layer's graph may have several or, where code could not
+    be traced, none; and for a table whose ids the forward computes. Not where the code around it
+    reads its parameters: that code is part of the region.
+    """
+    module = site.root
+    if module != site.module or module in layers_of(structure) or module not in structure.seen.calls:
+        return False
+    if any(state.activation is not None and state.activation.node == TABLE_IDS for state in site.states.values()):
+        return True
+    name = relative(module, layer)
+    if sum(call.name == name for call in kind.traced.calls) > 1:
+        return True
+    is_leaf = next(structure.model.get_submodule(module).children(), None) is None
+    return is_leaf and not LayerRegions(kind, layer, {}).has_external_reads(name)
+
+
+def layers_of(structure: ModelStructure) -> set[str]:
+    return {layer for stack in structure.stacks for layer in stack.layers}
+
+
+def check_repeated_calls(regions: list[Region]) -> None:
+    """Raises: P216 for an edited module whose code another region enters, call by call."""
+    for outer in regions:
+        entered = {f"{outer.module}.{name}".lstrip(".") for name in outer.inline if name}
+        for inner in regions:
+            if inner.module in entered and inner.site_edits and outer.site_edits:
+                edit, other = inner.site_edits[0], outer.site_edits[0]
+                reason = f"and `{other.edit}` the code inside one"
+                message = f"`{edit.edit}` changes every call of `{inner.module}`, {reason}"
+                span, help_ = other.assigns[0].source.span, "let one of them name a state outside of this module"
+                raise PeftcError(Diagnostic("P216", message, span, help=help_))
 
 
 def merge_by_module(regions: list[Region], structure: ModelStructure) -> list[Region]:
@@ -93,7 +134,7 @@ def check_parameter_reads(regions: list[Region], structure: ModelStructure) -> N
     code that depends on the mode are refused there.
     """
     names = {name: group for group in structure.shared for name in group}
-    layers = {layer for stack in structure.stacks for layer in stack.layers} | set(repeated_blocks(structure.model))
+    layers = layers_of(structure) | set(repeated_blocks(structure.model))
 
     def in_layer(module: str) -> bool:
         return not layers.isdisjoint((module, *parents(module)))

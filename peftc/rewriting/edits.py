@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from peftc.addressing.sites import FeatureDims, Slice, WeightRef
+from peftc.addressing.sites import FeatureDims, Kernel, Slice, WeightRef
 from peftc.diagnostics.diagnostic import printable
 from peftc.forms.shapes import Scalar
 from peftc.planning import ir
@@ -33,6 +33,7 @@ class RegionState:
     flat: bool = False  # the model's code has the shape (batch · tokens, d) here
     image: Literal["", "channels first", "channels last"] = ""  # where an image has its features; empty for tokens
     dims: FeatureDims | None = None  # where the features are, if not in the last dimension
+    kernel: Kernel | None = None  # of the convolution that reads an image in patches
     weight: WeightRef | None = None
     definitions: tuple[Anchor, ...] = ()  # where the state is by definition, however a call computes it
     aliases: tuple[Anchor, ...] = ()  # all anchors of its value in the layer's trace

@@ -13,7 +13,7 @@ from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_edit
 from peftc.dataflow.operations import Op
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.forms.shapes import KeyValue
+from peftc.forms.shapes import Ids, KeyValue
 from peftc.planning import ir
 from peftc.planning.ir import ARITHMETIC
 from peftc.rewriting.anchors import Anchor
@@ -32,7 +32,14 @@ from peftc.rewriting.edits import (
 from peftc.rewriting.node_builder import NodeBuilder, StackedWeight
 from peftc.rewriting.prompts import prepend_tokens, prompted_call, provides_positions
 from peftc.rewriting.states import REPLACES, StateLookup, copy_operands_of_edits, copy_value
-from peftc.runtime.layouts import as_before, features_last, image_to_tokens, tokens_to_image, unflatten_tokens
+from peftc.runtime.layouts import (
+    as_before,
+    features_last,
+    image_patches,
+    image_to_tokens,
+    tokens_to_image,
+    unflatten_tokens,
+)
 from peftc.runtime.parameters import as_matrix, as_stored, full_precision, stored_as
 from peftc.runtime.positions import forward_with_positions
 from peftc.runtime.prompts import batch_like
@@ -249,6 +256,9 @@ class EquationInserter(NodeBuilder):
         state = self.inserter.lookup.in_trace(state)
         value = self.with_features_last(node, state)
         value = value if state.rows is None else self.take_rows(value, state.rows, -1, state.size)
+        if (kernel := state.kernel) is not None:
+            geometry = (kernel.size, kernel.stride, kernel.dilation, kernel.padding, kernel.mode)
+            return self.function(image_patches, value, *geometry)
         if state.image:
             return self.function(image_to_tokens, value, state.image == "channels first")
         return self.function(unflatten_tokens, value, self.read(STREAM)) if self.is_unflattened(state) else value
@@ -332,5 +342,8 @@ class EquationInserter(NodeBuilder):
         arguments = (argument,) if term.second is None else (argument, self.term(term.second))
         if plus is not None:
             return self.module(name, *arguments, plus=plus)
-        self.memo[id(term)] = value = self.module(name, *arguments)
+        value = self.module(name, *arguments)
+        if term.input is not None and isinstance(term.input.shape, Ids):  # which have no dtype for the result
+            value = self.method("type_as", value, self.read(self.assign.state))
+        self.memo[id(term)] = value
         return value

@@ -1,15 +1,15 @@
 """Chooses, for each edit, the smallest module that contains every state that it reads or writes."""
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
 
-from peftc.addressing.sites import INPUT, OUTPUT, MatrixLayout, Site, State, WeightRef
+from peftc.addressing.sites import INPUT, OUTPUT, TABLE_IDS, MatrixLayout, Site, State, WeightRef
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.shapes import Tokens
 from peftc.planning import ir
@@ -41,6 +41,8 @@ from peftc.rewriting.states import (
 from peftc.runtime.parameters import stacked_slice
 from peftc.tracing.bytecode import mutates_conditionally
 from peftc.tracing.module_calls import forward_signature
+
+_BOUNDARIES: Mapping[str, Literal["in", "out", "ids"]] = {INPUT: "in", OUTPUT: "out", TABLE_IDS: "ids"}
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,7 @@ class LayerRegions:
             flat=site.layer_input is not None and is_tokens and example.ndim == 2,
             image=image,
             dims=dims,
+            kernel=activation_of(state).kernel,
             definitions=defining,
             aliases=aliases,
             overwritten=is_overwritten(anchor, region, node),
@@ -292,11 +295,13 @@ def module_region(site_edits: list[ir.SiteEdit], region: str, model: nn.Module) 
                 inline |= {".".join(inner.split(".")[:i]) for i in range(inner.count(".") + 2)}
             else:
                 activation = activation_of(state)
-                assert activation.node in (INPUT, OUTPUT)
-                kind = "in" if activation.node == INPUT else "out"
+                kind = _BOUNDARIES[activation.node]
+                inline |= {""} if kind == "ids" else set()
                 path = activation.key_path
                 if kind == "in" and not path:
                     path = tuple(forward_signature(module).parameters)[1:2]
-                states[name] = RegionState(Anchor(kind, "", path), activation.rows)
+                image = "channels first" if activation.feature_map else ""
+                anchor = Anchor(kind, "", path)
+                states[name] = RegionState(anchor, activation.rows, image=image, kernel=activation.kernel)
         edits.append(RegionEdit.of(p, states, {f: relative(m, region) for f, m in frozen_modules(p).items()}))
     return Region(region, inline, edits, site_edits)

@@ -195,11 +195,8 @@ class StateLookup:
     def resolve(self, edits: Iterable[RegionEdit]) -> None:
         """Looks up all states first: an edit may replace what identifies the state of the next."""
         for name, state in (item for edit in edits for item in edit.states.items()):
-            if (
-                state.anchor is not None
-                and state.anchor.kind in ("in", "out", "node", "product")
-                and state not in self.nodes
-            ):
+            kind = "" if state.anchor is None else state.anchor.kind
+            if kind in ("in", "out", "node", "ids", "product") and state not in self.nodes:
                 self.nodes[state] = self.candidates(state, name)
 
     def candidates(self, state: RegionState, name: str) -> list[fx.Node]:

@@ -2,7 +2,7 @@
 
 from peftc.runtime.attention import attention_with_rows, extend_mask, rows_like_operand, scores_like, sdpa_with_rows
 from peftc.runtime.guards import PASSTHROUGH, recheck_guard, respecialize, untraced
-from peftc.runtime.layouts import image_to_tokens, replace_part, tokens_to_image, unflatten_tokens
+from peftc.runtime.layouts import image_patches, image_to_tokens, replace_part, tokens_to_image, unflatten_tokens
 from peftc.runtime.parameters import (
     ModuleView,
     full_precision,
@@ -27,6 +27,7 @@ __all__ = [
     "forward_with_positions",
     "forward_with_prompt",
     "full_precision",
+    "image_patches",
     "image_to_tokens",
     "recheck_guard",
     "replace_part",

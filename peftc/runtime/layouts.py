@@ -1,9 +1,12 @@
 """Layouts of hidden states: parts of a result, flattened tokens, images as tokens."""
 
 import copy
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 
 def replace_part(result: Any, path: tuple[Any, ...], value: Any) -> Any:
@@ -43,3 +46,24 @@ def image_to_tokens(image: torch.Tensor, channels_first: bool) -> torch.Tensor:
 def tokens_to_image(tokens: torch.Tensor, image: torch.Tensor, channels_first: bool) -> torch.Tensor:
     """(batch, height · width, d) in the shape of `image`."""
     return (tokens.transpose(1, 2) if channels_first else tokens).reshape(image.shape)
+
+
+def image_patches(
+    image: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+    mode: str,
+) -> torch.Tensor:
+    """What a convolution reads for each position of its result, channels and kernel as features.
+
+    Shapes: image (batch, channels, *spatial); the result (batch, positions, channels · kernel), in
+    the order of the convolution's weight.
+    """
+    if any(chain(*padding)):
+        image = F.pad(image, tuple(chain(*reversed(padding))), mode)
+    for dim, (length, step, gap) in enumerate(zip(size, stride, dilation, strict=True), 2):
+        image = image.unfold(dim, gap * (length - 1) + 1, step)[..., ::gap]
+    rank = len(size)  # (batch, channels, *positions, *kernel)
+    return image.movedim(1, rank + 1).flatten(rank + 1).flatten(1, rank)

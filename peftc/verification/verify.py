@@ -19,7 +19,8 @@ from peftc.forms.module import has_values
 from peftc.installation.contents import parameters, states
 from peftc.installation.record import installation_of, is_installed
 from peftc.models.media import run_on_sample
-from peftc.models.skeleton import check_sample, sample_inputs
+from peftc.models.samples import check_sample
+from peftc.models.skeleton import sample_inputs
 from peftc.training.calibration import calibrate
 from peftc.training.tasks import task, tasks
 from peftc.verification.checks import CheckResults, check_base, check_decoding, check_equations, check_fold

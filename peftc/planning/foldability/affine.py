@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from peftc.addressing.sites import Site, WeightRef, parameter_name
-from peftc.forms.shapes import Tokens, Weight
+from peftc.addressing.sites import INPUT, Site, WeightRef, parameter_name
+from peftc.forms.shapes import Ids, Tokens, Weight
 from peftc.planning.ir import Arithmetic, Concat, Constant, FormCall, FrozenCall, Read, SiteEdit, Term
 
 Matrix = Literal["zero", "identity", "other"]
@@ -242,4 +242,14 @@ def is_linear(site: Site) -> bool:
     weight, x, h = (site.states.get(name) for name in ("w", "x", "h"))
     if weight is None or x is None or h is None or not isinstance(weight.shape, Weight):
         return False
+    if is_table(site):
+        return x.activation is not None and x.activation.node == INPUT  # else its own forward changes the ids
     return (x.shape, h.shape) == (Tokens(weight.shape.d_in), Tokens(weight.shape.d_out))
+
+
+def is_table(site: Site) -> bool:
+    """Whether the site is an embedding: h = wᵀ x for one-hot vectors x. Shapes: w (ids, d)."""
+    weight, x, h = (site.states.get(name) for name in ("w", "x", "h"))
+    if weight is None or x is None or h is None or not isinstance(weight.shape, Weight):
+        return False
+    return (x.shape, h.shape) == (Ids(weight.shape.d_out), Tokens(weight.shape.d_in))

@@ -6,7 +6,14 @@ from dataclasses import dataclass, replace
 
 from peftc.addressing.sites import EntryChoice, Parameters, RowRange, SiteTable, Slice, WeightRef, used_ties
 from peftc.forms.shapes import Weight
-from peftc.planning.foldability.affine import FoldTarget, affine_structure, fold_reason, fold_target, linear_states
+from peftc.planning.foldability.affine import (
+    FoldTarget,
+    affine_structure,
+    fold_reason,
+    fold_target,
+    is_table,
+    linear_states,
+)
 from peftc.planning.ir import Arithmetic, Constant, FormCall, FormInstance, Read, SiteEdit, Term, subterms
 
 
@@ -181,6 +188,9 @@ def _changed_by_value(site_edit: SiteEdit, target: FoldTarget, parameters: Param
     value = affine_structure(site_edit, linear_states(target, site_edit.site))
     shape = target.site.states["w"].shape
     assert isinstance(shape, Weight)
+    if weight and is_table(target.site):  # a constant is added to each row
+        yield from parameters.row_ranges(weight, shape)
+        return
     if weight and (value.matrix != "identity" or value.input):
         yield from parameters.row_ranges(weight, shape)
     bias_is_mapped = target.side == "output" and value.matrix != "identity" and bias is not None

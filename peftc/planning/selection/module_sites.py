@@ -5,12 +5,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
+from math import prod
 
 from peftc.addressing.paths import stack_steps
 from peftc.addressing.sites import (
     INPUT,
     OUTPUT,
     ActivationRef,
+    MatrixLayout,
     ModuleInfo,
     Parameters,
     Site,
@@ -23,7 +25,7 @@ from peftc.addressing.sites import (
 )
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import FEW_NAMES, first_names, for_sites, join_names
-from peftc.forms.shapes import Tokens, Vector, Weight
+from peftc.forms.shapes import Ids, Tokens, Vector, Weight
 from peftc.semantics.substitute import substitute
 from peftc.semantics.vocabulary import PARAMETERS, WEIGHT_AND_BIAS
 from peftc.semantics.walk import names_in
@@ -37,7 +39,8 @@ SiteKey = tuple[str, tuple[object, ...]]  # a module, and what of the module
 
 def module_site(module: ModuleInfo, table: SiteTable) -> Site:
     """The only site that the whole module computes, else one with the module's own tensors."""
-    sites = [site for site in table.sites if site.module == module.name and not _is_part(site)]
+    whole = (site for site in table.sites if site.module == module.name and site.calls == 1)
+    sites = [site for site in whole if not _is_part(site)]
     owners = [site for site in sites if any(state.weight for state in site.states.values())]
     if not owners and not module.parameters and sites:  # a container: its widest role
         fewest = min(len(site.steps) for site in sites)
@@ -60,16 +63,25 @@ def _states(module: ModuleInfo) -> Iterator[State]:
     for attribute, size in module.parameters.items():
         name = NAMES.get(attribute, attribute)
         transposed = module.type in TRANSPOSED and len(size) == 2
-        ref = WeightRef(module.name, attribute, transposed=transposed)
-        if len(size) == 2:
+        d_in = prod(size[1:])
+        is_kernel = module.output_map and len(size) > 2 and module.input == d_in
+        layout = MatrixLayout(tuple(range(len(size))), 1) if is_kernel else None
+        ref = WeightRef(module.name, attribute, transposed=transposed, layout=layout)
+        if is_kernel:
+            yield State(name, Weight(prod(size) // d_in, d_in), weight=ref)
+        elif len(size) == 2:
             d_out, d_in = reversed(size) if transposed else size
             yield State(name, Weight(d_out, d_in), weight=ref)
         elif len(size) == 1:
             yield State(name, Vector(size[0]), weight=ref)
-    if module.input is not None:
-        yield State("x", Tokens(module.input), ActivationRef(INPUT, key_path=module.input_path))
+    if module.input is not None and module.ids:
+        yield State("x", Ids(module.input), ActivationRef(module.ids, key_path=module.input_path))
+    elif module.input is not None:
+        place = ActivationRef(INPUT, feature_map=module.input_map, key_path=module.input_path, kernel=module.kernel)
+        yield State("x", Tokens(module.input), place)
     if module.output is not None:
-        yield State("h", Tokens(module.output), ActivationRef(OUTPUT, key_path=module.output_path))
+        place = ActivationRef(OUTPUT, feature_map=module.output_map, key_path=module.output_path)
+        yield State("h", Tokens(module.output), place)
 
 
 def modules_below(paths: Iterable[Steps], table: SiteTable) -> list[ModuleInfo]:

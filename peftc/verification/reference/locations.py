@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from peftc.addressing.sites import INPUT, OUTPUT, Site, Slice
+from peftc.addressing.sites import INPUT, OUTPUT, TABLE_IDS, Site, Slice
 from peftc.planning import ir
 
 EditKey = tuple[str, str]  # the name of an edit, the path of a site
@@ -54,6 +54,8 @@ class Locator:
             raise ReferenceUnavailable(f"no module computes `{name}` of `{site.path}`")
         if state.activation is None or state.activation.feature_map:
             raise ReferenceUnavailable(f"`{name}` is not a value of shape (…, features)")
+        if state.activation.node == TABLE_IDS:
+            raise ReferenceUnavailable(f"`{name}` is computed in the code of `{site.module}`")
         boundaries: dict[str, Kind] = {INPUT: "input", OUTPUT: "output"}
         if state.activation.node in boundaries:
             return Location(boundaries[state.activation.node], site.module, site.root)

@@ -1,0 +1,116 @@
+"""Which dimension of what a module reads and returns has its features, and how many there are."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd  # pyright: ignore[reportPrivateUsage]
+
+from peftc.addressing.sites import INPUT, TABLE_IDS, Kernel
+from peftc.dataflow.features import CHANNELS_FIRST
+from peftc.observation.sample_forward import ModuleCall
+
+
+@dataclass(frozen=True)
+class Features:
+    """`size`: None where unknown. `is_map`: they are the second dimension. `kernel`: of patches.
+    `ids`: of an embedding, where the ids are; `size` is how many. `unknown`: why there is no size.
+    """
+
+    size: int | None = None
+    is_map: bool = False
+    kernel: Kernel | None = None
+    ids: str = ""
+    unknown: str = ""
+
+
+def module_features(module: nn.Module, call: ModuleCall) -> tuple[Features, Features]:
+    """The features of a module's input and of its output, the same in all calls of a forward."""
+    if isinstance(module, _ConvNd):
+        rank, channels = len(module.kernel_size) + 2, module.out_channels
+        if len(call.input_shape) != rank or call.output_shape[1:2] != (channels,):
+            missing = Features(unknown="it reads no batch of images, or has a forward of its own")
+            return missing, missing
+        return _patch(module), Features(channels, is_map=True)
+    if isinstance(module, CHANNELS_FIRST):
+        x, h = (_channels(shape) for shape in (call.input_shape, call.output_shape))
+        return x, h
+    has_own = _reads_last_dimension(module, call)
+    x, h = (_last(shape, call, has_own) for shape in (call.input_shape, call.output_shape))
+    return (_ids(module) if isinstance(module, nn.Embedding) else x), h
+
+
+def _ids(module: nn.Embedding) -> Features:
+    """The ids that an embedding reads: its input, or what a forward of its own passes on.
+
+    With `max_norm` it changes its weight while it reads: no equation says so.
+    """
+    forward = inspect.unwrap(type(module).forward)
+    names = {*forward.__code__.co_names} if hasattr(forward, "__code__") else set[str]()
+    if module.max_norm is not None or not ("embedding" in names or names >= {"super", "forward"}):
+        # Seen in: Whisper, whose positions are a slice of the table
+        return Features(unknown="its code takes rows of the table without ids, or changes them as it reads")
+    return Features(module.num_embeddings, ids=INPUT if forward is nn.Embedding.forward else TABLE_IDS)
+
+
+def _channels(shape: tuple[int, ...]) -> Features:
+    return Features(shape[1], is_map=len(shape) > 2) if len(shape) > 1 else Features()
+
+
+def _last(shape: tuple[int, ...], call: ModuleCall, has_own: bool) -> Features:
+    """The last dimension: that of tokens, of any rank where the module's own weight says so."""
+    if not shape:
+        return Features(unknown="a forward calls it without a tensor" if call.count else "")
+    if not has_own and call.varies:
+        return Features(unknown="its calls differ in the rank or the features of what it reads or returns")
+    if not has_own and len(shape) not in (2, 3):
+        return Features(unknown=f"which dimension of {list(shape)} has its features is not known")
+    return Features(shape[-1])
+
+
+def _reads_last_dimension(module: nn.Module, call: ModuleCall) -> bool:
+    """Whether a module's own weight has the sizes of the last dimensions of input and output."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, nn.Parameter) or not call.input_shape or not call.output_shape:
+        return False
+    ends = (call.input_shape[-1], call.output_shape[-1])
+    if isinstance(module, nn.Embedding):
+        return ends[1] == module.embedding_dim
+    sizes = tuple(weight.shape) * (1 if weight.ndim == 2 else 2)
+    return len(sizes) == 2 and ends in (sizes, sizes[::-1])
+
+
+def _patch(module: _ConvNd) -> Features:
+    """What a convolution reads for one position. One in groups reads other channels for each group,
+    and a transposed one has no such patch; nor is it known for a class with a forward of its own.
+    """
+    if module.groups != 1:
+        return Features(unknown=f"its kernel reads other channels for each of its {module.groups} groups")
+    if isinstance(module, _ConvTransposeNd) or _has_own_forward(module):
+        return Features(unknown="it is no plain convolution: what its kernel reads is not known")
+    size, padding = module.kernel_size, _padding(module)
+    features = module.in_channels * prod(size)
+    if {*size, *module.stride} == {1} and not any(chain(*padding)):
+        return Features(features, is_map=True)
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    return Features(features, is_map=True, kernel=Kernel(size, module.stride, module.dilation, padding, mode))
+
+
+def _has_own_forward(module: _ConvNd) -> bool:
+    stock = next((c for c in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(module, c)), _ConvNd)
+    return any(getattr(type(module), name) is not getattr(stock, name, None) for name in ("forward", "_conv_forward"))
+
+
+def _padding(module: _ConvNd) -> tuple[tuple[int, int], ...]:
+    """Entries before and after each dimension. Source: `nn.modules.conv._ConvNd.__init__`."""
+    size, dilation = module.kernel_size, module.dilation
+    if module.padding == "same":
+        totals = [gap * (length - 1) for gap, length in zip(dilation, size, strict=True)]
+        return tuple((total // 2, total - total // 2) for total in totals)
+    if isinstance(module.padding, str):  # "valid"
+        return ((0, 0),) * len(size)
+    return tuple((int(entries), int(entries)) for entries in module.padding)
