@@ -124,6 +124,8 @@ FEED_FORWARD = {
 }
 NORM = "blocks.{i}.ln_1.weight"
 PACKED = Stack((0, 1), packed("self", "blocks.{i}.attn", NORM) | FEED_FORWARD)
+# What enters the sum is more than the module's output.
+WEIGHTS = Stack(PACKED.layers, PACKED.roles, {"attn.self.h": None})
 CROSS = Stack((0, 1), packed("cross", "blocks.{i}.attn", NORM) | FEED_FORWARD)
 SEPARATE = Stack(
     (0, 1),
@@ -181,9 +183,9 @@ CASES = (
         Stack((0, 1), encoder_roles("transformer_encoder.layers.{i}")),
     ),
     case("mha", lambda: Blocks(), images, PACKED),
-    case("mha_need_weights", lambda: Blocks(need_weights=True), images, PACKED),
+    case("mha_need_weights", lambda: Blocks(need_weights=True), images, WEIGHTS),
     case("mha_cross", lambda: Blocks(), queries, CROSS),
     case("mha_kdim_vdim", lambda: Blocks(kdim=12, vdim=12), lambda: queries(12), SEPARATE),
     case("mha_bias_kv", lambda: Blocks(add_bias_kv=True, add_zero_attn=True), images, PACKED),
-    case("mha_without_bias", lambda: Blocks(bias=False, need_weights=True), images, PACKED),
+    case("mha_without_bias", lambda: Blocks(bias=False, need_weights=True), images, WEIGHTS),
 )

@@ -21,6 +21,7 @@ from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import ancestors, example, is_tensor
 from peftc.dataflow.operations import Op, has_side_effects, is_size, op_of
 from peftc.dataflow.values import cache_update
+from peftc.specialization.symbolic_sizes import SymbolicSizes
 from peftc.tracing.bytecode import Origin
 from peftc.tracing.module_calls import is_constant
 from peftc.tracing.proxy import Attribute, ConcreteProxy, attribute_proxy, is_proxy
@@ -81,6 +82,13 @@ class GuardedTracer(RegionTracer):
             return super().guard(node, kind, value)
         if kind != "bool":
             number = self.sizes.rebuild(node)
+            if number is None and (symbolic := self.symbolic_number(node)) is not None:
+                number, conditions = symbolic
+                for condition in conditions:
+                    super().guard(condition, "bool", True)
+                if isinstance(number, fx.Node) and isinstance(number.meta["example"], float):
+                    super().guard(number, "float", number.meta["example"])  # not what `int` makes of it
+                    return value
             if number is not None and not isinstance(number, fx.Node):  # from the shapes of weights
                 return value
             return super().guard(node if number is None else number, kind, value)
@@ -96,6 +104,17 @@ class GuardedTracer(RegionTracer):
             return self.create_node(kind, target, args, {})
 
         return InputSizes(self.root, create)
+
+    def symbolic_number(self, node: fx.Node) -> tuple[Any, list[fx.Node]] | None:
+        """As `SymbolicSizes.rebuild`, with nodes in this graph."""
+        assert self.root is not None
+
+        def create(target: Any, args: tuple[Any, ...], example: Any) -> fx.Node:
+            created = self.create_node("call_method" if isinstance(target, str) else "call_function", target, args, {})
+            created.meta["example"] = example
+            return created
+
+        return SymbolicSizes(self.root, create, self.pause).rebuild(node)
 
     def guard_type(self, node: fx.Node, cls: type) -> None:
         self.typed.add(node)
