@@ -186,6 +186,7 @@ class Site:
     runs: int = 1  # how often one forward runs its layer (layers may share one set of weights)
     calls: int = 1  # how often the layer calls this Linear; `x` and `h` belong to one of these calls
     bare: bool = False  # code multiplies by the parameter itself: no call of a module computes `h`
+    computed_bias: bool = False  # what code adds to a product with a parameter, and no parameter of one role
     shared_with: tuple[Site, ...] = ()  # other sites of the same module, on which an edit acts, too
 
     @property

@@ -64,6 +64,12 @@ class MatrixProduct:
     def width(self) -> int:
         return self.d_out.width(shape(self.result))
 
+    @property
+    def has_computed_bias(self) -> bool:
+        """Whether h has a bias that code computes."""
+        # Seen in: BEiT (query and value biases, concatenated with zeros)
+        return self.bias is None and isinstance(_bias_operand(self.result), fx.Node)
+
 
 @dataclass(frozen=True)
 class _Operands:
@@ -268,17 +274,21 @@ def _without_ones(x: fx.Node, dims: FeatureDims) -> tuple[fx.Node, FeatureDims]:
 
 def _with_bias(node: fx.Node, dims: FeatureDims) -> tuple[fx.Node, MatrixPart | None]:
     """The result of a product with its bias, an operand or the term of a sum right behind it."""
-    if op_of(node) is Op.LINEAR:
-        operand = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+    if (operand := _bias_operand(node)) is not None:
         return node, _bias(operand, node, dims)
-    if name_of(node) == "addmm":
-        return node, _bias(node.args[0], node, dims)
     users = value_users(node)
     if len(users) == 1 and op_of(users[0]) is Op.ADD and shape(users[0]) == shape(node):
         others = [a for a in users[0].args[:2] if a is not node]
         bias = _bias(others[0], node, dims) if len(others) == 1 else None
         return (users[0], bias) if bias is not None else (node, None)
     return node, None
+
+
+def _bias_operand(node: fx.Node) -> object:
+    """What a call adds to its product by itself."""
+    if op_of(node) is Op.LINEAR:
+        return node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+    return node.args[0] if name_of(node) == "addmm" else None
 
 
 def _bias(operand: object, product: fx.Node, dims: FeatureDims) -> MatrixPart | None:

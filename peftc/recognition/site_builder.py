@@ -225,7 +225,7 @@ class LayerSites:
         others = (self.graph.product(node) for node in self.kind.traced.graph.nodes)
         same = [p.weight for p in others if p is not None and p.weight.parameter == product.weight.parameter]
         calls = [p for p in same if own is None or own.rows is None or p.rows is None or own.rows.overlaps(p.rows)]
-        return replace(site, calls=len(calls), bare=True)
+        return replace(site, calls=len(calls), bare=True, computed_bias=product.has_computed_bias)
 
     def input_of(self, name: str, projection: Projection) -> State:
         """What a Linear reads."""

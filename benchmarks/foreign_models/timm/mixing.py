@@ -60,7 +60,7 @@ CASES = (
             Stack(
                 ("0.blocks.0", "0.blocks.1", "1.blocks.0", "2.blocks.0", "3.blocks.0"),
                 mlp("stages.{i}", "norm"),
-                {"ffn.h": "stages.{i}.drop_path"},
+                {"ffn.h": None},
             ),
         ),
     ),

@@ -42,7 +42,14 @@ CASES = (
         "timm",
         created("beit_base_patch16_224", **VIT),
         image(),
-        (Stack((0, 1), block("blocks.{i}", 16), gated("blocks.{i}", "drop_path1", "drop_path2")),),
+        (
+            Stack(
+                (0, 1),
+                block("blocks.{i}", 16),
+                {"attn.x": "blocks.{i}.attn", **gated("blocks.{i}", "drop_path1", "drop_path2")},
+            ),
+        ),
+        source="`F.linear(x, self.qkv.weight, …)`: the module of q is never called.",
     ),
     # GluMlp with `gate_last=False`: act(first half) * second half. int(16 * 8 / 3) = 42.
     Case(
@@ -55,6 +62,7 @@ CASES = (
                 (0, 1),
                 packed("blocks.{i}.attn.qkv", 16, o="blocks.{i}.attn.proj", norm="blocks.{i}.norm1")
                 | glu("blocks.{i}.mlp.fc1", 42, "blocks.{i}.mlp.fc2", "blocks.{i}.norm2", gate_first=True),
+                {"attn.x": "blocks.{i}.attn"},
             ),
         ),
     ),

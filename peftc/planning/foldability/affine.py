@@ -67,8 +67,10 @@ def fold_reason(
     target = fold_target(site_edit, sites)
     if isinstance(target, str):
         return _not_affine(site_edit, site_edit.site.states.keys()) or target
-    return _not_affine(site_edit, linear_states(target, site_edit.site)) or next(
-        _other_effects(target, tied, overlaps, edited, external_reads), None
+    return (
+        _not_affine(site_edit, linear_states(target, site_edit.site))
+        or _lacking_bias(site_edit, target)
+        or next(_other_effects(target, tied, overlaps, edited, external_reads), None)
     )
 
 
@@ -78,6 +80,16 @@ def _not_affine(site_edit: SiteEdit, linear: Collection[str]) -> str | None:
     except NotAffine as error:
         return error.reason
     return None
+
+
+def _lacking_bias(site_edit: SiteEdit, target: FoldTarget) -> str | None:
+    """Why a fold would miss the bias, where code multiplies by a parameter itself."""
+    if not target.site.bare or target.bias is not None or target.side == "weight":
+        return None
+    value = affine_structure(site_edit, linear_states(target, site_edit.site))
+    if target.site.computed_bias and target.side == "output" and value.matrix != "identity":
+        return "the model's code computes its bias"
+    return "no parameter is added to its result" if value.constant else None
 
 
 def _other_effects(
