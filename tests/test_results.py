@@ -69,6 +69,16 @@ def test_the_coverage() -> None:
     assert f"{float(shares[0].rstrip(' %')):.0f} % of the models of transformers take all edits" in README
 
 
+def test_the_coverage_of_other_libraries() -> None:
+    summary = results("foreign")["summary"]
+    table = dict(rows(MODELS, "| models that run, of how many libraries"))
+    assert list(table.values()) == [
+        f"{summary['ran']} of {summary['libraries']}",
+        summary["with every edit"].partition("(")[2].rstrip(")"),
+        str(summary["ever wrong"]),
+    ]
+
+
 def test_the_promises() -> None:
     broken = results("adversarial")["results"]
     specs, adapters, kills = (broken[name] for name in ("mutated specs", "malicious adapters", "killed saves"))

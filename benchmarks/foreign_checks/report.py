@@ -79,7 +79,9 @@ def _roles(row: Row) -> str:
 
 
 def _edit(row: Row, name: str) -> str:
-    return row.get("edits", {}).get(name, {}).get("verdict", row["verdict"])
+    """The verdict on one edit; on the model where no edit was tried."""
+    edits = row.get("edits")
+    return edits.get(name, {}).get("verdict", "not run") if edits else row["verdict"]
 
 
 def markdown(rows: Rows, broken: Mapping[str, str]) -> Iterator[str]:
