@@ -46,11 +46,13 @@ class Plain(nn.Module):
             raise ValueError(f"{reference.name}: the edit is {tuple(delta.shape)}, expected {tuple(positions.shape)}")
         self._set(reference.name, weight.flatten().index_add(0, positions.flatten(), delta.flatten()).view_as(weight))
 
-    def scale_rows(self, reference: Reference, vector: Tensor) -> None:
+    def scale_rows(self, reference: Reference, vector: Tensor, bias_name: str = "") -> None:
         """The output features times a vector: rows of the weight and entries of the bias."""
         positions = reference.matrix(self.base)
         self._scale(reference.name, positions, vector[:, None].expand(positions.shape))
-        if (bias := bias_of(self.base, reference)) is not None:
+        if bias_name:
+            self._scale(bias_name, torch.arange(len(vector)), vector)
+        elif (bias := bias_of(self.base, reference)) is not None:
             name, places = bias
             self._scale(name, places, vector)
 

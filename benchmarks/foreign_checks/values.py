@@ -37,7 +37,8 @@ def _change_weight(plain: Plain, arm: Arm, entry: Entry, parameters: Mapping[str
     elif arm.selector == "ffn.hidden":
         plain.scale_columns(entry.reference, parameters["scale"])
     else:
-        plain.scale_rows(entry.reference, parameters["scale"])
+        bias = entry.stack.biases.get(entry.role, "").replace("{i}", str(entry.layer))
+        plain.scale_rows(entry.reference, parameters["scale"], bias)
 
 
 def _adapter(parallel: bool, parameters: Mapping[str, Tensor], x: Tensor, h: Tensor) -> Tensor:

@@ -47,12 +47,15 @@ class Stack:
             is the input of q or up, and `h` the output of o or down. Needed where a gate, a scale
             (`LayerScale`), or a norm stands behind o or down, before the sum.
         optional: roles where the code can be read in two ways: a site is right, and none is, too.
+        biases: role -> the parameter, with `{i}`, that is its bias, where it does not stand beside
+            the weight under a name like it.
     """
 
     layers: tuple[str | int, ...]
     roles: Mapping[str, str | tuple[str, ...]]
     states: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
     optional: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict[str, str | tuple[str, ...]])
+    biases: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True)

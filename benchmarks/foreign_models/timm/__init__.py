@@ -57,11 +57,18 @@ def class_attention(at: str, norm: str = "norm1") -> Roles:
     )
 
 
-def stages(roles: Callable[[str, int], Roles], at: str, widths: dict[str, int], **states: str) -> tuple[Stack, ...]:
+def stages(
+    roles: Callable[[str, int], Roles], at: str, widths: dict[str, int], v_bias: str = "", **states: str
+) -> tuple[Stack, ...]:
     """Stages whose widths differ: one table each."""
     named = {name.replace("_", "."): text for name, text in states.items()}
     return tuple(
-        Stack((layer,), roles(at.replace("{i}", layer), width), {n: t.replace("{at}", at) for n, t in named.items()})
+        Stack(
+            (layer,),
+            roles(at.replace("{i}", layer), width),
+            {name: text.replace("{at}", at) for name, text in named.items()},
+            biases={"attn.v": f"{at}.{v_bias}"} if v_bias else {},
+        )
         for layer, width in widths.items()
     )
 

@@ -47,6 +47,7 @@ CASES = (
                 (0, 1),
                 block("blocks.{i}", 16),
                 {"attn.x": "blocks.{i}.attn", **gated("blocks.{i}", "drop_path1", "drop_path2")},
+                biases={"attn.v": "blocks.{i}.attn.v_bias"},
             ),
         ),
         source="`F.linear(x, self.qkv.weight, …)`: the module of q is never called.",
@@ -63,6 +64,7 @@ CASES = (
                 packed("blocks.{i}.attn.qkv", 16, o="blocks.{i}.attn.proj", norm="blocks.{i}.norm1")
                 | glu("blocks.{i}.mlp.fc1", 42, "blocks.{i}.mlp.fc2", "blocks.{i}.norm2", gate_first=True),
                 {"attn.x": "blocks.{i}.attn"},
+                biases={"attn.v": "blocks.{i}.attn.v_bias"},
             ),
         ),
     ),

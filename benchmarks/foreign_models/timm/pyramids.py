@@ -43,7 +43,15 @@ CASES = (
         "timm",
         created("swinv2_tiny_window8_256", **WINDOWS),
         image(),
-        stages(block, "layers.{i}", PYRAMID, attn_x="{at}.attn", attn_h="{at}.norm1", ffn_h="{at}.norm2"),
+        stages(
+            block,
+            "layers.{i}",
+            PYRAMID,
+            v_bias="attn.v_bias",
+            attn_x="{at}.attn",
+            attn_h="{at}.norm1",
+            ffn_h="{at}.norm2",
+        ),
     ),
     Case(
         "timm/davit",
