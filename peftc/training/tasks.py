@@ -37,7 +37,8 @@ def task(
     """Inside the block the model works for one task, or for one in each row of a batch.
 
     Rows of several tasks go through the edits of their own tasks in one forward. What the tasks
-    have in common, and the base, is computed for all at once. `generate` may repeat rows (beams).
+    have in common, and the base, is computed for all at once; so is what the tasks have of their
+    own, with stacked parameters, where the form allows it. `generate` may repeat rows (beams).
     An edit of a weight is one for the whole batch. Blocks may stand in each other.
 
     The block acts in the present context: other threads and coroutines are not in it. To start a
