@@ -6,6 +6,7 @@ import inspect
 import keyword
 import operator
 import re
+import types
 from bisect import bisect_right
 from collections.abc import Container
 from functools import cache
@@ -92,6 +93,13 @@ FIXED_NAMES = frozenset(
 )
 
 
+def _home(value: Any) -> tuple[str, str]:
+    """The module from which a function or class is imported, and its name there."""
+    if value.__module__ == "builtins" and not hasattr(builtins, value.__qualname__):  # of functions, methods
+        return "types", next(name for name, one in vars(types).items() if one is value)
+    return value.__module__, value.__qualname__
+
+
 class GlobalNames:
     """The names that generated functions use. `parameters`: theirs, which hide globals."""
 
@@ -107,9 +115,10 @@ class GlobalNames:
         for prefix, owner in (("torch", torch), ("nn.functional", nn.functional), ("torch.Tensor", torch.Tensor)):
             if getattr(owner, name, None) is value:
                 return f"{prefix}.{name}"
-        if value.__module__ == "builtins":
-            return value.__qualname__
-        base = short = value.__qualname__.replace("<", "").replace(">", "").replace(".", "_")
+        module, path = _home(value)
+        if module == "builtins":
+            return path
+        base = short = path.replace("<", "").replace(">", "").replace(".", "_")
         n = 1
         while short in self.parameters or self.values.get(short, value) is not value:
             n += 1
@@ -117,7 +126,7 @@ class GlobalNames:
         if short in self.values:
             return short
         self.values[short] = value
-        module, (first, *inner) = value.__module__, value.__qualname__.split(".")
+        first, *inner = path.split(".")
         if "<locals>" in inner:
             self.definitions[short] = f"# {short} is `{value.__qualname__}` in {module}"
             return short

@@ -351,3 +351,24 @@ def test_a_parameter_may_have_the_name_of_a_function() -> None:
     base, module = cls(), cls()
     module.__class__ = GeneratedClass(cls, frozenset([""]), (), "Own").cls
     assert torch.equal(call(module, 3), call(base, 3))
+
+
+@pytest.mark.parametrize("name", ["other", "FunctionType"])
+def test_a_function_may_be_an_argument(name: str) -> None:
+    """Its class has no name among the builtins."""
+
+    class Own(Holder):
+        def forward(self, x: Tensor, other: Callable[[Tensor], Tensor]) -> Tensor:
+            return self.inner(x) + other(x)
+
+    class Hiding(Holder):
+        def forward(self, x: Tensor, FunctionType: Callable[[Tensor], Tensor]) -> Tensor:
+            return self.inner(x) + FunctionType(x)
+
+    cls = Own if name == "other" else Hiding
+    base, module = cls(), cls()
+    module.load_state_dict(base.state_dict())
+    module.__class__ = GeneratedClass(cls, frozenset([""]), (), "Own").cls
+    x = next(base.parameters()).new_ones(2, next(base.parameters()).shape[-1])
+    for function in (torch.relu, lambda y: -y, base.inner.forward):
+        assert torch.equal(module(x, function), base(x, function))
