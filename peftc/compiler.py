@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from peftc.addressing.sites import SiteTable
+from peftc.cache.lookup import cached_table
 from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import PeftcError
 from peftc.forms.module import checked_seed
@@ -21,6 +22,7 @@ from peftc.installation.record import InstalledSpec
 from peftc.installation.spec_names import free_name, prefixed, require_tasks, task_names
 from peftc.models.samples import joint_sample
 from peftc.models.sources import load_model, resolve
+from peftc.planning.on_table import needs_graphs, plan_on_table
 from peftc.planning.planner import Plan, PlanResult
 from peftc.planning.report.design import Design, design_of
 from peftc.recognition.analysis import ModelLike
@@ -52,6 +54,7 @@ def sites(
     sample: Mapping[str, Any] | None = None,
     samples: Sequence[Mapping[str, Any]] | None = None,
     trust_remote_code: bool = False,
+    cache: bool = True,
 ) -> SiteTable:
     """Every place of a model that an edit can name, with its hidden states, shapes and weights.
 
@@ -64,11 +67,14 @@ def sites(
         samples: the arguments of several forwards, for modules that one sample does not reach.
         trust_remote_code: runs the Python files that the configuration names. Without it they
             never run.
+        cache: reads the table of a named model from the user's cache folder, or keeps it there.
 
     Raises:
         PeftcError: P501-P511, for the model.
     """
-    return analyse_base(model, joint_sample(sample, samples), trust_remote_code).table
+    joint = joint_sample(sample, samples)
+    table = cached_table(model, trust_remote_code) if cache and joint is None else None
+    return table or analyse_base(model, joint, trust_remote_code, cache).table
 
 
 def plan(
@@ -81,6 +87,7 @@ def plan(
     samples: Sequence[Mapping[str, Any]] | None = None,
     tasks: Sequence[str] | None = None,
     trust_remote_code: bool = False,
+    cache: bool = True,
 ) -> Plan:
     """What compiling `spec` onto `model` would do: sites, exact parameter counts, foldability.
 
@@ -96,6 +103,7 @@ def plan(
         samples: as in `sites`.
         tasks: the tasks for which edits `per task` have parameters; a single task by default.
         trust_remote_code: as in `sites`.
+        cache: as in `sites`.
 
     Returns:
         The plan, with all counts in parameters. An expectation that does not hold is an entry of
@@ -106,7 +114,7 @@ def plan(
             (the model), P537 (tasks). All errors of a stage are raised together.
     """
     flat = flat_spec(spec, settings, include)
-    return plan_edits(flat, model, joint_sample(sample, samples), tasks, trust_remote_code).plan
+    return plan_edits(flat, model, joint_sample(sample, samples), tasks, trust_remote_code, cache).plan
 
 
 def plan_edits(
@@ -115,10 +123,14 @@ def plan_edits(
     sample: Mapping[str, Any] | None = None,
     tasks: Sequence[str] | None = None,
     trust_remote_code: bool = False,
+    cache: bool = True,
 ) -> PlanResult:
     """The plan of an expanded spec, and each edit at each site. Args and Raises: as `plan`."""
     names = task_names(tasks)
-    planned = plan_on(analyse_base(model, sample, trust_remote_code), flat, names)
+    table = cached_table(model, trust_remote_code) if cache and sample is None else None
+    planned = None if table is None else plan_on_table(table, flat, names)
+    if planned is None or needs_graphs(planned.site_edits):
+        planned = plan_on(analyse_base(model, sample, trust_remote_code, cache and table is None), flat, names)
     require_tasks(tasks, planned)
     return planned
 

@@ -29,6 +29,7 @@ STAGES = (
     "peftc.semantics",
     "peftc.tracing",
     "peftc.addressing",
+    "peftc.cache",
     "peftc.dataflow",
     "peftc.observation",
     "peftc.runtime",
@@ -55,6 +56,7 @@ TORCH_FREE = (
     "peftc.forms",
     "peftc.semantics",
     "peftc.addressing",
+    "peftc.cache",
     "peftc.planning",
 )
 MOST_FILES = 15  # of a package, but for `forms`

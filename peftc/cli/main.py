@@ -106,6 +106,9 @@ TASKS = argument(
     help="the tasks for which `per task` edits get parameters (default: a single task)",
 )
 CODE = argument("code", nargs="?", metavar="CODE", help="for example P101")
+NO_CACHE = argument(
+    "--no-cache", dest="cache", action="store_false", help="trace the model, and keep nothing of it for the next time"
+)
 JSON = argument("--json", action="store_true", help="print the result as JSON")
 ON_MODEL = (SPEC, MODEL, REMOTE_CODE, SET, INCLUDE, TASKS, MODEL_FORMAT)
 VERIFY = (
@@ -123,8 +126,8 @@ COMPILE = (
     argument("--seed", type=int, metavar="N", help="seed of the initial values"),
 )
 MODEL_COMMANDS = (
-    ("sites", "print the sites of a model, which edits can name", (MODEL, REMOTE_CODE, MODEL_FORMAT)),
-    ("plan", "print what compiling a spec onto a model would do", (*ON_MODEL, JSON)),
+    ("sites", "print the sites of a model, which edits can name", (MODEL, REMOTE_CODE, NO_CACHE, MODEL_FORMAT)),
+    ("plan", "print what compiling a spec onto a model would do", (*ON_MODEL, NO_CACHE, JSON)),
     ("verify", "compile a spec onto a model and check that it computes what the spec says", (*ON_MODEL, *VERIFY, JSON)),
     ("compile", "compile a spec onto a model and write the generated code", (*ON_MODEL, *COMPILE)),
 )
@@ -132,7 +135,8 @@ HOMES = {
     **dict.fromkeys(("check", "expand"), "spec_commands"),
     "fmt": "fmt_command",
     "explain": "explain_command",
-    **dict.fromkeys((name for name, *_ in MODEL_COMMANDS), "model_commands"),
+    **dict.fromkeys(("sites", "plan"), "plan_commands"),
+    **dict.fromkeys(("compile", "verify"), "model_commands"),
 }
 
 

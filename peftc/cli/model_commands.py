@@ -1,22 +1,20 @@
-"""The commands that need a model: `sites`, `plan`, `compile`, `verify`. They import torch."""
+"""The commands that change a model: `compile` and `verify`. They import torch."""
 
 import difflib
 import inspect
 import re
-import sys
 import textwrap
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
-from rich.console import Console, RenderableType
 from torch import nn
 
+from peftc.cli.console import report, show
 from peftc.cli.spec_files import parse_file
-from peftc.compiler import compile, plan_edits, sites
-from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.diagnostics.render import render, wants_color
+from peftc.compiler import compile
+from peftc.diagnostics import PeftcError
 from peftc.fakes.tensors import fake_mode
 from peftc.filesystem.atomic import write_folder
 from peftc.filesystem.bounded_read import printable_path
@@ -26,9 +24,7 @@ from peftc.installation.record import InstalledSpec, installation_of
 from peftc.installation.spec_names import require_tasks, task_names
 from peftc.models.sources import load_or_initialize, resolve
 from peftc.planning.planner import PlanResult
-from peftc.planning.report.plan import percent, plain_text, render_plan
-from peftc.planning.report.site_tree import render_sites
-from peftc.planning.selection.selector_errors import reason_lines
+from peftc.planning.report.plan import percent, render_plan
 from peftc.recognition.analysis import Analysis
 from peftc.runtime import respecialize
 from peftc.semantics.expand import expand
@@ -37,28 +33,6 @@ from peftc.specialization.generated_class import GeneratedClass, captions
 from peftc.syntax import ast
 from peftc.verification.report import render_verification
 from peftc.verification.verify import duplicate, verify
-
-
-def run_sites(args: Namespace) -> int:
-    """Prints the sites of a model. Raises: P2xx, P5xx (the model)."""
-    table = sites(args.model, trust_remote_code=args.trust_remote_code)
-    show(lambda width: render_sites(table, width))
-    for warning in (*table.warnings, *(f"cannot be traced: {line}" for line in reason_lines(table.untraced))):
-        print(f"warning: {warning}", file=sys.stderr)
-    return 0
-
-
-def run_plan(args: Namespace) -> int:
-    """Prints the plan; exit 1 if an expectation fails. Raises: P0xx–P3xx (the spec), P5xx."""
-    flat = expand(parse_file(args.spec), parse_settings(args.set), args.include)
-    result = plan_edits(flat, args.model, tasks=args.tasks, trust_remote_code=args.trust_remote_code)
-    records_only = bool(result.failed_expectations) and args.output_format == "json" and not args.json
-    if args.json:
-        print(result.plan.model_dump_json(indent=2))
-    elif not records_only:
-        show(lambda _: render_plan(result.plan, result.site_edits))
-    report((*result.failed_expectations, *result.warnings), args, to_stdout=records_only)
-    return 1 if result.failed_expectations else 0
 
 
 def run_compile(args: Namespace) -> int:
@@ -96,24 +70,6 @@ def run_verify(args: Namespace) -> int:
     if records_only or (args.json and not result.ok):
         report(result.diagnostics, args, to_stdout=records_only)
     return 0 if result.ok else 1
-
-
-def report(diagnostics: Sequence[Diagnostic], args: Namespace, *, to_stdout: bool = False) -> None:
-    """Writes diagnostics to stderr; to stdout if they are all there is to print."""
-    if not diagnostics:
-        return
-    stream = sys.stdout if to_stdout else sys.stderr
-    separator = "" if to_stdout or args.output_format == "json" else "\n"
-    stream.write(separator + render(diagnostics, args.output_format, stream))
-
-
-def show(make: Callable[[int], RenderableType]) -> None:
-    """Prints the rendering for the width of the terminal; plain text in a pipe or with NO_COLOR."""
-    console = Console(file=sys.stdout, highlight=False)
-    if wants_color(sys.stdout):
-        console.print(make(console.width))
-    else:
-        sys.stdout.write(plain_text(make(console.width), console.width))
 
 
 # What `peftc compile -o DIR` writes: generated forwards, their diffs, plan, spec and README

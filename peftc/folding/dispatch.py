@@ -18,7 +18,7 @@ from peftc.forms.module import Pair
 from peftc.forms.shapes import KeyValue
 from peftc.models.samples import joint_sample
 from peftc.planning import ir
-from peftc.rewriting.prompts import is_prompt, selects_positions
+from peftc.planning.on_table import is_prompt, selects_positions
 from peftc.runtime.positions import starts_of
 from peftc.runtime.prompts import insert_rows
 from peftc.tracing.module_calls import forward_signature

@@ -19,9 +19,10 @@ from peftc.installation.record import Installation
 from peftc.modules.instance_forward import code_class
 from peftc.modules.offload import execution_device
 from peftc.planning import ir
+from peftc.planning.on_table import selects_positions
 from peftc.rewriting.edits import CONTAINER, SHARED, Container, Region, module_name
 from peftc.rewriting.legality.preconditions import check_forwards, check_loaded
-from peftc.rewriting.prompts import SEQUENCE, selects_positions
+from peftc.rewriting.prompts import SEQUENCE
 from peftc.specialization.generated_class import GeneratedClass
 from peftc.tracing.bytecode import reachable_code
 

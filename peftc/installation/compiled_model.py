@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from peftc.cache.entries import write_table
 from peftc.diagnostics import PeftcError
 from peftc.diagnostics.suggestions import join_names
 from peftc.fakes.tensors import fake_copy
@@ -23,7 +24,8 @@ from peftc.models.samples import check_sample
 from peftc.models.skeleton import check_runs
 from peftc.models.sources import ModelSource, resolve
 from peftc.planning.lowering_context import DEFAULT_TASK
-from peftc.planning.planner import PlanResult, make_plan
+from peftc.planning.on_table import plan_on_table
+from peftc.planning.planner import PlanResult
 from peftc.recognition.analysis import Analysis, ModelLike
 from peftc.rewriting.prompts import prompt_and_position_errors
 from peftc.semantics.checks.spec import with_origin
@@ -159,11 +161,7 @@ class CompiledModel:
 
 def plan_on(analysis: Analysis, spec: ast.Spec, tasks: tuple[str, ...] = ()) -> PlanResult:
     """The plan of an expanded spec. Raises: as `make_plan`, with notes on the model; P418, P422."""
-    try:
-        planned = make_plan(spec, analysis.table, tasks=tasks or (DEFAULT_TASK,))
-    except PeftcError as error:
-        notes = {"P201": analysis.table.warnings}
-        raise PeftcError(replace(d, notes=(*d.notes, *notes.get(d.code, ()))) for d in error.diagnostics) from error
+    planned = plan_on_table(analysis.table, spec, tasks)
     statements = {s.name: s for s in spec.statements if isinstance(s, ast.Edit)}
     errors = prompt_and_position_errors(planned.site_edits, analysis.structure)
     wrong = [with_origin(d, statements[edit], spec) for edit, d in errors]
@@ -173,18 +171,25 @@ def plan_on(analysis: Analysis, spec: ast.Spec, tasks: tuple[str, ...] = ()) -> 
 
 
 def analyse_base(
-    model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = None, trust_remote_code: bool = False
+    model: ModelLike | ModelSource,
+    sample: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    cache: bool = False,
 ) -> Analysis:
-    """The analysis of a model as it is without edits."""
+    """The analysis of a model as it is without edits. `cache`: keeps the table of a named model."""
     check_sample(sample)
     if isinstance(model, nn.Module) and is_installed(model):
         sample = sample or installation_of(model).sample
         model = strip(fake_copy(model, whole=True))
     source = model if isinstance(model, ModelSource) else resolve(model, trust_remote_code)
     try:
-        return shared_analysis(source, sample)
+        analysis = shared_analysis(source, sample)
     except PeftcError:
         raise
     except Exception:
         check_runs(source, sample)
         raise
+    if cache and source.request is not None and sample is None:
+        classes = {type(source.config), *map(type, analysis.structure.model.modules())}
+        write_table(source.request, analysis.table, classes)
+    return analysis

@@ -1,6 +1,5 @@
 """Makes transformers configs from values, and finds the model class of a config."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -13,22 +12,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.filesystem.bounded_read import read_regular
 from peftc.models.catalogue import Head
-
-_LARGEST = 16_000_000  # bytes of a config.json
-
-
-def read_values(path: Path) -> dict[str, Any]:
-    """The values of a config.json. Raises: P026, P027, P503 if it is not a JSON object."""
-    try:
-        values = json.loads(read_regular(path, _LARGEST))
-    except (OSError, ValueError, RecursionError) as error:
-        diagnostic = Diagnostic("P503", f"`{path}` cannot be read as JSON", notes=(error_summary(error),))
-        raise PeftcError(diagnostic) from error
-    if not isinstance(values, dict):
-        raise PeftcError(Diagnostic("P503", f"`{path}` is not a JSON object"))
-    return cast(dict[str, Any], values)
+from peftc.models.names import error_summary
 
 
 def config_from(values: Mapping[str, Any], name: str) -> PretrainedConfig:
@@ -61,12 +46,6 @@ def model_class(config: PretrainedConfig, name: str, head: Head | None = None) -
     raise PeftcError(_needs_code(name, reason) if getattr(config, "auto_map", None) else unknown)
 
 
-def error_summary(error: BaseException) -> str:
-    """The class and the first line of another library's error, for a note."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 def _needs_code(name: str, reason: str) -> Diagnostic:
     notes = (reason, "its configuration names Python files of the repository (`auto_map`)")
     help_ = "if you trust that code: `--trust-remote-code`, in Python `trust_remote_code=True`"
@@ -93,11 +72,6 @@ def _auto_class(config: PretrainedConfig, head: Head | None) -> str | None:
 
 
 # Code of a repository (`auto_map`), run only with consent
-
-
-def has_code(values: Mapping[str, Any]) -> bool:
-    """Whether a configuration names Python files of its repository."""
-    return isinstance(values.get("auto_map"), dict)
 
 
 def from_code(name: str, path: Path | None) -> tuple[PretrainedConfig, type[PreTrainedModel]]:

@@ -14,7 +14,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy, fake_mode
-from peftc.models.configs import error_summary
+from peftc.models.names import error_summary
 from peftc.models.samples import further_samples
 from peftc.models.sources import ModelSource
 

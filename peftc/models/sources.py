@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
@@ -21,17 +21,9 @@ from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
 from peftc.filesystem.bounded_read import check_regular
 from peftc.models import catalogue
 from peftc.models.catalogue import Head
-from peftc.models.configs import (
-    class_of,
-    config_from,
-    error_summary,
-    from_code,
-    has_code,
-    model_class,
-    read_values,
-)
+from peftc.models.configs import class_of, config_from, from_code, model_class
+from peftc.models.names import Kind, Request, error_summary, has_code, local_values, read_values
 
-Kind = Literal["catalogue", "folder", "config.json", "hub", "config", "module"]
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _SUFFIXES = (".json", ".safetensors", ".txt", ".model")  # of files that transformers may open
@@ -50,6 +42,7 @@ class ModelSource:
     folder: Path | None = None  # where its weights may lie
     untied_head: bool = False  # the configuration's text says `tie_word_embeddings: false`
     own_code: bool = False  # the class comes from the repository's code, which has been run
+    request: Request | None = None  # of its cached table: the name and the values of its configuration
 
 
 def resolve(
@@ -86,13 +79,9 @@ def resolve(
 def _from_name(name: str, trust_remote_code: bool) -> ModelSource:
     if not name:
         raise PeftcError(_unknown(name, "the name is empty"))
+    if local := local_values(name):
+        return _from_values(name, local.kind, local.values, trust_remote_code, local.path, local.head)
     path = Path(os.path.expanduser(name))
-    if os.path.isfile(path / "config.json"):
-        return _from_values(name, "folder", read_values(path / "config.json"), trust_remote_code, path)
-    if os.path.isfile(path):
-        return _from_values(name, "config.json", read_values(path), trust_remote_code, path)
-    if entry := catalogue.find(name):
-        return _from_values(name, "catalogue", {**entry.config, "model_type": entry.model_type}, head=entry.head)
     if os.path.isdir(path):
         raise PeftcError(Diagnostic("P502", f"the folder `{name}` has no config.json"))
     if name.endswith(".json") or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
@@ -114,7 +103,8 @@ def _from_values(
         return ModelSource(name, kind, config.model_type, config, cls, folder=folder, own_code=True)
     config, untied = config_from(values, name), values.get("tie_word_embeddings") is False
     cls = model_class(config, name, head)
-    return ModelSource(name, kind, config.model_type, config, cls, folder=folder, untied_head=untied)
+    request = None if kind == "hub" else Request(name, values, head)
+    return ModelSource(name, kind, config.model_type, config, cls, folder=folder, untied_head=untied, request=request)
 
 
 def _hub_config(name: str) -> Path:

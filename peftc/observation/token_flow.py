@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy, tensors_in
-from peftc.models.configs import error_summary
+from peftc.models.names import error_summary
 from peftc.modules.memory import storage_id
 from peftc.observation.sample_forward import skip_repeated
 from peftc.tracing.module_calls import bind_arguments, forward_signature

@@ -6,6 +6,7 @@ from typing import Any
 from peftc.addressing.sites import TABLE_IDS, Site
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning import ir
+from peftc.planning.on_table import is_prompt
 from peftc.recognition.layer_candidates import repeated_blocks
 from peftc.recognition.layers import LayerType, ModelStructure
 from peftc.rewriting.anchors import relative
@@ -19,7 +20,7 @@ from peftc.rewriting.legality.bypasses import (
     parameter_reads,
     parents,
 )
-from peftc.rewriting.prompts import is_prompt, position_regions, prompt_regions
+from peftc.rewriting.prompts import position_regions, prompt_regions
 from peftc.rewriting.regions import LayerRegions, module_region
 
 

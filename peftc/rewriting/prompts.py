@@ -9,9 +9,9 @@ from transformers.utils.generic import ModelOutput
 from peftc.addressing.sites import Site
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.diagnostics.suggestions import join_names
-from peftc.forms.shapes import Tokens
 from peftc.observation.token_flow import EMBEDS, SampleRun, TokenFlow, token_flow
 from peftc.planning import ir
+from peftc.planning.on_table import is_prompt, selects_positions
 from peftc.recognition.layers import ModelStructure, Stack
 from peftc.recognition.non_layer_sites import enclosing
 from peftc.rewriting.anchors import Anchor, contains, relative
@@ -24,10 +24,6 @@ CONTEXT, CONTEXT_MASK = "encoder_hidden_states", "encoder_attention_mask"
 KIND = "positions"  # of the anchor
 NAME = "<positions>"  # in place of an edit's name
 SEQUENCE = "sequence"  # in a region's container, the record of positions that its forms read
-
-
-def is_prompt(site_edit: ir.SiteEdit) -> bool:
-    return any(isinstance(a.value, ir.Concat) and isinstance(a.value.shape, Tokens) for a in site_edit.assigns)
 
 
 def prompt_regions(site_edit: ir.SiteEdit, structure: ModelStructure) -> Iterator[Region]:
@@ -114,10 +110,6 @@ def prepend_tokens(
     assert isinstance(rows, Sequence)
     assert isinstance(length, int)
     call.args = (*first, [*new, *rows], embedding or name, keep and keeps, length + context)
-
-
-def selects_positions(instance: ir.FormInstance) -> bool:
-    return instance.form.picks(instance.form.fill(instance.args))
 
 
 def prompt_and_position_errors(

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.data_answers import fake_tensor_errors_unlogged
 from peftc.fakes.tensors import fake_copy, new_mode
-from peftc.models.configs import error_summary
+from peftc.models.names import error_summary
 from peftc.modules.instance_forward import replace_base
 from peftc.rewriting.edits import CONTAINER
 from peftc.runtime import recheck_guard

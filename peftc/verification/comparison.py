@@ -13,7 +13,7 @@ from peftc.diagnostics import PeftcError
 from peftc.forms.module import seeded
 from peftc.installation.contents import parameters
 from peftc.installation.record import installation_of
-from peftc.models.configs import error_summary
+from peftc.models.names import error_summary
 from peftc.planning import ir
 from peftc.training.tasks import task
 from peftc.verification.forward_modes import EVALUATION, ForwardMode, without_checkpointing

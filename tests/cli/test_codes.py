@@ -44,7 +44,7 @@ def test_an_unexpected_error_is_reported_as_a_bug(
         raise KeyError("kv")
 
     monkeypatch.delenv("PEFTC_TRACEBACK", raising=False)
-    monkeypatch.setattr(main, "run_explain", broken)
+    monkeypatch.setattr("peftc.cli.explain_command.run_explain", broken)
     assert main.main(["explain", "P001"]) == 2
     assert capsys.readouterr().err.startswith("error[P900]: this is a bug in peftc: KeyError: 'kv'\n")
     monkeypatch.setenv("PEFTC_TRACEBACK", "1")

@@ -22,7 +22,7 @@ import peftc
 from peftc.cli.main import main
 from peftc.diagnostics import PeftcError
 from peftc.diagnostics.render import render_text
-from peftc.models.configs import read_values
+from peftc.models.names import read_values
 from peftc.models.sources import load_model, resolve
 from peftc.semantics import check_file, expand, read_spec
 from peftc.semantics.files import MAX_BYTES

@@ -1,0 +1,34 @@
+"""Plans by the table of sites alone, as far as they go: without the graphs of layers."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from peftc.addressing.sites import SiteTable
+from peftc.diagnostics import PeftcError
+from peftc.forms.shapes import Tokens
+from peftc.planning import ir
+from peftc.planning.lowering_context import DEFAULT_TASK
+from peftc.planning.planner import PlanResult, make_plan
+from peftc.syntax import ast
+
+
+def plan_on_table(table: SiteTable, spec: ast.Spec, tasks: tuple[str, ...] = ()) -> PlanResult:
+    """The plan of an expanded spec. Raises: as `make_plan`, with notes on the model."""
+    try:
+        return make_plan(spec, table, tasks=tasks or (DEFAULT_TASK,))
+    except PeftcError as error:
+        notes = {"P201": table.warnings}
+        raise PeftcError(replace(d, notes=(*d.notes, *notes.get(d.code, ()))) for d in error.diagnostics) from error
+
+
+def needs_graphs(site_edits: Sequence[ir.SiteEdit]) -> bool:
+    """Whether the graphs decide if the edits can stand: those of prompts and of positions."""
+    return any(is_prompt(one) or any(map(selects_positions, one.instances)) for one in site_edits)
+
+
+def is_prompt(site_edit: ir.SiteEdit) -> bool:
+    return any(isinstance(a.value, ir.Concat) and isinstance(a.value.shape, Tokens) for a in site_edit.assigns)
+
+
+def selects_positions(instance: ir.FormInstance) -> bool:
+    return instance.form.picks(instance.form.fill(instance.args))
