@@ -190,6 +190,12 @@ class Site:
     shared_with: tuple[Site, ...] = ()  # other sites of the same module, on which an edit acts, too
 
     @property
+    def steps_in_layer(self) -> Steps:
+        """The steps below the layer; all of them outside of layers."""
+        start = next((i + 1 for i, (name, _) in enumerate(self.steps) if name == "layer"), 0)
+        return self.steps[start:]
+
+    @property
     def uses(self) -> tuple[Site, ...]:
         """This site and the other sites of its module."""
         return self, *self.shared_with

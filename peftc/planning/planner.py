@@ -14,7 +14,7 @@ from peftc.forms import FORMS
 from peftc.planning.assignments import conflicts, is_identity
 from peftc.planning.expectations import evaluate
 from peftc.planning.foldability.check import Foldability, check_foldability
-from peftc.planning.ir import SiteEdit
+from peftc.planning.ir import FrozenCall, SiteEdit
 from peftc.planning.lowering import lower_edit, unused
 from peftc.planning.lowering_context import DEFAULT_TASK, LoweringContext, count_parameters, groups_of, sharers_of
 from peftc.planning.report.plan import (
@@ -114,9 +114,16 @@ class _Planner:
     def lower(self, edit: ast.Edit, sites: Sequence[Site], context: LoweringContext) -> list[SiteEdit]:
         site_edits: list[SiteEdit] = []
         errors: dict[object, list[Diagnostic]] = defaultdict(list)
+        known: dict[object, SiteEdit] = {}  # by what the equations depend on: once for each kind of layer
         for site in sites:
+            key = lowering_key(site)
+            if (same := known.get(key)) is not None:
+                site_edits.append(replace(same, site=site))
+                continue
             try:
                 site_edits.append(lower_edit(edit, site, context))
+                if is_independent(site_edits[-1]):
+                    known[key] = site_edits[-1]
             except PeftcError as error:
                 for diagnostic in error.diagnostics:
                     errors[diagnostic.code, diagnostic.span].append(diagnostic)
@@ -225,6 +232,18 @@ class _Planner:
             for error in sorted(by_place, key=lambda e: e.source.path if e.source else ""):
                 groups[replace(error, span=None)].append(error)
             raise PeftcError(map(_in_lines, groups.values()))
+
+
+def lowering_key(site: Site) -> object:
+    """Equal for sites at which an edit has the same equations, but for names of modules."""
+    shapes = tuple((name, state.shape) for name, state in site.states.items())
+    return site.kind, tuple(name for name, _ in site.steps), site.group, site.runs, bool(site.layer_input), shapes
+
+
+def is_independent(site_edit: SiteEdit) -> bool:
+    """Whether an edit names no module of its site, and shares no parameters with other sites."""
+    alone = not site_edit.site.shared_with and all(instance.owner is None for instance in site_edit.instances)
+    return alone and not any(isinstance(term, FrozenCall) for term in site_edit.terms())
 
 
 def _in_lines(errors: Sequence[Diagnostic]) -> Diagnostic:

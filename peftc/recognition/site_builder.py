@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
+from peftc.addressing.renaming import LayerName, Renaming
 from peftc.addressing.sites import ActivationRef, FeatureDims, MatrixLayout, Site, Slice, State, WeightRef
 from peftc.dataflow.features import features_dim, separates
 from peftc.dataflow.layer_graph import LayerGraph
@@ -33,14 +34,21 @@ ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 def all_sites(structure: ModelStructure) -> tuple[Site, ...]:
-    """Every site of the model, in model order."""
+    """Every site of the model, in model order; those of layers once for each type, and renamed."""
     sites: list[Site] = [*embeddings(structure)]
     cache: dict[object, Any] = {}
     for stack in structure.stacks:
+        first: dict[int, tuple[LayerName, list[Site]]] = {}
         for i, (name, kind) in enumerate(zip(stack.layers, stack.kinds, strict=True)):
-            call = structure.seen.calls.get(name)
-            layer = LayerSites(name, kind, qualified(stack.name, (("layer", i),)), stack.name, cache)
-            sites += [replace(site, runs=call.count if call is not None else 1) for site in layer.sites()]
+            steps, call = qualified(stack.name, (("layer", i),)), structure.seen.calls.get(name)
+            layer = LayerName(steps, path_of(steps), name, call.count if call is not None else 1)
+            if id(kind) not in first:
+                own = LayerSites(name, kind, steps, stack.name, cache).sites()
+                first[id(kind)] = layer, [replace(site, runs=layer.runs) for site in own]
+                sites += first[id(kind)][1]
+            else:
+                known, inside = first[id(kind)]
+                sites += map(Renaming(known, layer).site, inside)
     return (*sites, *final_norms(structure), *heads(structure))
 
 

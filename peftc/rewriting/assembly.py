@@ -1,6 +1,6 @@
 """The regions of a whole model for a plan's site edits, one for each module."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from peftc.addressing.sites import TABLE_IDS, Site
@@ -128,6 +128,14 @@ def check_shared_modules(regions: list[Region], structure: ModelStructure) -> No
                 raise PeftcError(Diagnostic("P213", message, outer.assigns[0].source.span, help=help_))
 
 
+def place_in_kind(region: Region, kinds: Mapping[str, object]) -> object | None:
+    """What regions have in common that are the same part of layers of one kind; None elsewhere."""
+    for layer in (region.module, *parents(region.module)):
+        if layer in kinds:
+            return kinds[layer], relative(region.module, layer), region.inline
+    return None
+
+
 def check_parameter_reads(regions: list[Region], structure: ModelStructure) -> None:
     """Raises: P435 if code around the layers may read a region's parameters and not call it.
 
@@ -140,7 +148,14 @@ def check_parameter_reads(regions: list[Region], structure: ModelStructure) -> N
     def in_layer(module: str) -> bool:
         return not layers.isdisjoint((module, *parents(module)))
 
+    kinds = {n: (id(k), n.rpartition(".")[0]) for s in structure.stacks for n, k in zip(s.layers, s.kinds, strict=True)}
+    checked = set[object]()  # in one layer of each type in a list
+
     for region in regions:
+        if region.module not in names and (key := place_in_kind(region, kinds)) is not None:
+            if key in checked:
+                continue
+            checked.add(key)
         for module in names.get(region.module, (region.module,)):
             entered = [module, *(f"{module}.{name}" for name in region.inline if name)]
             parameters = [n for e in entered for n in own_parameters(structure.model.get_submodule(e), e)]

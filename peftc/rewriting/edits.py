@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from torch import nn
@@ -61,7 +62,7 @@ class RegionEdit:
     def edit_name(self) -> str:
         return module_name(self.edit.replace(".", "__"))
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """A text that is equal for edits that rewrite a region in the same way."""
         assigns = [(a.state, describe(a.value)) for a in self.assigns]

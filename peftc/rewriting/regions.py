@@ -1,7 +1,7 @@
 """Chooses, for each edit, the smallest module that contains every state that it reads or writes."""
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
@@ -68,7 +68,27 @@ class LayerRegions:
             relative(name, layer): group for group in shared for name in group if f"{name}.".startswith(f"{layer}.")
         }
 
-    def regions(self, site_edits: Iterable[ir.SiteEdit]) -> list[Region]:
+    def regions(self, site_edits: Sequence[ir.SiteEdit]) -> list[Region]:
+        """The regions of this layer: those of another layer of the type with the same edits, if
+        there is one, under other names.
+        """
+        if self.shared:
+            return self.new_regions(site_edits)
+        key = ("regions", id(self.kind), *map(edit_key, site_edits))
+        if key not in self.memory:
+            numbers = {id(p): i for i, p in enumerate(site_edits)}
+            regions = self.new_regions(site_edits)
+            members = [[numbers[id(p)] for p in region.site_edits] for region in regions]
+            names = [relative(region.module, self.layer) for region in regions]
+            first = [replace(region, edits=list(region.edits)) for region in regions]  # others may add to theirs
+            self.memory[key] = list(zip(names, first, members, strict=True))
+            return regions
+        return [
+            Region(f"{self.layer}.{name}".rstrip("."), r.inline, list(r.edits), [site_edits[i] for i in members])
+            for name, r, members in self.memory[key]
+        ]
+
+    def new_regions(self, site_edits: Iterable[ir.SiteEdit]) -> list[Region]:
         placements = [(p, c) for group in group_by_state(site_edits) for c in [self.placement(group)] for p in group]
         groups = self.merge_entered([c for _, c in placements])
         members: dict[str, list[tuple[ir.SiteEdit, _Placement]]] = {region: [] for region in groups}
@@ -278,6 +298,12 @@ def _row_count(value: torch.Tensor, weight: WeightRef) -> int:
     """The rows of a parameter as (out, in)."""
     layout = weight.layout or MatrixLayout((1, 0) if weight.transposed else (0,), 1)
     return prod(value.shape[dim] for dim in layout.order[: layout.rows])
+
+
+def edit_key(site_edit: ir.SiteEdit) -> object:
+    """Equal for edits at two layers of one type that have the same equations, as one object."""
+    site = site_edit.site
+    return site_edit.edit, site.steps_in_layer, id(site_edit.assigns), id(site_edit.lets), len(site.shared_with)
 
 
 def module_region(site_edits: list[ir.SiteEdit], region: str, model: nn.Module) -> Region:

@@ -27,12 +27,13 @@ class FormModules:
     def __init__(self, model: nn.Module, record: Installation) -> None:
         self.model, self.record = model, record
         self.owners = {name.split("/")[1]: module for name, module in record.form_modules.items()}
-        self.cache: dict[int, FormModule] = {}
+        self.cache: dict[tuple[str, str, str], FormModule] = {}
 
     def get(self, site_edit: ir.SiteEdit, instance: ir.FormInstance) -> FormModule:
-        if id(instance) not in self.cache:
-            self.cache[id(instance)] = self._module(site_edit, instance)
-        form = self.cache[id(instance)]
+        key = (site_edit.edit, site_edit.owner_path, instance.key)
+        if key not in self.cache:
+            self.cache[key] = self._module(site_edit, instance)
+        form = self.cache[key]
         return form if form.training == self.model.training else form.train(self.model.training)
 
     def _module(self, site_edit: ir.SiteEdit, instance: ir.FormInstance) -> FormModule:
