@@ -5,6 +5,8 @@ written steps appear in order, and the last written step is the last of the site
 left out are qualifiers: the stack, `self` and `cross`.
 """
 
+from __future__ import annotations
+
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +19,7 @@ from peftc.syntax import ast
 
 BRANCHES = frozenset({"self", "cross"})
 NORM_OWNERS = frozenset({"attn", "ffn", "self", "cross", "q", "k"})
+_PATHS = "_paths"  # where a table keeps them
 _NUMBER = re.compile(r"(?<=\[)\d+(?=\])|(?<=\.)\d+(?=\.|$)")
 
 
@@ -92,19 +95,27 @@ class Match:
         return self.site.steps[self.positions[written]][1]
 
 
+def paths_of(table: SiteTable) -> SitePaths:
+    """The paths of a table's sites, which are indexed once."""
+    paths: SitePaths | None = vars(table).get(_PATHS)
+    if paths is None:
+        paths = vars(table)[_PATHS] = SitePaths(table)
+    return paths
+
+
 class SitePaths:
     """The sites of a model, looked up by paths of selectors."""
 
     def __init__(self, table: SiteTable) -> None:
         self.table = table
-        self._sizes: dict[StepList, int] = defaultdict(int)
+        self._sizes: dict[tuple[Steps, str], int] = {}  # of each step list
         self._alignments: dict[tuple[tuple[str, ...], bool], dict[tuple[str, ...], tuple[int, ...] | None]] = {}
         self._names = [tuple(name for name, _ in site.steps) for site in table.sites]
         for site in table.sites:
             for position, (name, index) in enumerate(site.steps):
                 if index is not None:
-                    key = StepList(site.steps[:position], name)
-                    self._sizes[key] = max(self._sizes[key], index + 1)
+                    key = (site.steps[:position], name)
+                    self._sizes[key] = max(self._sizes.get(key, 0), index + 1)
 
     @cached_property
     def stacks(self) -> tuple[str, ...]:
@@ -114,7 +125,7 @@ class SitePaths:
 
     def size(self, steps: StepList) -> int:
         """The number of steps in a list; 0 where the step has no index."""
-        return self._sizes.get(steps, 0)
+        return self._sizes.get((steps.parent, steps.name), 0)
 
     def matches(self, steps: Sequence[ast.Step], *, whole: bool = True) -> Iterator[Match]:
         """The sites that a path names if its indices are ignored."""

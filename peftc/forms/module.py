@@ -113,7 +113,8 @@ class FormModule(nn.Module):
         Parameters without storage (meta, fake) are left alone.
         """
         for name, draw in self.draws().items():
-            _fill(self.get_parameter(name), draw, generator(name))
+            if has_values(parameter := self.get_parameter(name)):
+                _fill(parameter, draw, generator(name))
 
     def draws(self) -> Mapping[str, Draw]:
         """How the first values of each parameter are drawn."""

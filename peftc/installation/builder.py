@@ -69,9 +69,10 @@ class InstallationBuilder:
         partly_loaded = len({p.is_meta for p in self.model.parameters()}) > 1
         for region in regions:
             self.sequences |= dict.fromkeys(region.position_sites, Sequence())
+        checked = set[str]()
         for region in regions:
             module = self.model.get_submodule(region.module)
-            check_forwards(region, self.model)
+            check_forwards(region, self.model, checked)
             if partly_loaded:
                 check_loaded(region.module, module)
             if CONTAINER in vars(module)["_modules"] or hasattr(module, CONTAINER):

@@ -75,6 +75,11 @@ class ModelStructure:
     shared: tuple[tuple[str, ...], ...] = ()
     flows: dict[str, TokenFlow] = field(default_factory=dict[str, TokenFlow])
 
+    @cached_property
+    def repeated_blocks(self) -> frozenset[str]:
+        """The blocks that the model repeats, whether they are layers or not."""
+        return frozenset(repeated_blocks(self.model))
+
 
 def analyze_structure(model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode) -> ModelStructure:
     """Finds and traces the layers of a skeleton (a model of fake tensors).

@@ -7,7 +7,6 @@ from peftc.addressing.sites import TABLE_IDS, Site
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning import ir
 from peftc.planning.on_table import is_prompt
-from peftc.recognition.layer_candidates import repeated_blocks
 from peftc.recognition.layers import LayerType, ModelStructure
 from peftc.rewriting.anchors import relative
 from peftc.rewriting.edits import Region
@@ -81,7 +80,7 @@ def layers_of(structure: ModelStructure) -> set[str]:
 
 def check_repeated_calls(regions: list[Region]) -> None:
     """Raises: P216 for an edited module whose code another region enters, call by call."""
-    for outer in regions:
+    for outer in (region for region in regions if any(region.inline)):
         entered = {f"{outer.module}.{name}".lstrip(".") for name in outer.inline if name}
         for inner in regions:
             if inner.module in entered and inner.site_edits and outer.site_edits:
@@ -143,7 +142,7 @@ def check_parameter_reads(regions: list[Region], structure: ModelStructure) -> N
     code that depends on the mode are refused there.
     """
     names = {name: group for group in structure.shared for name in group}
-    layers = layers_of(structure) | set(repeated_blocks(structure.model))
+    layers = layers_of(structure) | structure.repeated_blocks
 
     def in_layer(module: str) -> bool:
         return not layers.isdisjoint((module, *parents(module)))

@@ -11,6 +11,7 @@ from peftc.addressing.paths import (
     in_range,
     index_range,
     index_ranges,
+    paths_of,
     show_site_steps,
     step_lists,
 )
@@ -31,7 +32,7 @@ def resolve(selector: ast.Selector, table: SiteTable) -> list[Site]:
     Raises: P201 (no match), P202 (no such index), P203 (a difference removes nothing or all), P214
     (an arm may name sites in an untraced module): all errors of the selector together.
     """
-    paths = SitePaths(table)
+    paths = paths_of(table)
     resolver = _Resolver(paths)
     sites = resolver.resolve(selector)
     untraced = untraced_errors(selector, paths)
@@ -46,7 +47,7 @@ def resolve(selector: ast.Selector, table: SiteTable) -> list[Site]:
 
 def coverage_warnings(selector: ast.Selector, table: SiteTable) -> list[Diagnostic]:
     """P204 warnings for arms that lack a site in some of the layers that they name."""
-    paths = SitePaths(table)
+    paths = paths_of(table)
     arms = [path for path, is_positive in signed_arms(selector) if is_positive]
     return [warning for path in arms for warning in (*_uneven_layers(path, paths), *_uneven_attentions(path, paths))]
 

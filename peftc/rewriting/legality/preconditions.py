@@ -14,8 +14,10 @@ from peftc.tracing.operations import enter_context, exit_context
 from peftc.tracing.patches import is_gradient_context
 
 
-def check_forwards(region: Region, model: nn.Module) -> None:
+def check_forwards(region: Region, model: nn.Module, checked: set[str]) -> None:
     """Checks a region's module, the modules that are inlined in it, and its parents.
+
+    Args: `checked`: the parents that need no further check, of all regions.
 
     Raises: P424 (an instance's `forward` hides the class's), P426 (hooks), P427 (script, export).
     """
@@ -31,6 +33,9 @@ def check_forwards(region: Region, model: nn.Module) -> None:
             help_ = "edit a state at the boundary of this module, or remove the hook before compiling"
             raise PeftcError(Diagnostic("P426", message, help=help_))
     for name in (region.module, *parents(region.module)):
+        if name in checked:
+            break  # and so are its parents
+        checked.add(name)
         outer = model.get_submodule(name)
         forward = instance_forward(outer)
         if forward is not None and forward.function is None and not forward.wraps:
