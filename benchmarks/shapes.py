@@ -51,7 +51,7 @@ def _t5(layers: int | None) -> Any:
 
 
 def _vit(layers: int | None) -> Any:
-    sizes = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
+    sizes: dict[str, Any] = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
     return transformers.ViTConfig(**sizes, num_hidden_layers=layers or 24)
 
 

@@ -28,7 +28,10 @@ ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True, eq=False)
 class FormInstance:
-    """A form with its arguments at a site: one set of parameters."""
+    """A form with its arguments: one set of parameters at each site whose edit has it.
+
+    Edits at sites of one kind may have one instance in common; `SiteEdit` says whose it is.
+    """
 
     key: str  # unique in its edit at its site: "adapter", "adapter_2"
     form: Form

@@ -65,9 +65,12 @@ def test_an_equation_becomes_a_term():
 
 
 def test_every_site_has_parameters_of_its_own():
-    site_edits = planned("edit e at layer[*].ffn { h += adapter(x, r=8) + adapter(h, r=4) }", BART).site_edits
-    assert [[one.key for one in p.instances] for p in site_edits] == [["adapter", "adapter_2"]] * 4
-    assert len({id(one) for p in site_edits for one in p.instances}) == 8
+    result = planned("edit e at layer[*].ffn { h += adapter(x, r=8) + adapter(h, r=4) }", BART)
+    assert [[one.key for one in p.instances] for p in result.site_edits] == [["adapter", "adapter_2"]] * 4
+    assert len({(p.owner_path, one.key) for p in result.site_edits for one in p.instances}) == 8
+    (first, *_) = result.site_edits
+    count = sum(one.form.count(one.args, one.dims).stored for one in first.instances)
+    assert result.plan.edit("e").stored == 4 * count
 
 
 def test_let_is_computed_once_at_its_position():

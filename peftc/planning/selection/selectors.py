@@ -1,11 +1,13 @@
 """Resolves selectors to sites. Every arm must match something."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from peftc.addressing.paths import (
     BRANCHES,
     Match,
     SitePaths,
+    StepList,
     compress_paths,
     glob_pattern,
     in_range,
@@ -131,21 +133,22 @@ def _uneven_layers(path: ast.Path, paths: SitePaths) -> Iterator[Diagnostic]:
         return
     matches = list(paths.matches(path.steps))
     for i, step in enumerate(path.steps):
-        lists = step_lists(matches, i)
-        for steps in lists:
+        numbers: dict[StepList, set[int | None]] = defaultdict(set)  # with such a site, for each list in order
+        for match in matches:
+            numbers[match.step_list(i)].add(match.index(i))
+        for steps, present in numbers.items():
             size = paths.size(steps)
             if not size:
                 continue
             indices = step.indices if step.indices is not None else (ast.Index(None, None),)
             named = sorted({number for index in indices for number in index_range(index, size)})
-            present = {match.index(i) for match in matches if match.step_list(i) == steps}
             if missing := [number for number in named if number not in present]:
                 message = f"`{print_selector(path)}` is missing on {len(missing)} of {len(named)} layers"
                 note = f"without it: {steps}[{index_ranges(missing)}]"
                 help_ = "write the layers that have it, if this is meant"
                 yield _warning(message, path.span, f"not in every `{steps}`", note, help_)
             for index in indices:
-                if not in_range(index, size) and len(lists) > 1:
+                if not in_range(index, size) and len(numbers) > 1:
                     message = f"`{print_index(index)}` goes past the end of `{steps}`"
                     note = "only the layers that exist are selected"
                     yield _warning(message, index.span, f"`{steps}` has 0..{size - 1}", note)
