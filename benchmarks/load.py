@@ -95,6 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.folder is not None:
         print(json.dumps(measured(options.folder, options.later)))
         return 0
+    torch.set_num_threads(1)  # as each process does
     with TemporaryDirectory() as folder:
         save_both(Path(folder))
         command = [sys.executable, "-m", "benchmarks.load", "--folder", folder, "--later", str(options.later)]
