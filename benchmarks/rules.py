@@ -76,7 +76,7 @@ RULES = {
     "confused rows": Rule("recognition.roles", "_roles_with_overlapping_rows", no_items),
     "Linears before Linears": Rule("recognition.roles", "_nodes_up_to_linears", lambda linear, layer: set()),
     "input of an attention": Rule("recognition.roles", "_input_of", lambda projection, entry, stream: entry),
-    "Linears that mix tokens": Rule("recognition.roles", "mixed_by_linears", never),
+    "Linears that mix tokens": Rule("recognition.roles", "mixes_numbers", never),
     "mixing of neighbours": Rule("recognition.roles", "mixes_neighbours", never),
     "factor of each stream": Rule("recognition.roles", "sublayer_output", first),
     "self-attention beside global tokens": Rule("recognition.attention.patterns", "_is_self_attention", never),

@@ -134,6 +134,9 @@ def positions(state: Any, parameter: Tensor) -> Tensor:
         entries = entries.reshape(ref.stacked_slice.count, -1)[ref.stacked_slice.index]
         width = getattr(shape, "d_in", 1)
         entries = entries.view(width, -1) if ref.transposed else entries.view(-1, width)
+    elif ref.layout is not None:  # its dimensions in this order, the first of them (out)
+        entries = entries.permute(ref.layout.order).flatten(0, ref.layout.rows - 1)
+        entries = entries.reshape(entries.shape[0], -1)
     else:
         entries = entries.reshape(entries.shape[0], -1)
     if ref.transposed:

@@ -33,8 +33,8 @@ CHANNELS_FIRST = (
 def source_linears(layer: LayerGraph, value: fx.Node, *others: fx.Node) -> list[tuple[fx.Node, Slice | None]]:
     """The nearest Linears upstream of values, each with the rows that go there; None: all rows."""
     values = (value, *others)
-    behind = {n for v in values for n in upstream(v, layer.is_linear)}
-    linears = layer.linears(behind)
+    behind = {n for v in values for n in upstream(v, lambda n: layer.is_linear(n) and not sums_tokens(n, layer))}
+    linears = [n for n in layer.linears(behind) if not sums_tokens(n, layer)]
     between = sorted(behind - set(linears))
     sources: list[tuple[fx.Node, Slice | None]] = []
     for linear in linears:
@@ -44,6 +44,21 @@ def source_linears(layer: LayerGraph, value: fx.Node, *others: fx.Node) -> list[
         elif rows := as_slice(features, width):
             sources.append((linear, rows if rows.width < width else None))
     return sources
+
+
+def sums_tokens(linear: fx.Node, layer: LayerGraph) -> bool:
+    """Whether a Linear sums over another dimension than that of the features of one before it."""
+    # Seen in: no transformers model, but the keys of Linformer
+    known = layer.over_tokens
+    if linear not in known:
+        source = layer.input_of(linear)
+        before = layer.linears(set(upstream(source, layer.is_linear))) if source is not None else []
+        known[linear] = False
+        if source is not None and len(before) == 1 and is_only_layout(source, before[0], layer):
+            dims, product = dims_of(source, layer), layer.product(linear)
+            own = layer.feature_dims(linear).features if product is None else product.d_in.features
+            known[linear] = bool(dims) and dims.isdisjoint(own)
+    return known[linear]
 
 
 def is_only_layout(value: fx.Node, linear: fx.Node, layer: LayerGraph) -> bool:
@@ -58,7 +73,7 @@ def is_affine(value: fx.Node, linear: fx.Node, layer: LayerGraph) -> bool:
     paths = {n for n in upstream(value, lambda n: n is linear) if n is linear or reaches(linear, n)}
 
     def keeps_sign(node: fx.Node) -> bool:
-        if layer.passes_through(node) is not None or _is_layout(node):
+        if layer.passes_through(node) is not None or _is_layout(node) or layer.op(node) is Op.CONVOLUTION:
             return True
         return layer.op(node) in (Op.ADD, Op.MUL) and sum(n in paths for n in value_operands(node)) == 1
 
@@ -117,7 +132,8 @@ def _features_in(
         sources = [n for n in value_operands(node) if n in numbers]
         if not sources:
             continue
-        moved = None if is_in_place(node) else move_numbers(node, sources, numbers)
+        mixes = is_in_place(node) or layer.mixes_features(node)
+        moved = None if mixes else move_numbers(node, sources, numbers)
         if moved is not None:
             numbers[node] = moved
             continue

@@ -12,6 +12,16 @@ from peftc.dataflow.values import upstream, value_users
 PASSING = frozenset({Op.CAST, Op.RESHAPE, Op.CLAMP, Op.DROPOUT})
 
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def is_pointwise(module: nn.Module) -> bool:
+    """Whether a convolution multiplies the features of each position by one matrix."""
+    if not isinstance(module, CONVOLUTIONS) or module.groups != 1:
+        return False
+    return {*module.kernel_size} == {1} and {*module.padding} <= {0, *"valid"}
+
+
 class LayerGraph:
     """The nodes of a graph, and the modules that they call by their names in `root`."""
 
@@ -19,6 +29,7 @@ class LayerGraph:
         self.graph, self.root = graph, root
         self._modules: dict[str, nn.Module] = {}
         self._products: dict[fx.Node, MatrixProduct | None] = {}
+        self.over_tokens: dict[fx.Node, bool] = {}  # Linears that sum over tokens
 
     def module(self, node: fx.Node) -> nn.Module | None:
         if node.op != "call_module":
@@ -58,8 +69,8 @@ class LayerGraph:
         """Where the features are in the result of a Linear."""
         if (product := self.product(linear)) is not None:
             return product.d_out
-        last = len(shape(linear)) - 1
-        return FeatureDims(tuple(range(last)), (last,))
+        last = 1 if isinstance(self.module(linear), CONVOLUTIONS) else len(shape(linear)) - 1
+        return FeatureDims(tuple(d for d in range(len(shape(linear))) if d != last), (last,))
 
     def width(self, linear: fx.Node) -> int:
         """The number of features that a Linear computes."""
@@ -72,11 +83,18 @@ class LayerGraph:
     def is_linear_module(self, node: object) -> bool:
         """Whether a node calls a module of one matrix: nn.Linear, Conv1D, a quantised Linear."""
         module = self.module(node) if isinstance(node, fx.Node) and is_tensor(node) else None
+        if isinstance(module, CONVOLUTIONS):
+            return is_pointwise(module) and len(shape(node)) == module.weight.ndim
         if module is None or getattr(getattr(module, "weight", None), "ndim", 0) != 2:
             return False
         if isinstance(module, nn.Embedding):
             return False
         return isinstance(module, nn.Linear) or example(node).shape[-1] in module.weight.shape  # pyright: ignore
+
+    def mixes_features(self, node: fx.Node) -> bool:
+        """Whether a node is a convolution that sums over features: not a depthwise one."""
+        module = self.module(node)
+        return isinstance(module, CONVOLUTIONS) and module.groups != module.in_channels
 
     def is_norm(self, node: fx.Node) -> bool:
         return node.op == "call_module" and self.op(node) is Op.NORM

@@ -92,7 +92,7 @@ _NAMES = {
     Op.CONVOLUTION: "conv1d conv2d",
     Op.SOFTMAX: "softmax",
     Op.ATTENTION: "scaled_dot_product_attention",
-    Op.SUM: "sum",
+    Op.SUM: "sum mean",
     Op.SCAN: "cumsum cumprod logcumsumexp rfft irfft fft fft2 fftn unfold",
     Op.CHOICE: "topk sort argsort argmax max one_hot scatter",
     Op.RESHAPE: "view view_as reshape reshape_as flatten unflatten squeeze unsqueeze",

@@ -43,10 +43,16 @@ def _unmarked_blocks(model: nn.Module, marked: list[str]) -> list[str]:
 def _blocks_in(children: nn.Module) -> list[str]:
     """The elements of a list that have several matrices, and code that may be a layer's."""
     elements = list_elements(children)
-    blocks = {n: c for n, c in elements.items() if sum(p.ndim == 2 for p in c.parameters()) >= 2 and is_callable(c)}
+    blocks = {n: c for n, c in elements.items() if _matrices(c) >= 2 and is_callable(c)}
     classes = Counter(map(type, blocks.values()))
     repeats = len(blocks) == len(elements) and len(classes) == 1
     return list(blocks) if repeats or max(classes.values(), default=0) > 1 else []
+
+
+def _matrices(module: nn.Module) -> int:
+    """The number of matrices in a module, of any shape, without those of convolutions."""
+    own = ((m, p) for m in module.modules() for p in m.parameters(recurse=False))
+    return sum(p.ndim == 2 or (p.ndim > 2 and not isinstance(m, _CONVOLUTIONS)) for m, p in own)
 
 
 def list_elements(children: nn.Module) -> dict[str, nn.Module]:

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.nn.utils.parametrize import is_parametrized
 
 from peftc.dataflow.features import features_dim
 from peftc.dataflow.layer_graph import LayerGraph
-from peftc.dataflow.nodes import is_tensor, shape
+from peftc.dataflow.nodes import first_input, is_tensor, shape
 from peftc.dataflow.operations import is_norm_by_name
 from peftc.dataflow.values import mark_operands
 from peftc.fakes.tensors import fake_copy
@@ -191,7 +192,7 @@ def trace_layer(layer: nn.Module, arguments: dict[str, Any], mode: FakeTensorMod
         if not (more := _routing_leaves(traced, layer) - inlined):
             layer_type = _layer_type(layer, traced, arguments, leaves, mode)
             if not (more := set(_sole_leaves(layer_type)) - inlined - leaves.keys()):
-                more = set(_leaves_with_roles(layer_type)) - inlined - leaves.keys() - tried
+                more = {*_leaves_with_roles(layer_type), *_gating_leaves(layer_type)} - inlined - leaves.keys() - tried
                 tried |= more
             if not more:
                 return layer_type
@@ -241,6 +242,16 @@ def _leaves_with_roles(layer_type: LayerType) -> Iterator[str]:
             yield from (str(n.target) for n in leaves if _has_own_code(layer.module(n)))
 
 
+def _gating_leaves(layer_type: LayerType) -> Iterator[str]:
+    """The leaves without weights that change the number of features."""
+    # Seen in: no transformers model, but modules like `GEGLU`
+    for node in layer_type.traced.graph.nodes:
+        module, source = layer_type.layer.module(node), first_input(node)
+        is_plain = module is not None and _has_own_code(module) and not module.state_dict() and is_tensor(source)
+        if is_plain and len(shape(source)) == len(shape(node)) and shape(source)[-1] != shape(node)[-1]:
+            yield str(node.target)
+
+
 def _has_own_code(module: nn.Module | None) -> bool:
     """Whether a module is neither one of PyTorch's, nor derived from one."""
     return next((c for c in type(module).__mro__ if c.__module__.startswith("torch.")), None) is nn.Module
@@ -248,7 +259,8 @@ def _has_own_code(module: nn.Module | None) -> bool:
 
 def has_parts(root: nn.Module, name: str) -> bool:
     module = root.get_submodule(name)
-    return next(module.children(), None) is not None or is_weighted_sum(module)
+    own = [n for n, _ in module.named_children() if n != "parametrizations" or not is_parametrized(module)]
+    return bool(own) or is_weighted_sum(module)
 
 
 def is_weighted_sum(module: nn.Module) -> bool:

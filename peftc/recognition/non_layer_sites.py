@@ -4,6 +4,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -11,6 +12,7 @@ from peftc.addressing.sites import (
     INPUT,
     OUTPUT,
     ActivationRef,
+    MatrixLayout,
     ModuleInfo,
     Site,
     Slice,
@@ -19,6 +21,7 @@ from peftc.addressing.sites import (
     UntracedModule,
     WeightRef,
 )
+from peftc.dataflow.layer_graph import is_pointwise
 from peftc.dataflow.operations import is_norm_module
 from peftc.forms import shapes
 from peftc.observation.sample_forward import ModuleCall
@@ -33,14 +36,21 @@ def path_of(steps: Steps) -> str:
 
 
 def weight_states(name: str, module: nn.Module, rows: Slice | None = None) -> dict[str, State]:
-    """`w` and `b` of a leaf module, as nn.Linear would store them."""
+    """`w` and `b` of a leaf module, as nn.Linear would store them. A Linear may compute its weight
+    from other parameters (weight norm): such a `w` can be named, and nothing can be written to it.
+    """
     states: dict[str, State] = {}
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if isinstance(weight, nn.Parameter) and weight.ndim == 2:
+    is_stored = isinstance(weight, nn.Parameter) or isinstance(module, nn.Linear)
+    if isinstance(weight, torch.Tensor) and is_stored and weight.ndim == 2:
         transposed = isinstance(module, Conv1D)  # stored (in, out)
         d_out, d_in = weight.shape[::-1] if transposed else weight.shape
         d_out = rows.width if rows else d_out
         states["w"] = State("w", shapes.Weight(d_out, d_in), weight=WeightRef(name, "weight", rows, transposed))
+    elif isinstance(weight, nn.Parameter) and is_pointwise(module):
+        d_out, d_in = rows.width if rows else weight.shape[0], weight.shape[1]
+        layout = MatrixLayout(tuple(range(weight.ndim)), 1)
+        states["w"] = State("w", shapes.Weight(d_out, d_in), weight=WeightRef(name, "weight", rows, layout=layout))
     elif isinstance(weight, nn.Parameter) and weight.ndim == 1:
         states["w"] = State("w", shapes.Vector(weight.shape[0]), weight=WeightRef(name, "weight"))
     if isinstance(bias, nn.Parameter) and bias.ndim == 1:

@@ -7,8 +7,10 @@ matrices mix them. Weights, factors and matrices are a token's, the same for all
 Source: Zhu et al. 2024, "Hyper-Connections", arXiv:2409.19606.
 """
 
+from __future__ import annotations
+
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from torch import fx
 
@@ -28,6 +30,12 @@ def stream_input(graph: fx.Graph) -> fx.Node | None:
     return next((n for n in values if is_tensor(n) and gives_states(n)), None)
 
 
+def other_streams(graph: fx.Graph, first: fx.Node) -> list[fx.Node]:
+    """The other arguments of a layer that may be hidden states: those of the width of the first."""
+    values = (n for n in graph.nodes if n.op == "placeholder" and n is not first and is_tensor(n) and gives_states(n))
+    return [n for n in values if len(shape(n)) == len(shape(first)) > 2]
+
+
 def _is_variadic(node: fx.Node) -> bool:
     # Seen in: no transformers model, but wrappers of layers: `forward(*args, **kwargs)`
     source = node.args[0] if node.target is operator.getitem else None
@@ -40,10 +48,13 @@ class Stream:
     Attributes:
         values: the layer's input and the sums so far.
         opaque: modules of the layer whose code could not be traced.
+        beside: other streams of the layer.
     """
 
-    def __init__(self, first: fx.Node, layer: LayerGraph, opaque: Collection[str] = ()) -> None:
-        self.values, self.layer, self.opaque = [first], layer, opaque
+    def __init__(
+        self, first: fx.Node, layer: LayerGraph, opaque: Collection[str] = (), beside: Sequence[Stream] = ()
+    ) -> None:
+        self.values, self.layer, self.opaque, self.beside = [first], layer, opaque, beside
 
     def hides(self, node: fx.Node) -> bool:
         """Whether a node calls an opaque module that turns the stream into other hidden states."""
@@ -79,7 +90,7 @@ class Stream:
 
     def body(self, h: fx.Node) -> set[fx.Node]:
         """Everything that `h` is computed from, back to the stream (that included)."""
-        return set(upstream(h, self.holds))
+        return set(upstream(h, lambda n: self.holds(n) or any(side.holds(n) for side in self.beside)))
 
     def reaches(self, node: fx.Node) -> bool:
         """Whether `node` depends on the stream."""
@@ -127,7 +138,7 @@ def mixed_streams(node: fx.Node) -> list[fx.Node]:
         matrix, streams = node.args
         is_small = shape(matrix)[-2:] == (shape(streams)[-2:-1] * 2)
         return [streams] if isinstance(streams, fx.Node) and is_small and has_several_streams(streams) else []
-    products = first_input(node) if op_of(node) is Op.SUM else None
+    products = first_input(node) if name_of(node) == "sum" else None
     if products is None or shape(products)[:2] + shape(products)[3:] != shape(node):
         return []
     return [s for s, factor in _factors(products) if has_several_streams(s) and shape(factor) == (*shape(s)[:-1], 1)]

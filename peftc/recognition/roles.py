@@ -9,7 +9,7 @@ read one stream and are summed before they are added to it. They are two sub-lay
 
 import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,18 +17,18 @@ from torch import fx
 
 from peftc.dataflow.features import source_linears
 from peftc.dataflow.layer_graph import LayerGraph
-from peftc.dataflow.nodes import is_tensor, shape
+from peftc.dataflow.nodes import is_tensor, nodes_in, output_of, shape
 from peftc.dataflow.operations import Op
-from peftc.dataflow.values import reaches, upstream, value_users
+from peftc.dataflow.values import reaches, upstream, value_operands, value_users
 from peftc.recognition.attention.patterns import Attention, attentions, value_mixtures
 from peftc.recognition.ffn import Projection, input_projections
 from peftc.recognition.moe.matrices import Experts, Router
-from peftc.recognition.residual_stream import Stream, has_several_streams, stream_input, sublayer_output
+from peftc.recognition.residual_stream import Stream, has_several_streams, other_streams, stream_input, sublayer_output
 from peftc.recognition.token_mixing import (
     is_weighted,
-    mixed_by_linears,
     mixes,
     mixes_neighbours,
+    mixes_numbers,
     mixes_tokens,
 )
 
@@ -73,15 +73,28 @@ def sub_layers(layer: LayerGraph, opaque: Collection[str] = ()) -> list[SubLayer
         return []
     finder = _Finder(layer, Stream(first, layer, opaque))
     subs = finder.along_stream()
+    sides = _side_streams(finder) if subs else []
+    if sides:  # again, and what another stream has added belongs to no body
+        finder = _Finder(layer, Stream(first, layer, opaque, sides), finder.attentions)
+        subs = finder.along_stream()
     if not subs and (start := finder.stream_replacement()) is not None:
         subs = [finder.sub_layer(start, first, start)]
         finder.stream.values.append(start)
         subs += finder.along_stream()
     if len(subs) > 1 and not any(s.kind == "ffn" for s in subs) and subs[-1].kind == "mixer":
         _relabel_local_mixer(subs[-1], finder.stream)
-    norms: set[fx.Node] = set()
+    apart: list[Stream] = []  # streams with sub-layers of their own
+    for side in sides:
+        start, *_ = side.values
+        others = [finder.stream, *(other for other in sides if other is not side)]
+        more = _Finder(layer, Stream(start, layer, opaque, others), finder.attentions).along_stream()
+        # code that runs the same Linears for both has one set of roles
+        if _linears_of(subs).isdisjoint(_linears_of(more)):
+            subs += more
+            apart.append(side)
+    norms, sums = set[fx.Node](), {first, *(sub.add for sub in subs), *(side.values[0] for side in sides)}
     for sub in subs:
-        _find_norms(sub, layer, norms)
+        _find_norms(sub, finder.stream, norms, apart, sums)
         norms.update(sub.norms)
     return subs
 
@@ -126,6 +139,7 @@ class _Finder:
         """The sub-layers that a sum adds to the stream: none, one, or two (parallel or serial)."""
         operands = [a for a in _operands(add) if is_tensor(a)]
         for res, h in itertools.permutations(operands, 2) if len(operands) == 2 else ():
+            self.join_stream(res, h)
             if not self.stream.holds(res) or self.stream.holds(h) or self.mixes_streams(h) or not self.is_computed(h):
                 continue
             h = sublayer_output(h)
@@ -136,6 +150,15 @@ class _Finder:
                 return [first, self.sub_layer(add, res, _first_of_final_linears(h, self.layer))]
             return [self.sub_layer(add, res, part) for part in parts or [h]]
         return []
+
+    def join_stream(self, res: fx.Node, h: fx.Node) -> None:
+        """Tokens that are put beside those of the stream go on with it, if the sum is of both."""
+        # Seen in: no transformers model, but the single streams of Flux
+        start = self.layer.stripped(res)
+        is_join = self.layer.op(start) is Op.JOIN and not self.stream.holds(res)
+        same = [n for n in value_operands(start) if shape(n)[-1:] == shape(start)[-1:]] if is_join else []
+        if any(map(self.stream.holds, same)) and reaches(start, h):
+            self.stream.values.append(start)
 
     def bottleneck_sublayers(self, sub: SubLayer) -> list[SubLayer]:
         """The sub-layers of a stream inside of `sub` (a bottleneck); none if there are fewer than
@@ -205,9 +228,11 @@ class _Finder:
             mixing = (n for n in body if not self.stream.holds(n) and mixes_tokens(n, self.layer))
             out = max(mixing, default=None)
         behind = set(upstream(h, lambda n: n is out)) - {out}
-        if out is None or any(map(self.stream.holds, behind)) or len(self.layer.linears(behind)) < 2:
+        if out is None or any(map(self.stream.holds, behind)):
             return None
-        return out
+        # not the Linears that compute a gate
+        linears = [n for n in self.layer.linears(behind) if reaches(out, n)]
+        return out if len(linears) > 1 else None
 
     def sub_layer(self, add: fx.Node, res: fx.Node, h: fx.Node) -> SubLayer:
         """The sub-layer that computes `h`, its kind and the roles in it."""
@@ -218,12 +243,33 @@ class _Finder:
             _set_attention_roles(sub, self.stream)
         elif any(map(self.stream.hides, body)):
             sub.kind = "untraced"
-        elif mixes(body, self.stream) or mixed_by_linears(body, self.stream):
+        elif mixes(body, self.stream) or mixes_numbers(body, self.stream):
             sub.kind = "untraced" if has_softmax_mixture(body, self.layer) else "mixer"
         else:
             _set_ffn_roles(sub, self.stream)
         sub.set_linears(self.layer)
         return sub
+
+
+def _linears_of(subs: list[SubLayer]) -> set[object]:
+    """The modules of Linears with a role, or their nodes."""
+    nodes = (p.node for sub in subs for p in sub.projections.values())
+    return {node.target if node.op == "call_module" else node for node in nodes}
+
+
+def _side_streams(main: _Finder) -> list[Stream]:
+    """The other streams of a layer, such as that of a text beside an image's: arguments that the
+    layer returns with what it has added to them.
+    """
+    # Seen in: Pegasus-X; Flux and Stable Diffusion 3
+    layer, streams = main.layer, list[Stream]()
+    results = [n for n in nodes_in(output_of(layer.graph).args) if not main.stream.holds(n)]
+    for start in other_streams(layer.graph, main.stream.values[0]) if results else ():
+        finder = _Finder(layer, Stream(start, layer, main.stream.opaque), main.attentions)
+        subs = finder.along_stream()
+        if subs and any(finder.stream.holds(node) for node in results):
+            streams.append(finder.stream)
+    return streams
 
 
 def has_softmax_mixture(body: Collection[fx.Node], layer: LayerGraph) -> bool:
@@ -336,9 +382,23 @@ def _set_ffn_roles(sub: SubLayer, stream: Stream) -> None:
     sub.x = layer.input_of(first.node) if first is not None else sub.x
 
 
-def _find_norms(sub: SubLayer, layer: LayerGraph, others: set[fx.Node]) -> None:
-    """The norms of a sub-layer: before its Linears, before the sum, and right after the sum."""
-    sub.norms += [n for n in sorted(sub.body) if layer.is_norm(n) and n not in others]
+def _find_norms(
+    sub: SubLayer, main: Stream, others: set[fx.Node], sides: Sequence[Stream], sums: Collection[fx.Node]
+) -> None:
+    """The norms of a sub-layer: before its Linears, before the sum, and right after the sum.
+    `others`: norms that have an owner. `sides`: other streams, with norms of their own. `sums`:
+    the values of the streams between sub-layers.
+    """
+    layer, foreign = main.layer, [side for side in sides if not side.holds(sub.res)]
+    stream = next((side for side in sides if side.holds(sub.res)), main)
+    # a norm may be scaled before a Linear reads it
+
+    def ends(node: fx.Node) -> bool:
+        return node in sums or layer.is_norm(node) or not stream.holds(node)
+
+    scaled = {m for n in sub.body if stream.holds(n) for m in upstream(n, ends) if stream.holds(m)}
+    norms = (n for n in sorted(sub.body | scaled) if layer.is_norm(n) and n not in others)
+    sub.norms += [n for n in norms if not any(side.holds(n) for side in foreign)]
     users = [sub.add]
     while len(users) == 1 and (users[0] is sub.add or layer.passes_through(users[0]) is not None):
         users = [u for u in value_users(users[0]) if is_tensor(u)]

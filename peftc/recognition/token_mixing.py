@@ -1,6 +1,7 @@
 """Whether a computation mixes tokens: by attention, convolutions, scans or Linears along tokens."""
 
 import contextlib
+from math import prod
 from typing import Any
 
 import torch
@@ -74,36 +75,66 @@ def _last_token_reaches_first(module: nn.Module, sizes: tuple[int, ...]) -> bool
     return False
 
 
-def mixed_by_linears(body: set[fx.Node], stream: Stream) -> bool:
-    """Whether a Linear of a sub-layer sums over tokens of the stream, (batch, tokens, d). Tokens
-    are numbered as features are, and what the code does to their layout is done to the numbers.
+def mixes_numbers(body: set[fx.Node], stream: Stream) -> bool:
+    """Whether a Linear or a sum of a sub-layer is over tokens of the stream, or one entry is
+    computed from several tokens. Tokens are numbered as features are, and what the code does to
+    their layout is done to the numbers.
     """
-    # Seen in: MLP-Mixer, whose mixers would be feed-forward networks without it
+    # Seen in: MLP-Mixer, MobileViT 2, whose mixers would be feed-forward networks without it
     layer, numbers = stream.layer, dict[fx.Node, Any]()
     for node in sorted(body):
-        sizes = shape(node)
         if stream.holds(node):
-            if len(sizes) == 3 and features_dim(node, layer) == 2:
-                numbers[node] = torch.arange(sizes[1])[None, :, None].expand(sizes)
+            numbers |= _numbered(node, layer)
             continue
         sources = [n for n in value_operands(node) if n in numbers]
         if not sources:
             continue
-        if not layer.is_linear(node):
+        tokens = numbers[sources[0]]
+        if not isinstance(tokens, torch.Tensor) or not layer.is_linear(node):
+            if _is_mixture(node, [numbers[n] for n in sources], layer):
+                return True
             moved = move_numbers(node, sources[:1], numbers)
             numbers |= {node: moved} if moved is not None else {}
-        elif isinstance(tokens := numbers[sources[0]], torch.Tensor):
-            if (left := _without_features(tokens, node, sources[0], layer)) is None:
-                return True
-            numbers[node] = left.expand(sizes)
+        elif (left := _without_features(tokens, node, sources[0], layer)) is None:
+            return True
+        else:
+            numbers[node] = left.expand(shape(node))
     return False
+
+
+def _numbered(node: fx.Node, layer: LayerGraph) -> dict[fx.Node, Any]:
+    """A number for each token of a value of the stream: (batch, tokens, d), or an image."""
+    sizes = shape(node)
+    if len(sizes) not in (3, 4):
+        return {}
+    places = [dim for dim in range(1, len(sizes)) if dim != features_dim(node, layer)]
+    if len(sizes) == 3 and places != [1]:
+        return {}
+    numbers = torch.arange(prod(sizes[dim] for dim in places)).view([sizes[dim] for dim in places])
+    for dim in range(len(sizes)):
+        numbers = numbers if dim in places else numbers.unsqueeze(dim)
+    return {node: numbers.expand(sizes)}
+
+
+def _is_mixture(node: fx.Node, values: list[Any], layer: LayerGraph) -> bool:
+    """Whether an operation sums over dimensions of tokens, or computes entries from several."""
+    numbers = [v for v in values if isinstance(v, torch.Tensor) and v.ndim]
+    if layer.op(node) is Op.SUM and numbers:
+        dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+        dims = [dims] if isinstance(dims, int) else dims or ()  # one number of all tokens is a scale
+        return any(isinstance(d, int) and bool((numbers[0] != numbers[0].narrow(d, 0, 1)).any()) for d in dims)  # pyright: ignore
+    if layer.op(node) not in (Op.ADD, Op.SUB, Op.MUL) or len(numbers) < 2:
+        return False
+    one, other = numbers[:2]
+    return one.shape == other.shape and bool((one != other).any())
 
 
 def _without_features(tokens: torch.Tensor, linear: fx.Node, source: fx.Node, layer: LayerGraph) -> torch.Tensor | None:
     """The numbers of tokens in the result of a Linear; None where it mixes them."""
     product = layer.product(linear)
     if product is None:
-        first = tokens[..., :1]
+        (dim,) = layer.feature_dims(linear).features
+        first = tokens.narrow(dim, 0, 1)
         return None if bool((tokens != first).any()) else first
     if product.x is not source:
         return tokens.new_zeros(())

@@ -122,10 +122,10 @@ class EquationInserter(NodeBuilder):
         new = self.value()
         if self.is_unflattened(state):
             new = self.method("flatten", new, 0, 1)
-        if state.image:
-            new = self.function(tokens_to_image, new, node, state.image == "channels first")
         if state.rows is not None:
             new = self.put_rows(self.with_features_last(node, state), state.rows, new, -1, state.size)
+        if state.image:
+            new = self.function(tokens_to_image, new, node, state.image == "channels first")
         if state.dims is not None:
             new = self.function(as_before, new, node, state.dims.tokens, state.dims.features)
         own = set(self.nodes)
@@ -259,11 +259,11 @@ class EquationInserter(NodeBuilder):
         if (kernel := state.kernel) is not None:
             geometry = (kernel.size, kernel.stride, kernel.dilation, kernel.padding, kernel.mode)
             return self.function(image_patches, value, *geometry)
-        if state.image:
-            return self.function(image_to_tokens, value, state.image == "channels first")
         return self.function(unflatten_tokens, value, self.read(STREAM)) if self.is_unflattened(state) else value
 
     def with_features_last(self, node: fx.Node, state: RegionState) -> fx.Node:
+        if state.image and state.kernel is None:
+            return self.function(image_to_tokens, node, state.image == "channels first")
         return (
             node if state.dims is None else self.function(features_last, node, state.dims.tokens, state.dims.features)
         )

@@ -9,7 +9,16 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from peftc.addressing.sites import INPUT, OUTPUT, TABLE_IDS, MatrixLayout, Site, State, WeightRef
+from peftc.addressing.sites import (
+    INPUT,
+    OUTPUT,
+    TABLE_IDS,
+    ActivationRef,
+    MatrixLayout,
+    Site,
+    State,
+    WeightRef,
+)
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.shapes import Tokens
 from peftc.planning import ir
@@ -162,7 +171,7 @@ class LayerRegions:
         return RegionState(
             anchor.relative(region),
             rows,
-            size=0 if not rows else example.shape[-1] if dims is None else dims.width(example.shape),
+            size=0 if not rows else _feature_count(example, activation_of(state)),
             flat=site.layer_input is not None and is_tokens and example.ndim == 2,
             image=image,
             dims=dims,
@@ -292,6 +301,12 @@ class LayerRegions:
             if mutates_conditionally(inspect.unwrap(cls.forward), cls, argument if name == region else ""):
                 result |= self.modules_between(region, name)
         return result
+
+
+def _feature_count(value: torch.Tensor, place: ActivationRef) -> int:
+    if place.dims is not None:
+        return place.dims.width(tuple(value.shape))
+    return value.shape[1 if place.feature_map else -1]
 
 
 def _row_count(value: torch.Tensor, weight: WeightRef) -> int:

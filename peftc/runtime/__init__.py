@@ -2,9 +2,19 @@
 
 from peftc.runtime.attention import attention_with_rows, extend_mask, rows_like_operand, scores_like, sdpa_with_rows
 from peftc.runtime.guards import PASSTHROUGH, recheck_guard, respecialize, untraced
-from peftc.runtime.layouts import image_patches, image_to_tokens, replace_part, tokens_to_image, unflatten_tokens
+from peftc.runtime.layouts import (
+    as_before,
+    features_last,
+    image_patches,
+    image_to_tokens,
+    replace_part,
+    tokens_to_image,
+    unflatten_tokens,
+)
 from peftc.runtime.parameters import (
     ModuleView,
+    as_matrix,
+    as_stored,
     full_precision,
     rows_of,
     stacked_slice,
@@ -19,11 +29,15 @@ from peftc.tracing.operations import attention, autograd_function, script_functi
 __all__ = [
     "PASSTHROUGH",
     "ModuleView",
+    "as_before",
+    "as_matrix",
+    "as_stored",
     "attention",
     "attention_with_rows",
     "autograd_function",
     "batch_like",
     "extend_mask",
+    "features_last",
     "forward_with_positions",
     "forward_with_prompt",
     "full_precision",

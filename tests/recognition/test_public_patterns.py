@@ -168,7 +168,8 @@ def roles(model: nn.Module, *sample: Tensor) -> dict[str, str]:
             weight = site.states["w"].weight
             assert weight is not None
             rows = f"[{weight.rows.start}:{weight.rows.stop}]" if weight.rows else ""
-            weights[site.steps[-1][0]] = site.module.rpartition(".")[2] + rows
+            others = [index for name, index in site.steps[1:] if index]  # of a second stream
+            weights[site.steps[-1][0] + "'" * len(others)] = site.module.rpartition(".")[2] + rows
     return weights
 
 
@@ -211,4 +212,5 @@ def test_rows_of_a_stream_with_its_hidden_units() -> None:
 
 def test_rows_of_a_stream_that_attends_with_another() -> None:
     expected = {role: f"img{rows}" for role, rows in FUSED.items()} | {"o": "img_proj"}
+    expected |= {f"{role}'": f"txt{rows}" for role, rows in FUSED.items()} | {"o'": "txt_proj"}
     assert roles(Model(DoubleStream), torch.randn(1, T, D), torch.randn(1, 2, D), PE) == expected
