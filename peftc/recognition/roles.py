@@ -9,7 +9,7 @@ read one stream and are summed before they are added to it. They are two sub-lay
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,10 +19,11 @@ from peftc.dataflow.features import source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_tensor, nodes_in, output_of, shape
 from peftc.dataflow.operations import Op
-from peftc.dataflow.values import reaches, upstream, value_operands, value_users
+from peftc.dataflow.values import reaches, upstream, value_operands
 from peftc.recognition.attention.patterns import Attention, attentions, value_mixtures
 from peftc.recognition.ffn import Projection, input_projections
 from peftc.recognition.moe.matrices import Experts, Router
+from peftc.recognition.norms import NormFinder
 from peftc.recognition.residual_stream import Stream, has_several_streams, other_streams, stream_input, sublayer_output
 from peftc.recognition.token_mixing import (
     is_weighted,
@@ -94,7 +95,10 @@ def sub_layers(layer: LayerGraph, opaque: Collection[str] = ()) -> list[SubLayer
             apart.append(side)
     norms, sums = set[fx.Node](), {first, *(sub.add for sub in subs), *(side.values[0] for side in sides)}
     for sub in subs:
-        _find_norms(sub, finder.stream, norms, apart, sums)
+        own = NormFinder(finder.stream, apart, sums)
+        sub.norms = [n for n in own.before(sub.body, sub.res) if n not in norms]
+        sub.output_norm = own.behind(sub.add)
+        sub.norms += [] if sub.output_norm is None else [sub.output_norm]
         norms.update(sub.norms)
     return subs
 
@@ -380,28 +384,3 @@ def _set_ffn_roles(sub: SubLayer, stream: Stream) -> None:
     sub.projections |= {role: p for role, p in input_projections(hidden, layer).items() if p.node in sub.body}
     first = sub.projections.get("up") or sub.projections.get("gate")
     sub.x = layer.input_of(first.node) if first is not None else sub.x
-
-
-def _find_norms(
-    sub: SubLayer, main: Stream, others: set[fx.Node], sides: Sequence[Stream], sums: Collection[fx.Node]
-) -> None:
-    """The norms of a sub-layer: before its Linears, before the sum, and right after the sum.
-    `others`: norms that have an owner. `sides`: other streams, with norms of their own. `sums`:
-    the values of the streams between sub-layers.
-    """
-    layer, foreign = main.layer, [side for side in sides if not side.holds(sub.res)]
-    stream = next((side for side in sides if side.holds(sub.res)), main)
-    # a norm may be scaled before a Linear reads it
-
-    def ends(node: fx.Node) -> bool:
-        return node in sums or layer.is_norm(node) or not stream.holds(node)
-
-    scaled = {m for n in sub.body if stream.holds(n) for m in upstream(n, ends) if stream.holds(m)}
-    norms = (n for n in sorted(sub.body | scaled) if layer.is_norm(n) and n not in others)
-    sub.norms += [n for n in norms if not any(side.holds(n) for side in foreign)]
-    users = [sub.add]
-    while len(users) == 1 and (users[0] is sub.add or layer.passes_through(users[0]) is not None):
-        users = [u for u in value_users(users[0]) if is_tensor(u)]
-    if len(users) == 1 and layer.is_norm(users[0]):
-        sub.output_norm = users[0]
-        sub.norms.append(users[0])
