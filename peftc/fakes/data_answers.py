@@ -177,7 +177,9 @@ def _to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
 
 
 class _ScalarAnswers(TorchFunctionMode):
-    """Answers scalars in f-strings, as in `f"expert_{number}"`, and in lists for tensors."""
+    """Answers scalars in f-strings, as in `f"expert_{number}"`, and in lists for tensors; and gives
+    arrays of any values to code that leaves PyTorch.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -187,6 +189,8 @@ class _ScalarAnswers(TorchFunctionMode):
         if _thread.answers and func is torch.tensor and isinstance(args[0], list):
             numbers = tree_map(lambda n: n.item() if isinstance(n, torch.Tensor) and not n.ndim else n, args[0])
             args = (numbers, *args[1:])
+        if _thread.answers and func in _AS_ARRAY and isinstance(args[0], FakeTensor):
+            return _array(args[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -239,6 +243,14 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> 
 def _split_sizes(tensor: torch.Tensor, sizes: list[int], dim: int = 0) -> list[int]:
     # Sizes that are made-up answers need not add up: the last one gets the rest.
     return [*sizes[:-1], tensor.shape[dim] - sum(sizes[:-1])] if sizes else sizes
+
+
+_AS_ARRAY = (torch.Tensor.numpy, torch.Tensor.__array__)
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    with _disable_current_modes():
+        return torch.full(tensor.shape, _scalar(tensor), dtype=tensor.dtype, device="cpu").numpy()
 
 
 def _scalar(tensor: torch.Tensor) -> Any:

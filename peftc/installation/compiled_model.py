@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from peftc.cache.entries import write_table
-from peftc.diagnostics import PeftcError
+from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names
 from peftc.fakes.tensors import fake_copy
 from peftc.installation.cached_analysis import CachedAnalysis, shared_analysis
@@ -21,7 +21,7 @@ from peftc.installation.record import Installation, InstalledSpec, installation_
 from peftc.installation.reinstall import Step, reinstall, uninstall
 from peftc.installation.spec_names import check_spec_conflicts, has_tasks, with_note
 from peftc.models.samples import check_sample
-from peftc.models.skeleton import check_runs
+from peftc.models.skeleton import check_runs, stop_notes
 from peftc.models.sources import ModelSource, resolve
 from peftc.planning.lowering_context import DEFAULT_TASK
 from peftc.planning.on_table import plan_on_table
@@ -186,9 +186,11 @@ def analyse_base(
         analysis = shared_analysis(source, sample)
     except PeftcError:
         raise
-    except Exception:
+    except Exception as error:  # whatever the model's own code raises, or an analysis that fails on it
         check_runs(source, sample)
-        raise
+        message = f"{source.id} runs, and its analysis stopped"
+        help_ = "give another `sample`; or report the model: this is a gap in peftc"
+        raise PeftcError(Diagnostic("P512", message, notes=stop_notes(error), help=help_)) from error
     if cache and source.request is not None and sample is None:
         classes = {type(source.config), *map(type, analysis.structure.model.modules())}
         write_table(source.request, analysis.table, classes)

@@ -4,6 +4,7 @@ make them run.
 
 import inspect
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics.model_line import model_line
 from peftc.diagnostics.suggestions import join_names
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy, fake_mode
@@ -64,6 +66,12 @@ _MAKERS: Mapping[str, Callable[[Any], torch.Tensor]] = {
 }
 
 
+def stop_notes(error: BaseException) -> tuple[str, ...]:
+    """What an error of a model's own code says, and the line of that code."""
+    line = model_line(error)
+    return (error_summary(error), *(() if line is None else (f"at {line}",)))
+
+
 def skeleton(source: ModelSource) -> nn.Module:
     """The model of `source` with fake tensors, in eval mode; call it inside `fake_mode(skeleton)`.
 
@@ -98,7 +106,10 @@ def check_runs(source: ModelSource, sample: Mapping[str, Any] | None) -> None:
         raise
     except Exception as error:  # whatever copying an attribute of a module raises
         message = f"{source.id} cannot be analysed: the analysis runs on a copy without data, and copying it fails"
-        raise PeftcError(Diagnostic("P509", message, notes=(error_summary(error),))) from error
+        raise PeftcError(Diagnostic("P509", message, notes=stop_notes(error))) from error
+    if next(chain(fake.parameters(), fake.buffers()), None) is None:
+        message = f"{source.id} has no parameters and no buffers, so there is nothing to edit"
+        raise PeftcError(Diagnostic("P509", message, help="give the model itself, not one of its functions"))
     try:
         for inputs in (sample_inputs(fake) if sample is None else sample, *further_samples(sample)):
             with fake_mode(fake), fake_data_answers(), torch.no_grad():
@@ -107,7 +118,7 @@ def check_runs(source: ModelSource, sample: Mapping[str, Any] | None) -> None:
         return
     except Exception as error:  # whatever the model's own code raises
         arguments = f"its forward takes {join_names(list(inspect.signature(fake.forward).parameters))}"
-        notes = (error_summary(error), arguments)
+        notes = (*stop_notes(error), arguments)
         diagnostic = Diagnostic("P509", f"{source.id} does not run on the given sample", notes=notes)
         if sample is None:
             message = f"{source.id} does not run on the sample that was made from its configuration"

@@ -15,6 +15,7 @@ from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import first_input, is_tensor, shape
 from peftc.dataflow.operations import is_norm_by_name
 from peftc.dataflow.values import mark_operands
+from peftc.diagnostics.model_line import model_line
 from peftc.fakes.tensors import fake_copy
 from peftc.observation.sample_forward import SampleForward, observe
 from peftc.observation.token_flow import TokenFlow
@@ -274,9 +275,12 @@ def is_weighted_sum(module: nn.Module) -> bool:
 
 def _reason(error: Exception) -> str:
     line = str(error).strip().partition("\n")[0]
+    place = model_line(error)
+    at = "" if place is None else f", at {place}"
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-        return f"its code depends on the values of tensors ({line})"
-    return line if line and isinstance(error, TraceError) else f"{type(error).__name__}: {line}"
+        return f"its code depends on the values of tensors ({line}){at}"
+    text = f"{type(error).__name__}: {line}" if line else type(error).__name__
+    return f"{line}{at}" if line and isinstance(error, TraceError) else f"{text}{at}"
 
 
 def example_width(layer_type: LayerType) -> int:

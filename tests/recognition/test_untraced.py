@@ -133,7 +133,7 @@ def test_an_untraced_module_has_no_site(inner: Callable[[], nn.Module], where: s
     assert "mixer" not in words(table)
     assert not any(site.module.split(".")[2:3] == ["inner"] for site in table.sites)
     assert [m.module for m in table.untraced] == ["blocks.0.inner", "blocks.1.inner"]
-    assert {m.reason for m in table.untraced} == {REASON}
+    assert all(m.reason.startswith(f"{REASON}, at ") and "test_untraced.py:" in m.reason for m in table.untraced)
     if not where:  # the sub-layers around it keep their sites
         assert {"attn.cross", "attn.cross.q", "ffn", "ffn.up", "ffn.down"} <= words(table)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from peftc.addressing.paths import BRANCHES, SitePaths, StepList, compress_paths, glob_pattern, stack_steps
 from peftc.addressing.sites import Site, SiteTable, Steps, UntracedModule
 from peftc.diagnostics import Diagnostic, Span
-from peftc.diagnostics.suggestions import join_names, nearest, plural
+from peftc.diagnostics.suggestions import first_names, join_names, nearest, plural
 from peftc.semantics.vocabulary import STACK_CHOICE_HELP
 from peftc.semantics.walk import selects_stack
 from peftc.syntax import ast
@@ -198,8 +198,15 @@ def _error(arm: ast.Path, modules: UntracedModules, paths: SitePaths) -> Diagnos
     message = f"`{print_selector(arm)}` may name sites in `{pattern}`, which cannot be traced"
     help_ = f'name its modules by a pattern in quotes, such as `"{glob}.**"`'
     help_ += f", or write {' or '.join(traced)} for what is traced" if traced else ""
-    label, notes = f"some `{step.name}` may be left out", tuple(reason_lines(modules))
+    label, notes = f"some `{step.name}` may be left out", (*reason_lines(modules), *_traced_layers(modules, paths))
     return Diagnostic("P214", message, name_span(step), label=label, notes=notes, help=help_)
+
+
+def _traced_layers(modules: UntracedModules, paths: SitePaths) -> list[str]:
+    """A note of the layers that have none of these modules, by their names in the model."""
+    hidden = {module.steps for module in modules}
+    layers = [s.module for s in paths.table.sites if s.steps[-1][0] == "layer" and s.steps not in hidden]
+    return [f"traced whole: {first_names([path for path, _ in compress_paths(layers)])}"] if layers else []
 
 
 def _traced_branches(below: Sequence[str], modules: UntracedModules, paths: SitePaths) -> list[str]:

@@ -1,0 +1,170 @@
+"""Models whose analysis stops: the message has a code and the line of the model's code, and what
+can be traced works still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import peftc
+
+X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+LORA = "peft 1  edit e at {} {{ h += lora(x, r=1) }}"
+
+
+class Block(nn.Module):
+    """An attention and an ffn; `obstacle` is what a subclass does between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.empty = nn.LayerNorm(8), nn.Identity()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, k, v = self.q(h)[:, None], self.k(h)[:, None], self.v(h)[:, None]
+        x = self.obstacle(x + self.o(F.scaled_dot_product_attention(q, k, v)[:, 0]))
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+    def obstacle(self, x: Tensor) -> Tensor:
+        return x
+
+
+class ReadsItem(Block):
+    def obstacle(self, x: Tensor) -> Tensor:
+        return x + torch.zeros(int(x.argmax().item()) + 1).sum()  # STOP
+
+
+class ReadsArray(Block):
+    def obstacle(self, x: Tensor) -> Tensor:
+        return x + torch.from_numpy(np.tanh(x.detach().numpy()))  # STOP
+
+
+class ReadsList(Block):
+    def obstacle(self, x: Tensor) -> Tensor:
+        return torch.tensor(x.tolist())  # STOP
+
+
+class Extension(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return torch.from_numpy(np.tanh(np.asarray(x.detach())))  # STOP
+
+
+class CallsExtension(Block):
+    def obstacle(self, x: Tensor) -> Tensor:
+        return x + Extension.apply(x)
+
+
+class TakesNext(Block):
+    def obstacle(self, x: Tensor) -> Tensor:
+        return x.to(next(iter(self.empty.parameters())).dtype)  # STOP
+
+
+class Raises(Block):
+    def obstacle(self, x: Tensor) -> Tensor:
+        raise RuntimeError("no such kernel")  # STOP
+
+
+class MultipliesOddly(Block):
+    def obstacle(self, x: Tensor) -> Tensor:
+        return x @ torch.ones(7, 7)  # STOP
+
+
+class Net(nn.Module):
+    def __init__(self, *blocks: type[Block]) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(block() for block in blocks), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("block", [ReadsItem, ReadsArray, ReadsList, CallsExtension])
+def test_a_layer_that_cannot_be_traced_says_where_and_the_others_work(block: type[Block]) -> None:
+    model = Net(Block, block, Block)
+    table = peftc.sites(model, sample={"x": X})
+    (untraced,) = [module for module in table.untraced if module.module == "layers.1"]
+    assert "test_stopped_analysis.py:" in untraced.reason
+    assert "# STOP`" in untraced.reason
+    with pytest.raises(peftc.PeftcError, match="P214") as refusal:
+        peftc.plan(LORA.format("layer[*].attn.q"), model, sample={"x": X})
+    assert "# STOP`" in str(refusal.value)
+    assert "traced whole: `layers.{0, 2}`" in str(refusal.value)
+    base = model(X)
+    for place in ('"layers.0.q"', '"layers.1.up"', '"layers.*.q"', '"head"'):
+        peftc.compile(LORA.format(place), model, seed=0, sample={"x": X})
+        with torch.no_grad():
+            for parameter in peftc.parameters(model).values():
+                parameter.fill_(0.3)
+        assert not torch.equal(model(X), base), place
+        peftc.remove(model)
+        assert torch.equal(model(X), base)
+
+
+@pytest.mark.parametrize("block", [TakesNext, Raises, MultipliesOddly])
+def test_a_model_that_does_not_run_says_where(block: type[Block]) -> None:
+    with pytest.raises(peftc.PeftcError, match="P509") as refusal:
+        peftc.sites(Net(Block, block), sample={"x": X})
+    assert "test_stopped_analysis.py:" in str(refusal.value)
+    assert "# STOP`" in str(refusal.value)
+
+
+@pytest.mark.parametrize("sample", [{}, {"x": X[..., :3]}, {"x": None}, {"y": X}, {"x": "text"}])
+def test_a_sample_that_does_not_fit_is_refused_with_the_arguments(sample: dict[str, Any]) -> None:
+    with pytest.raises(peftc.PeftcError, match="P509") as refusal:
+        peftc.sites(Net(Block), sample=sample)
+    assert "its forward takes `x`" in str(refusal.value)
+
+
+class Nothing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def test_a_module_without_parameters_has_nothing_to_edit() -> None:
+    with pytest.raises(peftc.PeftcError, match="nothing to edit"):
+        peftc.sites(Nothing(), sample={"x": X})
+
+
+class Forwarding(Net):
+    """Finds unknown attributes in its first layer."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            layers: Any = super().__getattr__("layers")
+            return getattr(layers[0], name)
+
+
+class ChangesALeaf(Block):
+    def obstacle(self, x: Tensor) -> Tensor:
+        self.o.weight.data.mul_(1.0)
+        return x
+
+
+@pytest.mark.parametrize("model", [lambda: Forwarding(Block, Block), lambda: Net(ChangesALeaf, ChangesALeaf)])
+def test_odd_code_that_can_be_traced_is(model: Callable[[], nn.Module]) -> None:
+    table = peftc.sites(model(), sample={"x": X})
+    assert not table.untraced
+    assert sum(site.path.endswith("q") for site in table.sites) == 2
+
+
+def test_an_analysis_that_fails_is_no_bare_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        return next(iter(()))
+
+    monkeypatch.setattr("peftc.recognition.analysis.all_sites", fail)
+    with pytest.raises(peftc.PeftcError, match="P512"):
+        peftc.sites(Net(Block), sample={"x": X})
