@@ -52,6 +52,10 @@ class TracedRegion:
     kind: LayerType = field(repr=False)
     analysis: Analysis = field(repr=False)
 
+    def holds(self, site: Site) -> bool:
+        """Whether the states of a site are in the graph, at the layer that was traced."""
+        return site.root == self.module and site.kind in (self.kind.key, site.module)
+
     @property
     def code(self) -> str:
         """The graph as a Python function."""
@@ -109,8 +113,8 @@ def trace(
         members.setdefault(id(kind), []).append(name)
     regions: list[TracedRegion] = []
     for key, layers in members.items():
-        own = [site for site in table.sites if site.root in layers and site.path in paths]
-        first = next((layer for layer in layers if any(site.root == layer for site in own)), None)
+        own = [site for site in table.sites if site.kind == kinds[key].key and site.path in paths]
+        first = next((site.root for site in own), None)
         if first is not None:
             its_sites = tuple(site for site in own if site.root == first)
             regions.append(region_of(first, tuple(layers), kinds[key], its_sites, analysis))
@@ -162,7 +166,7 @@ def rewrite(
     """
     analysis = region.analysis
     result = make_plan(flat_spec(edits, settings, include), analysis.table)
-    uses = [use for edit in result.site_edits for use in edit.uses() if use.site.root == region.module]
+    uses = [use for edit in result.site_edits for use in edit.uses() if region.holds(use.site)]
     if not uses:
         names = join_names(dict.fromkeys(edit.edit for edit in result.site_edits))
         raise PeftcError(Diagnostic("P210", f"no edit has a site in `{region.module}`", notes=(f"edits: {names}",)))

@@ -188,6 +188,7 @@ class Site:
     bare: bool = False  # code multiplies by the parameter itself: no call of a module computes `h`
     computed_bias: bool = False  # what code adds to a product with a parameter, and no parameter of one role
     shared_with: tuple[Site, ...] = ()  # other sites of the same module, on which an edit acts, too
+    parts: tuple[str, ...] = ()  # of a layer that is the body of a loop: the modules that it calls
 
     @property
     def steps_in_layer(self) -> Steps:

@@ -151,8 +151,8 @@ class Widening(Folding):
 
     def activation(self, site: Site, up: Site, hidden: Site) -> Callable[[Tensor], Tensor]:
         """The function between `up` and `down`. Raises: NotWider where there is more."""
-        types = {n: k for s in self.analysis.structure.stacks for n, k in zip(s.layers, s.kinds, strict=True)}
-        layer_type = types.get(site.root)
+        types = {kind.key: kind for stack in self.analysis.structure.stacks for kind in stack.kinds}
+        layer_type = types.get(site.kind)
         states = [site.states.get("x"), up.states.get("x"), up.states.get("h"), hidden.states.get("h")]
         names = [state.activation.node if state and state.activation else None for state in states]
         graph = {} if layer_type is None else {node.name: node for node in layer_type.traced.graph.nodes}

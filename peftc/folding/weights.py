@@ -23,6 +23,7 @@ from peftc.observation.parameter_uses import parameter_views
 from peftc.planning.foldability.affine import FoldTarget, fold_target
 from peftc.planning.foldability.check import check_foldability
 from peftc.planning.ir import SiteEdit
+from peftc.rewriting.anchors import contains
 from peftc.rewriting.edits import CONTAINER, slug
 from peftc.runtime.parameters import is_quantised
 from peftc.semantics.walk import names_in
@@ -51,6 +52,7 @@ class Folding:
         self.only = None if only is None else _check_names(only, selected)
         self.others = frozenset(self.names) - (frozenset(selected) if self.only is None else self.only)
         self.analysis = self.compiled.analysis
+        self.kinds = {kind.key: kind for stack in self.analysis.structure.stacks for kind in stack.kinds}
         self.sites = {site.path: site for site in self.analysis.table.sites}
         self.places: dict[str, list[SiteEdit]] = defaultdict(list)  # by edit
         for site_edit in self.record.site_edits:
@@ -133,23 +135,27 @@ class Folding:
         first = {name: group[0] for group in self.analysis.table.shared_modules for name in group}
         for site_edit in self.record.site_edits:
             if site_edit.edit in folded:
-                target, (region, index) = self.target(site_edit), self.region(site_edit)
+                target, (region, index, _) = self.target(site_edit), self.region(site_edit)
                 assert target is not None
                 fold = Fold(site_edit, target, self.modules(site_edit), (-region.count("."), index))
                 module = target.refs[0].module
                 groups[first.get(module, module)].append(fold)
         return groups
 
-    def region(self, site_edit: SiteEdit) -> tuple[str, int]:
-        """The region of an edit at a site, and its index among the edits there."""
-        regions, root = self.regions[site_edit.edit, slug(site_edit)], f"{site_edit.site.root}."
-        inside = ((r, i) for r, i in regions if f"{r}.".startswith(root))
-        return next(inside, None) or next((r, i) for r, i in regions if root.startswith(f"{r}."))
+    def region(self, site_edit: SiteEdit) -> tuple[str, int, str]:
+        """The region of an edit at a site, its index among the edits there, and its slug there."""
+        root, short, long = site_edit.site.root, slug(site_edit), slug(site_edit, of_several_layers=True)
+        kind = self.kinds.get(site_edit.site.kind)
+        parts = [f"{root}.{part}".strip(".") for part in (kind.parts if kind is not None else ("",))]
+        regions = self.regions[site_edit.edit, short]
+        inside = ((r, i, short) for r, i in regions if any(contains(part, r) for part in parts))
+        around = ((r, i, text) for text in (long, short) for r, i in self.regions[site_edit.edit, text])
+        return next(inside, None) or next(item for item in around if contains(item[0], root))
 
     def modules(self, site_edit: SiteEdit) -> dict[str, FormModule]:
         """The forms of an edit at a site, by key."""
-        region = self.region(site_edit)[0]
-        container = f"{region}.{CONTAINER}.{site_edit.edit.replace('.', '__')}.{slug(site_edit)}".lstrip(".")
+        region, _, slug = self.region(site_edit)
+        container = f"{region}.{CONTAINER}.{site_edit.edit.replace('.', '__')}.{slug}".lstrip(".")
         keys = (one.key for one in site_edit.instances)
         return {key: cast(FormModule, self.model.get_submodule(f"{container}.{key}")) for key in keys}
 

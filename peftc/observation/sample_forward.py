@@ -76,15 +76,18 @@ class SampleForward:
     a key per layer, equal for layers that can share a trace, with the arguments of the first
     layer of each key. `outside_layers`: modules called outside of layers. `cross_layer_calls`:
     modules of one layer with another layer that calls them. `modality`: of layers that only an
-    image, a sound or the like reaches. `closure_reads`: modules that compute with a parameter in
-    a closure, by its storage. `external_reads`: modules that compute with a parameter of another
-    module, by its name.
+    image, a sound or the like reaches. `callers`: of each module the one whose code calls it first.
+    `arguments`: of the first calls of further modules, with a key as in `layers`.
+    `closure_reads`: modules that compute with a parameter in a closure, by its storage.
+    `external_reads`: modules that compute with a parameter of another module, by its name.
     """
 
     calls: dict[str, ModuleCall] = field(default_factory=dict[str, ModuleCall])
     candidates: set[str] = field(default_factory=set[str])
     layers: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict[str, tuple[str, dict[str, Any]]])
     outside_layers: set[str] = field(default_factory=set[str])
+    callers: dict[str, str] = field(default_factory=dict[str, str])
+    arguments: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict[str, tuple[str, dict[str, Any]]])
     cross_layer_calls: dict[str, str] = field(default_factory=dict[str, str])
     modality: dict[str, str] = field(default_factory=dict[str, str])
     sample: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the arguments of the forward
@@ -119,6 +122,8 @@ class SampleForward:
 
     def _merge_reads(self, other: SampleForward) -> None:
         self.outside_layers |= other.outside_layers
+        self.callers = {**other.callers, **self.callers}
+        self.arguments = {**other.arguments, **self.arguments}
         self.closure_reads = {**other.closure_reads, **self.closure_reads}
         self.cross_layer_calls = {**other.cross_layer_calls, **self.cross_layer_calls}
         for name, readers in other.external_reads.items():
@@ -227,18 +232,24 @@ class _Repeats:
             return False
         for first, module in own.items():
             call = self.record.calls.setdefault(module, ModuleCall())
+            self.record.callers.setdefault(module, name + self.record.callers[first][len(run.name) :])
             call.count += run.counts[first]
             call.complete(self.record.calls[first])
         return True
 
 
 def observe(
-    model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode, candidates: Collection[str]
+    model: nn.Module,
+    sample: Mapping[str, Any] | None,
+    mode: FakeTensorMode,
+    candidates: Collection[str],
+    others: Collection[str] = (),
 ) -> SampleForward:
     """Runs the model on `sample`, or on inputs made for it; then towers that this misses.
-    `candidates`: modules that may be layers. Raises: what the first call raises.
+    `candidates`: modules that may be layers. `others`: modules whose arguments are recorded, too.
+    Raises: what the first call raises.
     """
-    record_of = partial(record_call, model, mode=mode, candidates=candidates)
+    record_of = partial(record_call, model, mode=mode, candidates=candidates, others=others)
     inputs, record = run_on_sample(model, sample, lambda inputs: record_of(lambda: model(**inputs)))
     record.sample = inputs
     for other in further_samples(sample):
@@ -261,20 +272,24 @@ def record_call(
     mode: FakeTensorMode,
     candidates: Collection[str],
     before: SampleForward | None = None,
+    others: Collection[str] = (),
 ) -> SampleForward:
     """Records one call. Repeated layers run only where the call fails without them. `before`: what
     earlier calls showed; a call that then fails counts if it reached more layers.
     """
     try:
-        return Recorder(model, mode, candidates).run(call)
+        return Recorder(model, mode, candidates, others).run(call)
     except Exception:  # a layer may need what a skipped layer does
-        return Recorder(model, mode, candidates).run(call, run_all=True, before=before)
+        return Recorder(model, mode, candidates, others).run(call, run_all=True, before=before)
 
 
 class Recorder:
     """Forward hooks of every module, which note its calls in `record`."""
 
-    def __init__(self, model: nn.Module, mode: FakeTensorMode, candidates: Collection[str]) -> None:
+    def __init__(
+        self, model: nn.Module, mode: FakeTensorMode, candidates: Collection[str], others: Collection[str] = ()
+    ) -> None:
+        self.others = frozenset(others)
         self.model, self.mode, self.record = model, mode, SampleForward(candidates=set(candidates))
         self.names = {id(m): n for n, m in model.named_modules()}
         self.keys = set[str]()
@@ -323,6 +338,8 @@ class Recorder:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         record, name = self.record, self.names[id(module)]
+        if self.modules:
+            record.callers.setdefault(name, self.modules[-1])
         self.modules.append(name)
         if not self.layers:
             record.outside_layers.add(name)
@@ -341,6 +358,10 @@ class Recorder:
             key = f"{structure_key(module)} {arguments_key(arguments)}"
             record.layers[name] = (key, fake_copy(arguments, self.mode) if key not in self.keys else {})
             self.keys.add(key)
+        if name in self.others:
+            arguments = bind_arguments(type(module).forward, module, args, kwargs)
+            key = f"{structure_key(module)} {arguments_key(arguments)}"
+            record.arguments[name] = (key, fake_copy(arguments, self.mode))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         name = self.names[id(module)]

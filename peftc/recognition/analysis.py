@@ -116,7 +116,7 @@ def shared_modules(structure: ModelStructure) -> tuple[tuple[str, ...], ...]:
     A whole layer with several names is no such group: it is one layer, which runs several times.
     """
     groups: dict[int, list[str]] = {}
-    layers = [name for stack in structure.stacks for name in stack.layers]
+    layers = dict.fromkeys(name for stack in structure.stacks for name in stack.modules)
     for layer in layers:
         for name, module in structure.model.get_submodule(layer).named_modules(prefix=layer):
             groups.setdefault(id(module), []).append(name)

@@ -26,7 +26,7 @@ from peftc.dataflow.operations import is_norm_module
 from peftc.forms import shapes
 from peftc.observation.sample_forward import ModuleCall
 from peftc.recognition.layer_candidates import containing_list
-from peftc.recognition.layers import ModelStructure, Stack, example_width
+from peftc.recognition.layers import ModelStructure, Stack, example_width, last_call
 from peftc.recognition.module_features import module_features
 from peftc.semantics.vocabulary import FROZEN_MODULES
 
@@ -61,7 +61,7 @@ def weight_states(name: str, module: nn.Module, rows: Slice | None = None) -> di
 
 def _outside_layers(structure: ModelStructure) -> list[str]:
     """Modules called outside every layer, in the order of their calls."""
-    layers = {n for s in structure.stacks for n in s.layers}
+    layers = {n for s in structure.stacks for n in s.modules}
     return [n for n in structure.seen.calls if layers.isdisjoint(enclosing(n))]
 
 
@@ -161,11 +161,12 @@ def _stack_before(norm: str, structure: ModelStructure) -> Stack | None:
     """The stack that ran before a norm in its module; of several the innermost, last one."""
     order = {n: i for i, n in enumerate(structure.seen.calls)}
     width = (structure.seen.calls[norm].input_shape or (0,))[-1]
-    stacks = [s for s in structure.stacks if order[s.layers[-1]] < order[norm]]
+    last = {s.name: last_call(s.modules, structure.seen) for s in structure.stacks}
+    stacks = [s for s in structure.stacks if last[s.name] < order[norm]]
     stacks = [
         s for s in stacks if norm.startswith(f"{_holder(s)}.".lstrip(".")) and width == example_width(s.kinds[-1])
     ]
-    return max(stacks, key=lambda s: (len(_holder(s)), order[s.layers[-1]]), default=None)
+    return max(stacks, key=lambda s: (len(_holder(s)), last[s.name]), default=None)
 
 
 def heads(structure: ModelStructure) -> Iterator[Site]:
@@ -175,7 +176,7 @@ def heads(structure: ModelStructure) -> Iterator[Site]:
     outside = [n for n in _outside_layers(structure) if n]
     names = [n for n in outside if model.get_submodule(n) is own]
     if not names and structure.stacks:
-        last = max(order.index(s.layers[-1]) for s in structure.stacks)
+        last = max(last_call(s.modules, structure.seen) for s in structure.stacks)
         names = [n for n in outside if order.index(n) > last and isinstance(model.get_submodule(n), nn.Linear)][-1:]
     for name in names:
         yield _module_site(name, (("head", None),), structure)
@@ -219,7 +220,7 @@ def untraced_modules(structure: ModelStructure) -> tuple[UntracedModule, ...]:
 
     modules: list[UntracedModule] = []
     for stack in structure.stacks:
-        for i, (name, kind) in enumerate(zip(stack.layers, stack.kinds, strict=True)):
+        for i, (name, kind) in enumerate(zip(stack.roots, stack.kinds, strict=True)):
             steps = qualified(stack.name, (("layer", i),))
             parts = [(f"{name}.{part.module}".rstrip("."), part) for part in kind.untraced]
             modules += [untraced(module, part.reason, steps, part.hides) for module, part in parts]

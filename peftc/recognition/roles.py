@@ -68,9 +68,12 @@ class SubLayer:
         self.linears = [n for n in layer.linears(self.body) if n not in roles]
 
 
-def sub_layers(layer: LayerGraph, opaque: Collection[str] = ()) -> list[SubLayer]:
-    """The sub-layers in the order of the residual stream. `opaque`: modules not traced."""
-    if (first := stream_input(layer.graph)) is None:
+def sub_layers(layer: LayerGraph, opaque: Collection[str] = (), first: fx.Node | None = None) -> list[SubLayer]:
+    """The sub-layers in the order of the residual stream. `opaque`: modules not traced. `first`:
+    the stream, if it is not the input of the layer.
+    """
+    first = first or stream_input(layer.graph)
+    if first is None:
         return []
     finder = _Finder(layer, Stream(first, layer, opaque))
     subs = finder.along_stream()

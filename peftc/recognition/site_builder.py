@@ -21,10 +21,10 @@ from peftc.recognition.attention.manual_attention import joined_shape
 from peftc.recognition.attention.patterns import Attention
 from peftc.recognition.ffn import Projection
 from peftc.recognition.layers import LayerType, ModelStructure
+from peftc.recognition.loops import contains_name
 from peftc.recognition.moe.matrices import ExpertModules, Router
 from peftc.recognition.moe.states import expert_states, linear_states, router_states
 from peftc.recognition.non_layer_sites import Steps, embeddings, final_norms, heads, path_of, qualified, weight_states
-from peftc.recognition.residual_stream import stream_input
 from peftc.recognition.roles import SubLayer
 from peftc.recognition.token_mixing import is_weighted
 
@@ -39,11 +39,12 @@ def all_sites(structure: ModelStructure) -> tuple[Site, ...]:
     cache: dict[object, Any] = {}
     for stack in structure.stacks:
         first: dict[int, tuple[LayerName, list[Site]]] = {}
-        for i, (name, kind) in enumerate(zip(stack.layers, stack.kinds, strict=True)):
-            steps, call = qualified(stack.name, (("layer", i),)), structure.seen.calls.get(name)
+        layers = zip(stack.layers, stack.kinds, stack.roots, strict=True)
+        for i, (name, kind, root) in enumerate(layers):
+            steps, call = qualified(stack.name, (("layer", i),)), structure.seen.calls.get(root)
             layer = LayerName(steps, path_of(steps), name, call.count if call is not None else 1)
             if id(kind) not in first:
-                own = LayerSites(name, kind, steps, stack.name, cache).sites()
+                own = LayerSites(root, name, kind, steps, stack.name, cache).sites()
                 first[id(kind)] = layer, [replace(site, runs=layer.runs) for site in own]
                 sites += first[id(kind)][1]
             else:
@@ -53,15 +54,17 @@ def all_sites(structure: ModelStructure) -> tuple[Site, ...]:
 
 
 class LayerSites:
-    """The sites of one layer. `cache`: states, which layers of one type share."""
+    """The sites of one layer. `root`: the module whose graph has its states. `cache`: states, which
+    layers of one type share.
+    """
 
-    def __init__(self, layer: str, kind: LayerType, steps: Steps, stack: str, cache: dict[object, Any]) -> None:
-        self.layer, self.kind, self.steps, self.stack, self.cache = layer, kind, steps, stack, cache
-        self.kind_name = cache.setdefault(id(kind), f"{kind.name}@{layer}")  # of the first layer of the type
+    def __init__(
+        self, root: str, layer: str, kind: LayerType, steps: Steps, stack: str, cache: dict[object, Any]
+    ) -> None:
+        self.root, self.layer, self.kind, self.steps, self.stack, self.cache = root, layer, kind, steps, stack, cache
         self.graph = kind.layer
-        stream = stream_input(kind.traced.graph)
-        assert stream is not None
-        self.stream = stream
+        assert kind.stream is not None
+        self.stream = kind.stream
         self.calls = Counter(str(n.target) for n in kind.traced.graph.nodes if n.op == "call_module")
         self.others = set[str]()  # Linears without a role; several sub-layers may read what one computes
         # states that the model's own code keeps as (batch · tokens, d)
@@ -77,12 +80,21 @@ class LayerSites:
     def layer_site(self) -> Site:
         first = self.kind.subs[0].res if self.kind.subs else self.stream
         states = {"x": self.state("x", self.graph.stripped(first))}
-        result = output_of(self.kind.traced.graph).args[0]
+        result = output_of(self.kind.traced.graph).args[0] if self.kind.is_module else self.end_of_body()
         while isinstance(result, (tuple, list)) and result:
             result = result[0]
         if isinstance(result, fx.Node) and is_tensor(result):  # put there by the layer itself
             states["h"] = self.state("h", result)
-        return self.site((), self.layer, states)
+        parts = () if self.kind.is_module else tuple(map(self.full, self.kind.parts))
+        return replace(self.site((), self.layer, states), parts=parts)
+
+    def end_of_body(self) -> fx.Node:
+        """The residual stream behind an iteration of a loop: its last sum, or the norm of that."""
+        sub = self.kind.subs[-1]
+        own = sub.output_norm is not None and any(
+            contains_name(part, str(sub.output_norm.target)) for part in self.kind.parts
+        )
+        return sub.output_norm if own and sub.output_norm is not None else sub.add
 
     def sub_layer_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site]:
         attention, group = sub.attention, f"{self.stack}.{sub.variant}".removesuffix(".")
@@ -277,10 +289,10 @@ class LayerSites:
         flat = any(s.activation is not None and s.activation.node in self.flat for s in states.values())
         stream = self.state("stream", self.stream) if flat else None
         path, group = path_of(steps), group or self.stack
-        return Site(path, steps, module, self.layer, self.kind_name, states, group=group, layer_input=stream)
+        return Site(path, steps, module, self.root, self.kind.key, states, group=group, layer_input=stream)
 
     def full(self, name: str) -> str:
-        return f"{self.layer}.{name}".rstrip(".")
+        return f"{self.root}.{name}".strip(".")
 
 
 def with_own_graph(site: Site) -> Site:

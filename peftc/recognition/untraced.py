@@ -19,7 +19,7 @@ from peftc.dataflow.operations import is_norm_module
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy
 from peftc.recognition.attention.patterns import attentions
-from peftc.recognition.residual_stream import Stream, gives_states, stream_input
+from peftc.recognition.residual_stream import Stream, gives_states
 from peftc.recognition.roles import SubLayer, has_softmax_mixture
 
 AMBIGUOUS = "the queries, keys and values of its attention cannot be told apart"
@@ -75,10 +75,16 @@ class _Operations(TorchDispatchMode):
 
 
 def untraced_parts(
-    layer: LayerGraph, subs: list[SubLayer], reasons: Mapping[str, str], opaque: Mapping[str, bool]
+    layer: LayerGraph,
+    subs: list[SubLayer],
+    reasons: Mapping[str, str],
+    opaque: Mapping[str, bool],
+    first: fx.Node | None,
 ) -> list[UntracedPart]:
-    """The modules of a layer whose contents have no sites. `reasons`: why they were not traced."""
-    if (first := stream_input(layer.graph)) is None:
+    """The modules of a layer whose contents have no sites. `reasons`: why they were not traced.
+    `first`: the residual stream before its sub-layers.
+    """
+    if first is None:
         return []
     stream = Stream(first, layer)
     stream.values += [sub.add for sub in subs]

@@ -25,7 +25,8 @@ from peftc.rewriting.regions import LayerRegions, module_region
 
 def regions_of(site_edits: Iterable[ir.SiteEdit], structure: ModelStructure) -> list[Region]:
     """The regions that the edits touch. Raises: P213, P435, and the codes of single regions."""
-    layers = {n: k for s in structure.stacks for n, k in zip(s.layers, s.kinds, strict=True)}
+    layers = {n: k for s in structure.stacks for n, k in zip(s.roots, s.kinds, strict=True)}
+    kinds = {k.key: k for s in structure.stacks for k in s.kinds}
     by_root: dict[str, list[ir.SiteEdit]] = {}
     site_edits = tuple(site_edits)
     parts = {use.site.module for p in site_edits for use in p.uses() if use.site.root != use.site.module}
@@ -44,7 +45,7 @@ def regions_of(site_edits: Iterable[ir.SiteEdit], structure: ModelStructure) -> 
     memory: dict[Any, Any] = {}
     for root, edits in by_root.items():
         if root in layers:
-            regions += LayerRegions(layers[root], root, memory, structure.shared).regions(edits)
+            regions += LayerRegions(layers[root], root, memory, structure.shared, kinds).regions(edits)
         else:
             module = innermost_called(root, structure.seen.calls, structure.model)
             regions.append(module_region(edits, module, structure.model))
@@ -63,7 +64,7 @@ def has_own_region(site: Site, kind: LayerType, layer: str, structure: ModelStru
     reads its parameters: that code is part of the region.
     """
     module = site.root
-    if module != site.module or module in layers_of(structure) or module not in structure.seen.calls:
+    if module != site.module or module in layers_of(structure) or site.parts or module not in structure.seen.calls:
         return False
     if any(state.activation is not None and state.activation.node == TABLE_IDS for state in site.states.values()):
         return True
@@ -75,7 +76,7 @@ def has_own_region(site: Site, kind: LayerType, layer: str, structure: ModelStru
 
 
 def layers_of(structure: ModelStructure) -> set[str]:
-    return {layer for stack in structure.stacks for layer in stack.layers}
+    return {layer for stack in structure.stacks for layer in stack.modules}
 
 
 def check_repeated_calls(regions: list[Region]) -> None:
@@ -156,7 +157,7 @@ def check_parameter_reads(regions: list[Region], structure: ModelStructure) -> N
                 continue
             checked.add(key)
         for module in names.get(region.module, (region.module,)):
-            entered = [module, *(f"{module}.{name}" for name in region.inline if name)]
+            entered = [module, *(f"{module}.{name}".lstrip(".") for name in region.inline if name)]
             parameters = [n for e in entered for n in own_parameters(structure.model.get_submodule(e), e)]
             is_inside = in_layer(module)
             for name in parents(module):

@@ -54,9 +54,15 @@ class RegionEdit:
     lets: tuple[tuple[int, ir.Term], ...] = ()
 
     @classmethod
-    def of(cls, p: ir.SiteEdit, states: dict[str, RegionState], functions: dict[str, str] | None = None) -> RegionEdit:
+    def of(
+        cls,
+        p: ir.SiteEdit,
+        states: dict[str, RegionState],
+        functions: dict[str, str] | None = None,
+        of_several_layers: bool = False,
+    ) -> RegionEdit:
         keys = tuple(instance.key for instance in p.instances)
-        return cls(p.edit, slug(p), p.assigns, states, functions or {}, keys, p.lets)
+        return cls(p.edit, slug(p, of_several_layers), p.assigns, states, functions or {}, keys, p.lets)
 
     @property
     def edit_name(self) -> str:
@@ -142,10 +148,13 @@ def written_states(site_edit: ir.SiteEdit) -> set[str]:
     return {a.state for a in site_edit.assigns}
 
 
-def slug(site_edit: ir.SiteEdit) -> str:
-    """The site's path below its layer as an identifier, such as `attn_self_q`."""
+def slug(site_edit: ir.SiteEdit, of_several_layers: bool = False) -> str:
+    """The site's path below its layer as an identifier, such as `attn_self_q`; the whole path in a
+    region of several layers.
+    """
     steps = site_edit.site.steps
     start = next((i + 1 for i, (name, _) in enumerate(steps) if name == "layer"), 0)
+    start = 0 if of_several_layers else start
     words = [name if index is None else f"{name}_{index}" for name, index in steps[start:]]
     text = "_".join(words) or "layer"
     return module_name("".join(c if c.isalnum() else "_" for c in text))

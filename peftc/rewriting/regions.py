@@ -67,15 +67,24 @@ class LayerRegions:
     """The regions of one layer, for the edits of its sites.
 
     Args: `memory`: results for layers of one type. `shared`: groups of dotted names of one module.
+    `kinds`: the types of layers, by key. Around a loop, `kind` is one of those in the same graph.
     """
 
     def __init__(
-        self, kind: LayerType, layer: str, memory: dict[Any, Any], shared: Iterable[tuple[str, ...]] = ()
+        self,
+        kind: LayerType,
+        layer: str,
+        memory: dict[Any, Any],
+        shared: Iterable[tuple[str, ...]] = (),
+        kinds: Mapping[str, LayerType] | None = None,
     ) -> None:
-        self.kind, self.trace, self.layer, self.memory = kind, kind.traced, layer, memory
+        self.kind, self.trace, self.layer, self.memory, self.kinds = kind, kind.traced, layer, memory, kinds or {}
         self.shared = {
             relative(name, layer): group for group in shared for name in group if f"{name}.".startswith(f"{layer}.")
         }
+
+    def kind_of(self, site: Site) -> LayerType:
+        return self.kinds.get(site.kind, self.kind)
 
     def regions(self, site_edits: Sequence[ir.SiteEdit]) -> list[Region]:
         """The regions of this layer: those of another layer of the type with the same edits, if
@@ -93,7 +102,7 @@ class LayerRegions:
             self.memory[key] = list(zip(names, first, members, strict=True))
             return regions
         return [
-            Region(f"{self.layer}.{name}".rstrip("."), r.inline, list(r.edits), [site_edits[i] for i in members])
+            Region(f"{self.layer}.{name}".strip("."), r.inline, list(r.edits), [site_edits[i] for i in members])
             for name, r, members in self.memory[key]
         ]
 
@@ -108,7 +117,7 @@ class LayerRegions:
         for region, inline in groups.items():
             edits = [self.region_edit(p, c, region) for p, c in members[region]]
             entered = frozenset(relative(m, region) for m in inline)
-            name = f"{self.layer}.{region}".rstrip(".")
+            name = f"{self.layer}.{region}".strip(".")
             regions.append(Region(name, entered, edits, [p for p, _ in members[region]]))
         return regions
 
@@ -147,7 +156,8 @@ class LayerRegions:
                 anchor = nearest and nearest[0]
             states[name] = self.region_state(state, anchor, region, site_edit.site)
         functions = {f: relative(relative(m, self.layer), region) for f, m in frozen_modules(site_edit).items()}
-        return RegionEdit.of(site_edit, states, functions)
+        parts = self.kind_of(site_edit.site).parts
+        return RegionEdit.of(site_edit, states, functions, not any(contains(part, region) for part in parts))
 
     def region_state(self, state: State, anchor: Anchor | None, region: str, site: Site) -> RegionState:
         if state.weight is not None:
@@ -188,9 +198,9 @@ class LayerRegions:
         if anchor.kind == "argument":
             return (), ()
         own = (relative(site.module, self.layer), steps_below_layer(site))
-        key = ("names", id(self.kind), own, state, anchor, region)
+        key = ("names", id(self.kind_of(site)), own, state, anchor, region)
         if key not in self.memory:
-            defining, uses = definitions(state, self.layer, site, self.kind)
+            defining, uses = definitions(state, self.layer, site, self.kind_of(site))
             # two arguments of the region that are one value here need not be one in other calls
             aliases = state_anchors(state, self.layer, site, self.trace)
             aliases = [a for a in aliases if a == anchor or a.kind == "node" or a.module != region]
@@ -214,7 +224,7 @@ class LayerRegions:
         # modules that are shared with places where these edits do not apply
         excluded = {own for own, names in self.shared.items() if not all(map(is_edited, names))}
         place = steps_below_layer(first.site) or first.site.path
-        key = (id(self.kind), place, *map(tuple, map(sorted, (excluded, states, writes, functions))))
+        key = (id(self.kind_of(first.site)), place, *map(tuple, map(sorted, (excluded, states, writes, functions))))
         if key not in self.memory:
             self.memory[key] = self.find_region(first, states, writes, functions, excluded)
         return self.memory[key]
@@ -277,7 +287,7 @@ class LayerRegions:
     ) -> tuple[Anchor, frozenset[str]] | None:
         """The anchor of a state with the fewest modules to enter, if possible a defining one."""
         reachable: list[tuple[Anchor, frozenset[str]]] = []
-        defining, uses = definitions(state, self.layer, site, self.kind)
+        defining, uses = definitions(state, self.layer, site, self.kind_of(site))
         for anchor in state_anchors(state, self.layer, site, self.trace):
             required = [anchor]
             if anchor not in defining:

@@ -129,7 +129,8 @@ class _Tree:
                 sites[_layer(site)].append(site)
         groups: dict[object, list[Steps]] = defaultdict(list)
         for steps, inside in sites.items():
-            parts = ((s.steps[len(steps) :], s.module.removeprefix(s.root), _state_shapes(s), s.runs) for s in inside)
+            own = inside[0].parts or (inside[0].root,)
+            parts = ((s.steps[len(steps) :], _module_in(own, s.module), _state_shapes(s), s.runs) for s in inside)
             groups[steps[:-1], *parts].append(steps)
         return {group[0]: self._layer_rows(group, sites[group[0]]) for group in groups.values()}
 
@@ -157,7 +158,8 @@ class _Tree:
         name += f" × {len(group)}" if len(group) > 1 else ""
         name += f" run {site.runs} times" if site.runs > 1 else ""
         module = re.sub(r"\.\d+$", ".*", site.module) if len(group) > 1 else site.module
-        below = (n for name, n in self.sizes.items() if f"{name}.".startswith(f"{site.module}."))
+        own = tuple(f"{part}." for part in site.parts or (site.module,))
+        below = (n for name, n in self.sizes.items() if f"{name}.".startswith(own))
         return name, module, _shape(site), f"{sum(below):,}", _states(site)
 
     def _network_row(self, network: NetworkGroup, layer: Sequence[Site]) -> Row:
@@ -174,9 +176,15 @@ class _Tree:
     def _parameters(self, site: Site) -> int:
         """The parameters of the site and of those below it."""
         below = (other for other in self.table.sites if other.steps[: len(site.steps)] == site.steps)
-        inside = (other for other in below if f"{other.root}.".startswith(f"{site.root}."))
+        inside = (other for other in below if not site.root or f"{other.root}.".startswith(f"{site.root}."))
         refs = {(ref, state.shape) for other in inside for state in other.states.values() if (ref := state.weight)}
         return sum(prod(_sizes(shape)) for _, shape in refs)
+
+
+def _module_in(layer: Sequence[str], module: str) -> tuple[int, str]:
+    """A module by its name in one of those that make up a layer."""
+    name = next((part for part in layer if f"{module}.".startswith(f"{part}.".lstrip("."))), "")
+    return list(layer).index(name) if name in layer else -1, module[len(name) :]
 
 
 def _state_shapes(site: Site) -> object:

@@ -68,7 +68,10 @@ def _tied(statement: ast.Train, sites: Sequence[Site], table: SiteTable) -> Diag
     """P211 for a parameter that layers also use at sites that are not selected."""
     states = [use.states.get(name) for site in sites for use in site.uses for name in statement.states]
     selected = {parameter_name(state.weight) for state in states if state is not None and state.weight is not None}
-    layers = tuple({f"{site.root}." for site in table.sites if any(step == "layer" for step, _ in site.steps)})
+    in_layers = [site for site in table.sites if any(step == "layer" for step, _ in site.steps)]
+    bodies = {site.root: site.parts for site in in_layers if site.parts}
+    parts = {part for site in in_layers if site.root not in bodies for part in (site.root,)}
+    layers = tuple(f"{part}." for part in (*parts, *(part for site in in_layers for part in site.parts)))
     refs = [(site, state.weight) for site in reversed(table.sites) for state in site.states.values()]
     paths = {parameter_name(ref): site.path for site, ref in refs if ref is not None and not ref.is_partial}
     for group, used in zip(table.tied, used_ties(table), strict=True):

@@ -61,9 +61,20 @@ class Locator:
             return Location(boundaries[state.activation.node], site.module, site.root)
         if name in ENDS and self.is_module(site):
             return self.at_module(site, ENDS[name])
+        if name in ENDS and site.parts:
+            return self.end_of_body(site, name)
         if name in ENDS and site.steps[-1][0] == "layer":
             return Location(ENDS[name], site.root, site.root)
         return self._sub_layer_location(site, name)
+
+    def end_of_body(self, site: Site, name: str) -> Location:
+        """The result of a layer that is a loop's body: its last sum, or a norm's result."""
+        below = [other for other in self.sites.values() if other.path.startswith(f"{site.path}.")]
+        ends = [other for other in below if name == "h" and other.states.get("h") == site.states["h"]]
+        sums = [other for other in ends if other.steps[-1][0] == "add"]
+        if not ends:
+            raise ReferenceUnavailable(f"`{name}` of `{site.path}` is not the result of a module or a sum")
+        return self.location((sums or ends)[-1], name)
 
     def rows(self, site: Site, name: str) -> Slice | None:
         """The features of the value that belong to the site; None for all."""

@@ -110,6 +110,8 @@ class ReferenceModel:
         for index, assign in enumerate(site_edit.assigns):
             write = StateWrite(site_edit, index, rows[assign.state], sum(map(len, self.writes.values())))
             self.writes[locations[assign.state]].append(write)
+            # the result of a loop's body may be that of its last sub-layer, whose edits come first
+            self.writes[locations[assign.state]].sort(key=lambda write: bool(write.site_edit.site.parts))
 
     # Hooks ----------------------------------------------------------------------------------------
 

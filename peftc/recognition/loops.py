@@ -1,0 +1,185 @@
+"""Layers that are no modules: the body of a loop in the forward of a module.
+
+    for attn, ffn in self.layers:             for attn, ffn in zip(self.attns, self.ffns):
+        x = x + attn(x)                           x = x + attn(x)
+        x = x + ffn(x)                            x = x + ffn(x)
+
+The loop is seen in the calls: a module calls elements of lists that nothing calls. What runs with
+one index of a list is one layer. All layers of a loop are in one graph, that of the module whose
+code has the loop.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx, nn
+
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.nodes import is_tensor
+from peftc.dataflow.operations import Op
+from peftc.observation.sample_forward import SampleForward
+from peftc.recognition.layer_candidates import LISTS
+from peftc.recognition.residual_stream import gives_states
+from peftc.recognition.roles import SubLayer
+from peftc.recognition.token_mixing import is_weighted
+from peftc.tracing.region_trace import RegionTrace
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop over lists of modules. Names are dotted.
+
+    Attributes:
+        caller: the module whose code has the loop.
+        lists: the lists, in the order of their first calls.
+        bodies: for each iteration the elements that it calls.
+    """
+
+    caller: str
+    lists: tuple[str, ...]
+    bodies: tuple[tuple[str, ...], ...]
+
+    def holds(self, name: str) -> bool:
+        """Whether a module is one of the elements, or in one."""
+        return any(contains_name(part, name) for body in self.bodies for part in body)
+
+    def place(self, body: tuple[str, ...]) -> str:
+        """The smallest module that contains an iteration's elements."""
+        return body[0] if len(body) == 1 else self.caller
+
+
+@dataclass(frozen=True)
+class _Element:
+    """An element of a list, at its place among the calls of one caller."""
+
+    list: str
+    name: str
+    at: int
+
+
+def find_loops(model: nn.Module, seen: SampleForward, calls: Iterable[str]) -> list[Loop]:
+    """The loops over lists of modules, those inside others first. `calls`: modules that are called,
+    in order.
+    """
+    elements: dict[str, dict[str, _Element]] = {}
+    for at, name in enumerate(calls):
+        caller = seen.callers.get(name)
+        if caller is None or type(model.get_submodule(caller)).forward is nn.Sequential.forward:
+            continue
+        if (element := _element(model, caller, name, at)) is not None:
+            elements.setdefault(caller, {}).setdefault(element.name, element)
+    loops = [loop for caller, group in elements.items() for loop in _loops_of(caller, list(group.values()), model)]
+    return sorted(loops, key=lambda loop: -_depth(loop.caller))
+
+
+def _depth(name: str) -> int:
+    return name.count(".") + bool(name)
+
+
+def _element(model: nn.Module, caller: str, name: str, at: int) -> _Element | None:
+    """The element of the outermost list between a caller and what it calls."""
+    parts = name.split(".")
+    for depth in range(_depth(caller), len(parts)):
+        path = ".".join(parts[:depth])
+        module = model.get_submodule(path)
+        if isinstance(module, LISTS) and f"{path}.".startswith(f"{caller}.".lstrip(".")):
+            return _Element(path, ".".join(parts[: depth + 1]), at)
+    return None
+
+
+def _loops_of(caller: str, elements: Sequence[_Element], model: nn.Module) -> Iterator[Loop]:
+    """The loops of one caller. Lists whose calls alternate are in one loop."""
+    spans: dict[str, list[_Element]] = {}
+    for element in elements:
+        spans.setdefault(element.list, []).append(element)
+    groups: list[list[str]] = []
+    end = -1
+    for name, members in sorted(spans.items(), key=lambda item: item[1][0].at):
+        if groups and members[0].at < end:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+        end = max(end, members[-1].at)
+    for lists in groups:
+        bodies = _bodies([spans[name] for name in lists], model)
+        yield Loop(caller, tuple(lists), tuple(map(tuple, bodies)))
+
+
+def _bodies(lists: Sequence[list[_Element]], model: nn.Module) -> list[list[str]]:
+    """The elements by iteration: those at one place of lists of one length, others by time."""
+    main = next((one for one in lists if any(map(_has_matrix, _modules(one, model)))), lists[0])
+    bodies: list[list[str]] = [[] for _ in main]
+    for members in lists:
+        for place, element in enumerate(members):
+            before = sum(one.at <= element.at for one in main)
+            bodies[place if len(members) == len(main) else max(before - 1, 0)].append(element.name)
+    return bodies
+
+
+def _modules(elements: Sequence[_Element], model: nn.Module) -> Iterator[nn.Module]:
+    return (model.get_submodule(element.name) for element in elements)
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    return any(p.ndim >= 2 for p in module.parameters())
+
+
+def may_hold_layers(loop: Loop, model: nn.Module, layers: Mapping[str, Sequence[SubLayer]]) -> bool:
+    """Whether the iterations of a loop may be layers: what they call are no layers, or each of it
+    is one sub-layer that adds to the stream itself. `layers`: modules that are layers.
+    """
+    own = [[name for name in layers if any(contains_name(one, name) for one in body)] for body in loop.bodies]
+    if not any(own):
+        return any(sum(p.ndim >= 2 for p in _parameters(body, model)) >= 2 for body in loop.bodies)
+    # Seen in: CvT of vit-pytorch, whose lists hold `Residual(attention)` and `Residual(ffn)`
+    several = all(len(names) > 1 for names in own)
+    return several and all(len(layers[name]) == 1 for names in own for name in names)
+
+
+def _parameters(body: Sequence[str], model: nn.Module) -> Iterator[nn.Parameter]:
+    return (p for name in body for p in model.get_submodule(name).parameters())
+
+
+def stream_starts(loop: Sequence[Sequence[str]], traced: RegionTrace, layer: LayerGraph) -> list[fx.Node]:
+    """What may be the residual stream before a loop: what its first iteration reads, without norms.
+
+    Args: `loop`: the elements of each iteration, by their names in the graph.
+    """
+    starts: dict[fx.Node, None] = {}
+    first = next(iter(loop), ())
+    for call in traced.calls:
+        if call.caller == "" and any(contains_name(element, call.name) for element in first):
+            values = [n for n in call.arguments.values() if isinstance(n, fx.Node)]
+            node = next((n for n in values if is_tensor(n) and gives_states(n)), None)
+            while node is not None:
+                starts[node] = None
+                is_norm = layer.op(node) is Op.NORM
+                source = node.args[0] if is_norm and node.args else layer.passes_through(node)
+                node = source if isinstance(source, fx.Node) and is_tensor(source) else None
+    return list(starts)
+
+
+def contains_name(module: str, name: str) -> bool:
+    return not module or f"{name}.".startswith(f"{module}.")
+
+
+def sub_layers_by_body(
+    bodies: Sequence[Sequence[str]], subs: Sequence[SubLayer], layer: LayerGraph
+) -> list[list[SubLayer]]:
+    """The sub-layers of each iteration, by the modules that compute them. Modules that several
+    iterations share have the sub-layers of the first.
+    """
+    groups: list[list[SubLayer]] = [[] for _ in bodies]
+    seen = set[frozenset[str]]()
+    for sub in subs:
+        weights = frozenset(str(n.target) for n in sub.body if is_weighted(n, layer) and not layer.is_norm(n))
+        counts = Counter(i for name in weights for i, body in enumerate(bodies) if _in_body(name, body))
+        if counts and weights not in seen:
+            groups[counts.most_common(1)[0][0]].append(sub)
+        seen.add(weights)
+    return groups
+
+
+def _in_body(name: str, body: Sequence[str]) -> bool:
+    return any(contains_name(element, name) for element in body)

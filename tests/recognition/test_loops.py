@@ -1,0 +1,167 @@
+"""Layers that are no modules: the body of a loop is `layer[i]`, and edits rewrite the module that
+has the loop, or the modules that it calls.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import peftc
+from tests.recognition.test_layer_lists import Attention, D, Ffn, Residual
+
+SPEC = """peft 1
+edit q at layer[*].attn.q { h += lora(x, r=2) }
+edit z at layer[*].ffn.hidden { h *= vector(init=1) }
+edit f at layer[*].ffn { h += adapter(x, r=3, init=lora) }
+edit a at layer[*].attn { h += adapter(h, r=3, init=lora) }
+edit l at layer[*] { h += adapter(h, r=3, init=lora) }
+"""
+PARAMETERS = 2 + 1 + 4 + 4 + 4  # of one layer
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, D), nn.Linear(D, 2)
+        self.build()
+
+    def build(self) -> None: ...
+
+    def loop(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.loop(self.embed(x)))
+
+
+class Nested(Model):
+    modules_of_q = ("layers.0.1.q", "layers.1.1.q")
+
+    def build(self) -> None:
+        parts = [[nn.LayerNorm(D), Attention(), None, nn.LayerNorm(D), Ffn()] for _ in range(2)]
+        self.layers = nn.ModuleList([nn.ModuleList(part) for part in parts])  # pyright: ignore[reportArgumentType]
+
+    def loop(self, x: Tensor) -> Tensor:
+        for norm, attn, cross, ffn_norm, ffn in self.layers:  # pyright: ignore[reportGeneralTypeIssues]
+            x = x + attn(norm(x))
+            x = x if cross is None else cross(x)
+            x = ffn(ffn_norm(x)) + x
+        return x
+
+
+class InPlace(Nested):
+    def loop(self, x: Tensor) -> Tensor:
+        for norm, attn, _, ffn_norm, ffn in self.layers:  # pyright: ignore[reportGeneralTypeIssues]
+            x += attn(norm(x))
+            x.add_(ffn(ffn_norm(x)))
+        return x
+
+
+class SideBySide(Model):
+    """Post-norm, by indices."""
+
+    modules_of_q = ("attns.0.q", "attns.1.q")
+
+    def build(self) -> None:
+        self.attns, self.ffns = (nn.ModuleList([one(), one()]) for one in (Attention, Ffn))
+        self.norms, self.others = (nn.ModuleList([nn.LayerNorm(D), nn.LayerNorm(D)]) for _ in range(2))
+
+    def loop(self, x: Tensor) -> Tensor:
+        for i in range(len(self.attns)):
+            x = self.norms[i](x + self.attns[i](x))
+            x = self.others[i](x + self.ffns[i](x))
+        return x
+
+
+class Residuals(Model):
+    """The sums are in the sub-layers: modules that would be layers by themselves."""
+
+    modules_of_q = ("attns.0.fn.q", "attns.1.fn.q")
+
+    def build(self) -> None:
+        self.attns = nn.ModuleList([Residual(Attention()) for _ in range(2)])
+        self.ffns = nn.ModuleList([Residual(Ffn()) for _ in range(2)])
+
+    def loop(self, x: Tensor) -> Tensor:
+        for attn, ffn in zip(self.attns, self.ffns, strict=True):
+            x = ffn(attn(x))
+        return x
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleList([Attention(), Ffn()])])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for attn, ffn in self.layers:  # pyright: ignore[reportGeneralTypeIssues]
+            x = attn(x) + x
+            x = ffn(x) + x
+        return x
+
+
+class Pyramid(Model):
+    """The stages would be layers with a sub-layer for each module in their loops."""
+
+    modules_of_q = ("stages.0.layers.0.0.q", "stages.1.layers.0.0.q")
+
+    def build(self) -> None:
+        self.stages = nn.Sequential(Transformer(), Transformer())
+
+    def loop(self, x: Tensor) -> Tensor:
+        return self.stages(x)
+
+
+@pytest.fixture(scope="module", params=[Nested, InPlace, SideBySide, Residuals, Pyramid])
+def compiled(request: pytest.FixtureRequest) -> tuple[Model, Model, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = request.param().double().eval()
+    sample = {"x": torch.randn(2, 5, 3, dtype=torch.float64)}
+    base = deepcopy(model)
+    peftc.compile(SPEC, model, seed=0, sample=sample)
+    torch.testing.assert_close(model(**sample), base(**sample), rtol=0, atol=1e-12)
+    with torch.no_grad():
+        for parameter in peftc.parameters(model).values():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model, base, sample
+
+
+def test_each_iteration_is_a_layer(compiled: tuple[Model, Model, dict[str, Tensor]]) -> None:
+    _, base, sample = compiled
+    sites = peftc.sites(base, sample=sample).sites
+    roles = [site.path.partition("layer")[2] for site in sites if site.steps[-1][0] in ("q", "up", "down")]
+    assert roles == [f"[{i}].{role}" for i in (0, 1) for role in ("attn.self.q", "ffn.up", "ffn.down")]
+    assert tuple(site.module for site in sites if site.steps[-1][0] == "q") == base.modules_of_q
+
+
+def test_edits_compute_their_equations(compiled: tuple[Model, Model, dict[str, Tensor]]) -> None:
+    model, _, _ = compiled
+    assert len(peftc.parameters(model)) == 2 * PARAMETERS
+    report = peftc.verify(model)  # gradients, training and folding included
+    assert report.ok, str(report)
+    assert report.witnessed == report.sites == 10
+
+
+@pytest.mark.parametrize("copy", [deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
+def test_copies_are_edited(
+    compiled: tuple[Model, Model, dict[str, Tensor]], copy: Callable[[nn.Module], nn.Module]
+) -> None:
+    model, base, sample = compiled
+    again = copy(model)
+    torch.testing.assert_close(again(**sample), model(**sample), rtol=0, atol=0)
+    peftc.remove(again)
+    assert all(torch.equal(base.state_dict()[name], value) for name, value in again.state_dict().items())
+    assert torch.equal(again(**sample), base(**sample))
+
+
+def test_a_compiled_graph_has_the_edits(compiled: tuple[Model, Model, dict[str, Tensor]]) -> None:
+    model, _, sample = compiled
+    with torch.no_grad():
+        result = torch.compile(model, backend="eager", fullgraph=True)(**sample)
+        torch.testing.assert_close(result, model(**sample), rtol=0, atol=1e-12)
