@@ -16,7 +16,7 @@ from peftc.planning.planner import make_plan
 from peftc.planning.selection.selectors import resolve
 from peftc.recognition.analysis import Analysis, ModelLike
 from peftc.recognition.attention.patterns import attention_at
-from peftc.recognition.layers import LayerType, has_parts
+from peftc.recognition.layer_types import LayerType, has_parts
 from peftc.rewriting.insert import Inserter
 from peftc.rewriting.regions import LayerRegions
 from peftc.rewriting.states import node_of

@@ -26,7 +26,7 @@ from peftc.installation.record import installation_of, is_installed
 from peftc.planning.foldability.affine import is_linear
 from peftc.planning.foldability.check import is_number
 from peftc.planning.ir import Arithmetic, Constant, FormCall, Read, SiteEdit, Term
-from peftc.recognition.layers import LayerType
+from peftc.recognition.layer_types import LayerType
 from peftc.rewriting.edits import CONTAINER, SHARED
 from peftc.runtime.parameters import dense
 

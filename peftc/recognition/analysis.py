@@ -16,7 +16,8 @@ from peftc.models.identity import VERSION, fingerprint, overlaps, parameter_coun
 from peftc.models.skeleton import skeleton
 from peftc.models.sources import ModelSource, resolve
 from peftc.modules.instance_forward import instance_forward
-from peftc.recognition.layers import ModelStructure, analyze_structure, example_width
+from peftc.recognition.layer_types import example_width
+from peftc.recognition.layers import ModelStructure, analyze_structure
 from peftc.recognition.non_layer_sites import module_infos, untraced_modules
 from peftc.recognition.site_builder import all_sites
 from peftc.recognition.stack_names import name_stacks

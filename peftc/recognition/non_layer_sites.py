@@ -26,7 +26,8 @@ from peftc.dataflow.operations import is_norm_module
 from peftc.forms import shapes
 from peftc.observation.sample_forward import ModuleCall
 from peftc.recognition.layer_candidates import containing_list
-from peftc.recognition.layers import ModelStructure, Stack, example_width, last_call
+from peftc.recognition.layer_types import example_width
+from peftc.recognition.layers import ModelStructure, Stack, last_call
 from peftc.recognition.module_features import module_features
 from peftc.semantics.vocabulary import FROZEN_MODULES
 

@@ -20,7 +20,8 @@ from peftc.forms import shapes
 from peftc.recognition.attention.manual_attention import joined_shape
 from peftc.recognition.attention.patterns import Attention
 from peftc.recognition.ffn import Projection
-from peftc.recognition.layers import LayerType, ModelStructure
+from peftc.recognition.layer_types import LayerType
+from peftc.recognition.layers import ModelStructure
 from peftc.recognition.loops import contains_name
 from peftc.recognition.moe.matrices import ExpertModules, Router
 from peftc.recognition.moe.states import expert_states, linear_states, router_states

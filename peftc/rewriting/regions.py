@@ -22,7 +22,7 @@ from peftc.addressing.sites import (
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.shapes import Tokens
 from peftc.planning import ir
-from peftc.recognition.layers import LayerType
+from peftc.recognition.layer_types import LayerType
 from peftc.rewriting.anchors import Anchor, calls_of, contains, frames_between, relative
 from peftc.rewriting.edits import (
     Region,

@@ -11,7 +11,7 @@ from peftc.addressing.sites import INPUT, OUTPUT, ActivationRef, Site, State, pa
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import EDIT, example, first_input, is_edit, shape
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.recognition.layers import LayerType
+from peftc.recognition.layer_types import LayerType
 from peftc.recognition.site_builder import sub_layer_steps
 from peftc.rewriting.anchors import (
     Anchor,

@@ -148,7 +148,9 @@ def test_edits_compute_their_equations(compiled: tuple[Model, Model, dict[str, T
     assert report.witnessed == report.sites == 10
 
 
-@pytest.mark.parametrize("copy", [deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copy", [deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
 def test_copies_are_edited(
     compiled: tuple[Model, Model, dict[str, Tensor]], copy: Callable[[nn.Module], nn.Module]
 ) -> None:

@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.recognition.layer_candidates import repeated_blocks
-from peftc.recognition.layers import is_weighted_sum
+from peftc.recognition.layer_types import is_weighted_sum
 from peftc.recognition.roles import SubLayer, sub_layers
 from peftc.tracing.region_trace import RegionTrace
 from peftc.tracing.tracer import RegionTracer

@@ -154,7 +154,12 @@ class OperationInterceptor(TorchFunctionMode):
             self.handler.edit("residual", [label.owner], args[1 - result_index])
         operands = list(args)
         operands[result_index] = self._edit_summands(args[result_index], labels)
-        return self.handler.edit("total", {label.owner for label in labels}, func(*operands, **kwargs)), others
+        total, owners = func(*operands, **kwargs), {label.owner for label in labels}
+        if total is not args[0]:
+            return self.handler.edit("total", owners, total), others
+        before = total.clone()  # the sum is written in place, and other code may hold the tensor
+        edited = self.handler.edit("total", owners, before)
+        return total if edited is before else total.copy_(edited), others
 
     def _parallel_sum(self, func: Function, args: Args, kwargs: Kwargs) -> tuple[Tensor, Labels]:
         """The sum of two edited results; edits that read the residual wait for the residual sum."""
