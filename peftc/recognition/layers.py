@@ -201,11 +201,18 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
 def _bodies(kind: LayerType, bodies: Sequence[tuple[str, ...]]) -> Iterator[LayerType]:
     """The type of each iteration of a loop: its part of the graph."""
     groups = sub_layers_by_body(bodies, kind.subs, kind.layer)
-    for body, subs in zip(bodies, groups, strict=True):
+    for body, members in zip(bodies, groups, strict=True):
+        subs = [_without_norms_outside(sub, body) for sub in members]
         untraced = [part for part in kind.untraced if any(contains_name(name, part.module) for name in body)]
         stream = subs[0].res if subs else kind.stream
         first = f"{kind.first}.{body[0]}".lstrip(".")
         yield replace(kind, subs=subs, untraced=untraced, stream=stream, first=first, parts=body)
+
+
+def _without_norms_outside(sub: SubLayer, body: Sequence[str]) -> SubLayer:
+    """A sub-layer without a norm behind the loop, or of another iteration."""
+    norms = [norm for norm in sub.norms if any(contains_name(part, str(norm.target)) for part in body)]
+    return replace(sub, norms=norms, output_norm=sub.output_norm if sub.output_norm in norms else None)
 
 
 def _layers_around_loops(layers: Mapping[str, LayerType], structure: ModelStructure) -> set[str]:
@@ -214,7 +221,7 @@ def _layers_around_loops(layers: Mapping[str, LayerType], structure: ModelStruct
     stages = set[str]()
     for key, name in first.items():
         kind = layers[name]
-        calls = [call for call in structure.seen.calls if contains_name(name, call)]
+        calls = [call for call in structure.seen.calls if call != name and contains_name(name, call)]
         loops = find_loops(structure.model, structure.seen, calls) if len(kind.subs) > 1 else []
         bodies = [[relative_name(part, name) for part in body] for loop in loops for body in loop.bodies]
         groups = sub_layers_by_body(bodies, kind.subs, kind.layer)

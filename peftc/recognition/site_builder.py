@@ -22,7 +22,6 @@ from peftc.recognition.attention.patterns import Attention
 from peftc.recognition.ffn import Projection
 from peftc.recognition.layer_types import LayerType
 from peftc.recognition.layers import ModelStructure
-from peftc.recognition.loops import contains_name
 from peftc.recognition.moe.matrices import ExpertModules, Router
 from peftc.recognition.moe.states import expert_states, linear_states, router_states
 from peftc.recognition.non_layer_sites import Steps, embeddings, final_norms, heads, path_of, qualified, weight_states
@@ -92,10 +91,7 @@ class LayerSites:
     def end_of_body(self) -> fx.Node:
         """The residual stream behind an iteration of a loop: its last sum, or the norm of that."""
         sub = self.kind.subs[-1]
-        own = sub.output_norm is not None and any(
-            contains_name(part, str(sub.output_norm.target)) for part in self.kind.parts
-        )
-        return sub.output_norm if own and sub.output_norm is not None else sub.add
+        return sub.add if sub.output_norm is None else sub.output_norm
 
     def sub_layer_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site]:
         attention, group = sub.attention, f"{self.stack}.{sub.variant}".removesuffix(".")
