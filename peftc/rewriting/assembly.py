@@ -7,7 +7,8 @@ from peftc.addressing.sites import TABLE_IDS, Site
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning import ir
 from peftc.planning.on_table import is_prompt
-from peftc.recognition.layers import LayerType, ModelStructure
+from peftc.recognition.layer_types import LayerType
+from peftc.recognition.layers import ModelStructure
 from peftc.rewriting.anchors import relative
 from peftc.rewriting.edits import Region
 from peftc.rewriting.legality.bypasses import (

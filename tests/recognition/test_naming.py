@@ -59,7 +59,7 @@ def test_a_final_norm_belongs_to_one_stack() -> None:
 
 def test_an_embedding_belongs_to_the_innermost_enclosing_stack() -> None:
     anatomy: Any = SimpleNamespace(
-        stacks=[Stack("outer", "model.layers", [], []), Stack("inner", "model.part.layers", [], [])]
+        stacks=[Stack("outer", "model.layers", [], [], []), Stack("inner", "model.part.layers", [], [], [])]
     )
     assert [stack_of(name, anatomy) for name in ("model.embed", "model.part.embed", "embed")] == [
         "outer",
