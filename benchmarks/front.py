@@ -1,4 +1,4 @@
-"""What the front end costs: `check` in a cold process, a plan by a cached table, a line of a long spec.
+"""What the front end costs: a cold `check`, a plan by a cached table, a line of a long spec.
 
 CPU time, medians of five. The plan is a ratio to what any program on the model imports.
 
