@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 from peftc.adapters.base import dtype_name
 from peftc.addressing.sites import Site, parameter_name
 from peftc.folding.module_folds import rounded, sum_dtype
+from peftc.folding.own_forward import base_class, computes_product
 from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.folding.weights import Folding, listed_names
 from peftc.forms.adapter_module import ACTIVATION
@@ -111,6 +112,8 @@ class Widening(Folding):
             raise NotWider(f"the matrices of `{site.path}` are parameters of no Linear")
         if not (is_linear(up) and is_linear(down) and site.states["h"].linear == down.path):
             raise NotWider(f"`h` of `{site.path}` is not simply the output of `down`")
+        for linear in (up, down):
+            self.check_forward(linear)
         self.check_alone(site_edit, up, down)
         own = self.activation(site, up, hidden)
         modules = self.modules(site_edit)
@@ -129,6 +132,12 @@ class Widening(Folding):
             raise NotWider(f"the activation of `{site.path}` is not {act}")
         constant = None if constant is None else constant * scale
         return HiddenUnits(site_edit.edit, up, down, rows, biases, columns, constant)
+
+    def check_forward(self, linear: Site) -> None:
+        """Raises: NotWider where a class's own code computes something else than a product."""
+        module, weight = self.model.get_submodule(linear.module), linear.states["w"].weight
+        if weight is None or not computes_product(module, weight):
+            raise NotWider(f"`forward` of {base_class(module).__name__} is not simply a product with its weight")
 
     def check_alone(self, site_edit: SiteEdit, up: Site, down: Site) -> None:
         """Raises: NotWider where another edit needs the ffn as it is, or acts before this one."""

@@ -11,6 +11,7 @@ from peftc.adapters.base import dtype_name
 from peftc.addressing.sites import WeightRef
 from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.folding.own_forward import base_class, computes_product
 from peftc.folding.report import Change
 from peftc.forms.affine_module import Affine
 from peftc.forms.module import FormModule, has_values
@@ -45,10 +46,13 @@ def combine(model: nn.Module, module: str, folds: Sequence[Fold]) -> dict[str, t
 
     w and b first, as when the model runs; then what is done to the output; what is done to the
     input last and backwards, since W (E2 (E1 x)) = ((W E2) E1) x. Sums are in float32 (float64).
-    Raises: P530 (NaN or infinite entries), CannotFold (the module has no place for a bias).
+    Raises: P530 (NaN or infinite entries), CannotFold (the module has no place for a bias, or has a
+    forward of its own that computes something else).
     """
     parameters = UnroundedParameters(model, module)
     ordered = sorted(folds, key=lambda fold: fold.position)
+    for fold in ordered:
+        _check_forward(fold, model.get_submodule(module))
     for fold in ordered:
         _apply(fold, parameters, "weight")
     for side, folds_of_side in (("output", ordered), ("input", ordered[::-1])):
@@ -57,6 +61,17 @@ def combine(model: nn.Module, module: str, folds: Sequence[Fold]) -> dict[str, t
                 _apply(fold, parameters, side)
     edits = tuple(dict.fromkeys(fold.site_edit.edit for fold in ordered))
     return dict(parameters.rounded(edits))
+
+
+def _check_forward(fold: Fold, module: nn.Module) -> None:
+    """Raises: CannotFold where an edit of h or x folds into a module that is no plain product."""
+    weight = fold.target.weight
+    if fold.target.side == "weight" or weight is None or fold.target.site.bare or weight.stacked_slice is not None:
+        return
+    if not computes_product(module, weight):
+        cls = base_class(module)
+        reason = f"`forward` of {cls.__name__} computes something else than its {weight.attribute} and bias say"
+        raise CannotFold(fold.site_edit.edit, reason)
 
 
 @dataclass
@@ -140,8 +155,7 @@ def rounded(name: str, value: Tensor, dtype: torch.dtype, edits: tuple[str, ...]
 
 def is_linear_module(module: nn.Module) -> bool:
     """An nn.Linear that computes as one, whatever edits did to its class."""
-    generated = getattr(type(module), "_peftc_kind", None)
-    base: type[nn.Module] = type(module) if generated is None else generated.base
+    base = base_class(module)
     return issubclass(base, nn.Linear) and base.forward is nn.Linear.forward
 
 

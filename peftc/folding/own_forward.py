@@ -1,0 +1,72 @@
+"""Whether a module computes W x + b, as a fold into its parameters takes for granted.
+
+PyTorch's own modules do. A class with a `forward` of its own is run on a few vectors: it may scale
+the product, or change what it multiplies.
+"""
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from peftc.addressing.sites import WeightRef
+from peftc.forms.module import has_values
+from peftc.runtime.parameters import dense
+
+_VECTORS = 3
+
+
+def base_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, whatever edits did to it."""
+    generated = getattr(type(module), "_peftc_kind", None)
+    return type(module) if generated is None else generated.base
+
+
+def computes_product(module: nn.Module, weight: WeightRef) -> bool:
+    """Whether the forward of a module's class multiplies by its weight and adds its bias.
+
+    A forward that fails on vectors (on ids, of an embedding) counts as one that does not.
+    """
+    cls = base_class(module)
+    if _defining_class(cls).__module__.startswith("torch.nn."):
+        return True
+    stored = dense(getattr(module, weight.attribute).detach())
+    if not has_values(stored) or not stored.is_floating_point():
+        return True  # folding refuses it with a reason of its own
+    matrix = stored.t() if weight.transposed else stored
+    try:
+        with torch.no_grad():
+            x = _vectors(module, matrix)
+            result, product = cls.forward(module, x), _product(module, matrix, x)
+            return result.shape == product.shape and _is_close(result, product)
+    except Exception:  # whatever the class's own code raises
+        return False
+
+
+def _defining_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return next(base for base in cls.__mro__ if "forward" in vars(base))
+
+
+def _vectors(module: nn.Module, matrix: Tensor) -> Tensor:
+    """Features that differ between the vectors. Shapes: (vectors, d_in); of an embedding, ids."""
+    if isinstance(module, nn.Embedding):
+        return torch.arange(min(_VECTORS, module.num_embeddings), device=matrix.device)
+    width = math.prod(matrix.shape[1:])
+    numbers = torch.arange(_VECTORS * width, device=matrix.device, dtype=torch.float32)
+    x = numbers.mul(0.7).sin().to(matrix.dtype)
+    return x.reshape(_VECTORS, *matrix.shape[1:])
+
+
+def _product(module: nn.Module, matrix: Tensor, x: Tensor) -> Tensor:
+    """The same by PyTorch's own forward, or by the equation."""
+    if isinstance(module, (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return next(cls for cls in type(module).__mro__ if cls.__module__.startswith("torch.nn.")).forward(module, x)
+    return nn.functional.linear(x, matrix, cast("Tensor | None", getattr(module, "bias", None)))
+
+
+def _is_close(result: Tensor, product: Tensor) -> bool:
+    """Up to rounding in the dtype of the product."""
+    tolerance = 64 * torch.finfo(product.dtype).eps
+    difference, size = (result.double() - product.double()).abs().max(), product.double().abs().max()
+    return bool(difference <= tolerance * size.clamp(min=torch.finfo(product.dtype).tiny))
