@@ -37,7 +37,7 @@ MODELS = {
     "qwen2-moe": {**ZOO, "G": 2, "f": 24},
     "mamba": ZOO,
 }
-OWN_NAMES = re.compile(r"mixer\.(in|x|out)_proj|shared_expert_gate")  # Linears without a role
+OWN_NAMES = re.compile(r"mixer\.(in|x|dt|out)_proj|shared_expert_gate")  # Linears without a role
 
 
 def documented() -> dict[str, dict[str, str]]:

@@ -213,6 +213,7 @@ class ModuleInfo:
         output: the same of its result.
         output_path: as `ActivationRef.key_path`.
         input_map: whether the features of the input are its second dimension, as in images.
+        output_map: the same of its result.
         kernel: of a convolution that reads patches; its input has the features of one patch.
         ids: of an embedding, where the ids are (`ActivationRef.node`); `input` is how many.
         unknown: why its input or its output has no name.

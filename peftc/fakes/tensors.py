@@ -69,9 +69,9 @@ def as_fake(
 def fake_copy(value: T, mode: FakeTensorMode | None = None, *, widen: bool = False, whole: bool = False) -> T:
     """A deep copy of a model, a cache or arguments in which every tensor is fake.
 
-    It keeps ties, training flags and `requires_grad`, and has no assigned forwards. Of the hooks it
-    has those of the libraries that define the model: flags of theirs say that they are there.
-    `whole`: of a whole model; if accelerate has dispatched it, the copy is on the CPU.
+    It keeps ties, training flags and `requires_grad`, and has neither hooks nor assigned forwards.
+    `whole`: of a whole model. It has the hooks of the libraries that define it, since flags of
+    theirs say that they are there. If accelerate has dispatched it, the copy is on the CPU.
     """
     mode = mode or new_mode()
     with _disable_current_modes():  # an active mode would intercept every tensor that is made
@@ -90,7 +90,8 @@ def fake_copy(value: T, mode: FakeTensorMode | None = None, *, widen: bool = Fal
             if not isinstance(value, nn.Module):
                 return copy.deepcopy(value, memo)
             model = _copy_module(value, memo)
-            copy_library_hooks(value, memo)
+            if whole:  # hooks in a part report to the call of the whole model, which may be running
+                copy_library_hooks(value, memo)
             return cast(T, model)
 
 

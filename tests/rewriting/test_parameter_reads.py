@@ -186,7 +186,7 @@ class Given(Layer):
 @pytest.mark.parametrize(
     ("cls", "glob", "refusal"),
     [
-        (Around, "layers.*.fc", True),  # the sample runs without gradients: no layer is called
+        (Around, "layers.*.fc", False),  # the sample runs without gradients: the model's code multiplies
         (Flagged, "layers.*.fc", True),
         (Flagged, "layers.*", True),  # the enclosing code runs its children one by one
         (Flagged, "layers.*.out", False),
@@ -209,6 +209,20 @@ def test_edits_around_such_a_module_are_refused(cls: Callable[[], nn.Module], gl
     assert diagnostic.code == "P435"
     assert diagnostic.span is not None
     assert model.state_dict().keys() == before.keys()
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_an_edit_acts_where_code_multiplies_by_the_weight(with_gradients: bool) -> None:
+    model = Around().double().eval()
+    base = copy.deepcopy(model)
+    peftc.compile('peft 1\nedit e at "layers.*.fc" { w += lowrank(r=2) }', model, sample={"x": X}, seed=0)
+    randomise(peftc.parameters(model))
+    factors = list(peftc.parameters(model).values())
+    with torch.no_grad():
+        for layer, down, up in zip(base.layers, factors[::2], factors[1::2], strict=True):
+            layer.get_parameter("fc.weight").add_(up @ down)
+    with torch.set_grad_enabled(with_gradients):
+        torch.testing.assert_close(model(X), base(X), rtol=0, atol=1e-10)
 
 
 class ReadsWeightDtype(nn.Module):
