@@ -76,7 +76,7 @@ def _rows(selection: list[tuple[str, Case]], options: argparse.Namespace) -> Ite
     answers = run(jobs, options.jobs, options.seconds, "benchmarks.foreign_checks.worker")
     for count, (job, answer) in enumerate(answers, 1):
         name = job["name"]
-        row = {"library": libraries[name], **answer}
+        row = {"library": libraries[name], "dynamo": job["dynamo"], **answer}
         row.setdefault("verdict", "error" if "error" in answer else "not run")
         print(f"{count}/{len(jobs)} {name}: {row['verdict']}", file=sys.stderr)
         yield name, row

@@ -15,6 +15,7 @@ RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 README, MODELS, PROMISES = (
     (ROOT / path).read_text(encoding="utf-8") for path in ("README.md", "docs/models.md", "docs/promises.md")
 )
+SENTENCES = " ".join(README.split())  # of README.md, whatever its lines
 
 
 def results(name: str) -> Any:
@@ -42,11 +43,19 @@ def test_results_have_date_commit_and_versions(path: Path) -> None:
 
 
 def test_the_time_to_compile() -> None:
-    seconds = results("compile_time")["seconds"]
-    _, *table = rows(PROMISES, "| | 8 layers | 80 layers |")
-    for name, row in zip(("peftc", "PEFT"), table, strict=True):
-        few, many = (seconds[f"{name} {layers}"]["first"] for layers in (8, 80))
-        assert row[1:] == [f"{few:.2f} s", f"{many:.2f} s", f"{many / few:.1f}"]
+    seconds = {(row["kind"], row["shape"], row["layers"]): row for row in results("compile_time")["seconds"]}
+    shapes = [shape for kind, shape, _ in seconds if kind == "PEFT"]
+    _, *table = rows(PROMISES, "| | PEFT | peftc | ÷ | second model, ÷ |")
+    for shape, row in zip(shapes, table, strict=True):
+        peft, peftc = (seconds[kind, shape, 0] for kind in ("PEFT", "peftc"))
+        ratios = [f"{peftc[when] / peft[when]:.2f}" for when in ("first", "later")]
+        assert row == [shape, f"{peft['first']:.2f} s", f"{peftc['first']:.2f} s", *ratios]
+    _, *table = rows(PROMISES, "| | shallow | deep | ÷ |")
+    deep = [("peftc", "LLaMA 405B", 12, 126)]
+    deep += [("plan", shape, 8, 0) for kind, shape, layers in seconds if kind == "plan" and not layers]
+    for (kind, shape, few, many), row in zip(deep, table, strict=True):
+        shallow, all_layers = (seconds[kind, shape, layers]["first"] for layers in (few, many))
+        assert row[1:] == [f"{shallow:.2f} s", f"{all_layers:.2f} s", f"{all_layers / shallow:.1f}"]
 
 
 def test_the_overhead() -> None:
@@ -66,7 +75,7 @@ def test_the_coverage() -> None:
     shares = [summary[key].partition("(")[2].rstrip(")") for key in ("a, b, c, e", "d")]
     assert [row[-1] for row in rows(MODELS, "| LoRA on q and v, a parallel adapter")] == shares
     assert f"{summary['ran']} models run" in MODELS
-    assert f"{float(shares[0].rstrip(' %')):.0f} % of the models of transformers take all edits" in README
+    assert f"{float(shares[0].rstrip(' %')):.0f} % of the models of transformers take all edits" in SENTENCES
 
 
 def test_the_coverage_of_other_libraries() -> None:
@@ -76,7 +85,10 @@ def test_the_coverage_of_other_libraries() -> None:
         f"{summary['ran']} of {summary['libraries']}",
         summary["with every edit"].partition("(")[2].rstrip(")"),
         str(summary["ever wrong"]),
+        str(summary["without torch.compile"]),
     ]
+    passed, _, ran = summary["with every edit"].partition(" ")[0].partition("/")
+    assert f"and so do {passed} of {ran} models of other libraries" in SENTENCES
 
 
 def test_the_promises() -> None:

@@ -65,6 +65,7 @@ def summary(rows: Rows) -> dict[str, Any]:
     for verdict in ("error", "incomplete", "refused"):
         result[verdict] = sum(r["verdict"] == verdict for r in some)
     result["roles exact"] = _share(sum(_roles(r) == "exact" for r in some), len(some))
+    result["without torch.compile"] = sum(not r.get("dynamo", True) for r in some)
     for name, trial in TRIALS.items():
         result[f"{name}: {trial.title}"] = _share(sum(_edit(r, name) == "pass" for r in some), len(some))
     return result
