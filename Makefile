@@ -49,7 +49,10 @@ check: lint types test oldest package
 
 benchmarks: $(READY)
 	$(BIN)/python benchmarks/plan.py
+	$(BIN)/python -m benchmarks.front
 	$(BIN)/python -m benchmarks.compile_time
+	$(BIN)/python -m benchmarks.load
+	$(BIN)/python -m benchmarks.mixed_rows
 	$(BIN)/python -m benchmarks.dispatch
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.training

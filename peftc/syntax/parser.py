@@ -5,6 +5,7 @@ by token, and recovers from each error.
 """
 
 from collections.abc import Sequence
+from itertools import repeat
 
 from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
@@ -33,6 +34,11 @@ _NESTING = {
     **dict.fromkeys(("EQUAL", "PLUS_EQUAL", "STAR_EQUAL", "AT", "LBRACE", "RBRACE", "LET", "EXPECT"), _BOUNDARY),
 }
 _FEW_BRACKETS, _FEW_OPERATORS = 30, 40
+# What nests as "+", and the words at which no bracket of a text without errors is open as "\n".
+_NESTING_MARKS = {
+    **{terminal: "+" for terminal, kind in _NESTING.items() if kind > 0},
+    **dict.fromkeys(("LBRACE", "RBRACE", "LET", "EXPECT"), "\n"),
+}
 
 
 @paused_gc()
@@ -131,6 +137,9 @@ def _excess_bracket(tokens: Sequence[Token]) -> Token | None:
 
 def _may_be_deep(terminals: Sequence[str]) -> bool:
     """Whether a text without errors can be too deep, judged by its brackets and operators alone."""
+    marks = "".join([*map(_NESTING_MARKS.get, terminals, repeat(""))])
+    if max(map(len, marks.split("\n"))) <= _FEW_BRACKETS:  # as in nearly all texts
+        return False
     depth = operators = 0
     for terminal in terminals:
         kind = _NESTING.get(terminal)

@@ -29,6 +29,7 @@ class Phrase(NamedTuple):
     last: int
 
 
+_new = tuple.__new__  # of named tuples, whose own constructor takes twice as long
 Value = Any  # the number of a word, a node, a phrase, or a list of these, for the rule around it
 Make = Callable[[list[Value], int, int], Value]  # of the children, and the first and the last word
 
@@ -241,4 +242,4 @@ def _splice(children: list[Value]) -> list[Value]:
 
 
 def _phrase(rule: str) -> Make:
-    return lambda children, first, last: Phrase(rule, children, first, last)
+    return lambda children, first, last: _new(Phrase, (rule, children, first, last))
