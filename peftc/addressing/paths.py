@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from peftc.addressing.site_list import Block, Place, show_steps, site_list
 from peftc.addressing.sites import Site, SiteTable, Steps
 from peftc.semantics.walk import selects_stack
 from peftc.syntax import ast
@@ -21,11 +22,6 @@ BRANCHES = frozenset({"self", "cross"})
 NORM_OWNERS = frozenset({"attn", "ffn", "self", "cross", "q", "k"})
 _PATHS = "_paths"  # where a table keeps them
 _NUMBER = re.compile(r"(?<=\[)\d+(?=\])|(?<=\.)\d+(?=\.|$)")
-
-
-def show_site_steps(steps: Steps) -> str:
-    """`(("layer", 3), ("attn", None))` as `layer[3].attn`."""
-    return ".".join(name if index is None else f"{name}[{index}]" for name, index in steps)
 
 
 def glob_pattern(text: str) -> re.Pattern[str]:
@@ -72,7 +68,7 @@ class StepList:
     name: str
 
     def __str__(self) -> str:
-        return show_site_steps((*self.parent, (self.name, None)))
+        return show_steps((*self.parent, (self.name, None)))
 
 
 @dataclass(frozen=True)
@@ -95,6 +91,15 @@ class Match:
         return self.site.steps[self.positions[written]][1]
 
 
+@dataclass(frozen=True)
+class ItemMatch:
+    """What a path names in the layers of one kind: an item of their template, in these blocks."""
+
+    blocks: Sequence[int]
+    item: int
+    positions: tuple[int, ...]
+
+
 def paths_of(table: SiteTable) -> SitePaths:
     """The paths of a table's sites, which are indexed once."""
     paths: SitePaths | None = vars(table).get(_PATHS)
@@ -107,48 +112,140 @@ class SitePaths:
     """The sites of a model, looked up by paths of selectors."""
 
     def __init__(self, table: SiteTable) -> None:
-        self.table = table
-        self._sizes: dict[tuple[Steps, str], int] = {}  # of each step list
+        self.table, self.sites = table, site_list(table)
         self._alignments: dict[tuple[tuple[str, ...], bool], dict[tuple[str, ...], tuple[int, ...] | None]] = {}
-        self._names = [tuple(name for name, _ in site.steps) for site in table.sites]
-        for site in table.sites:
-            for position, (name, index) in enumerate(site.steps):
-                if index is not None:
-                    key = (site.steps[:position], name)
-                    self._sizes[key] = max(self._sizes.get(key, 0), index + 1)
 
     @cached_property
     def stacks(self) -> tuple[str, ...]:
         """The stacks that have layers: `encoder`, `text.decoder`."""
-        parents = [site.steps[:-1] for site in self.table.sites if site.steps[-1][0] == "layer"]
-        return tuple(dict.fromkeys(show_site_steps(steps) for steps in parents))
+        items = (site.steps for block in self.sites.blocks for site in self._layer_sites(block))
+        return tuple(dict.fromkeys(show_steps(steps[:-1]) for steps in items))
+
+    def _layer_sites(self, block: Block) -> Iterator[Site]:
+        return (item.site for item in block.template.items if item.site.steps[-1][0] == "layer")
+
+    @cached_property
+    def _sizes(self) -> dict[object, int]:
+        """The size of each step list: of those in layers once for each kind."""
+        sizes: dict[object, int] = defaultdict(int)
+        for block in self.sites.blocks:
+            if block.layer is not None and (index := block.layer.steps[-1][1]) is not None:
+                key = None, block.layer.steps[:-1], block.layer.steps[-1][0]
+                sizes[key] = max(sizes[key], index + 1)
+        for numbers in self.sites.templates.values():
+            template = self.sites.blocks[numbers[0]].template
+            depth, kind = (0, None) if template.layer is None else (len(template.layer.steps), id(template))
+            for item in template.items:
+                for position, (name, index) in enumerate(item.site.steps[depth:], depth):
+                    key = kind, item.site.steps[depth:position], name
+                    if item.numbers is not None and position == item.numbers.position:
+                        sizes[key] = max(sizes[key], item.numbers.count)
+                    elif index is not None:
+                        sizes[key] = max(sizes[key], index + 1)
+        return sizes
 
     def size(self, steps: StepList) -> int:
         """The number of steps in a list; 0 where the step has no index."""
-        return self._sizes.get((steps.parent, steps.name), 0)
+        return self._sizes.get(self._list_key(steps), 0)
+
+    def _list_key(self, steps: StepList) -> object:
+        """The same for lists of layers of one kind."""
+        for depth, (name, index) in enumerate(steps.parent, 1):
+            if name == "layer" and index is not None:
+                number = self.sites.layers.get(show_steps(steps.parent[:depth]))
+                if number is not None:
+                    return id(self.sites.blocks[number].template), steps.parent[depth:], steps.name
+        return None, steps.parent, steps.name
 
     def matches(self, steps: Sequence[ast.Step], *, whole: bool = True) -> Iterator[Match]:
-        """The sites that a path names if its indices are ignored."""
+        """The sites that a path names if its indices are ignored, one by one."""
+        positions: dict[tuple[int, int], tuple[int, ...]] = {}
+        for match in self.item_matches(steps, whole=whole):
+            positions |= {(block, match.item): match.positions for block in match.blocks}
+        for number in dict.fromkeys(sorted(block for block, _ in positions)):
+            template = self.sites.blocks[number].template
+            for group in template.groups:
+                members = [item for item in group if (number, item) in positions]
+                for network in template.items[group[0]].all_numbers if members else ():
+                    for item in members:
+                        yield Match(self.sites.at(Place(number, item, network)), positions[number, item])
+
+    def item_matches(self, steps: Sequence[ast.Step], *, whole: bool = True) -> Iterator[ItemMatch]:
+        """The sites that a path names if its indices are ignored, once for each kind of layer."""
         if (choice := next((i for i in range(len(steps)) if selects_stack(steps, i)), None)) is not None:
             yield from self._end_matches(steps, choice, whole)
             return
         written = tuple(step.name for step in steps)
         known = self._alignments.setdefault((written, whole), {})
-        for site, names in zip(self.table.sites, self._names, strict=True):
-            if names not in known:
-                known[names] = align(written, names, whole=whole)
-            if (positions := known[names]) is not None:
-                yield Match(site, positions)
+        for numbers in self.sites.templates.values():
+            for i, item in enumerate(self.sites.blocks[numbers[0]].template.items):
+                names = tuple(name for name, _ in item.site.steps)
+                if names not in known:
+                    known[names] = align(written, names, whole=whole)
+                if (positions := known[names]) is not None:
+                    yield ItemMatch(numbers, i, positions)
 
-    def _end_matches(self, steps: Sequence[ast.Step], choice: int, whole: bool) -> Iterator[Match]:
+    def _end_matches(self, steps: Sequence[ast.Step], choice: int, whole: bool) -> Iterator[ItemMatch]:
         """Matches where step `choice` is `input`, the first stack, or `output`, the last."""
         before, after = tuple(steps[:choice]), tuple(steps[choice + 1 :])
-        end = -1 if steps[choice].name == "output" else 0
-        parents = [match.step_list(choice).parent for match in self.matches((*before, after[0]), whole=False)]
-        for match in self.matches((*before, *after), whole=whole):
-            if match.step_list(choice).parent == parents[end]:
+
+        def parent(match: ItemMatch, block: int) -> Steps:
+            return self.steps(block, match.item)[: match.positions[choice]]
+
+        every = list(self.item_matches((*before, after[0]), whole=False))
+        ends = [(block, match.item, parent(match, block)) for match in every for block in match.blocks]
+        end = (max if steps[choice].name == "output" else min)(ends, default=None, key=lambda one: one[:2])
+        for match in self.item_matches((*before, *after), whole=whole):
+            if blocks := [block for block in match.blocks if end is not None and parent(match, block) == end[2]]:
                 positions = match.positions
-                yield Match(match.site, (*positions[: choice + 1], *positions[choice:]))
+                yield ItemMatch(blocks, match.item, (*positions[: choice + 1], *positions[choice:]))
+
+    def steps(self, block: int, item: int) -> Steps:
+        """The steps of a site in a block; of several networks, of the first."""
+        template, layer = self.sites.blocks[block].template, self.sites.blocks[block].layer
+        steps = template.items[item].site.steps
+        return steps if layer is None else (*layer.steps, *steps[len(layer.steps) :])
+
+    def step_list(self, match: ItemMatch, block: int, written: int) -> StepList:
+        """The list of a written step in a block."""
+        steps, position = self.steps(block, match.item), match.positions[written]
+        return StepList(steps[:position], steps[position][0])
+
+    def indices(self, match: ItemMatch, written: int) -> Iterator[tuple[StepList, Sequence[int], Collection[int]]]:
+        """For a written step: each of its lists, the blocks in which it is the list, and the
+        numbers there. Lists in layers of one kind are alike: the first stands for them all.
+        """
+        template, position = self.sites.blocks[match.blocks[0]].template, match.positions[written]
+        numbers = template.items[match.item].numbers
+        if template.layer is not None and position == len(template.layer.steps) - 1:
+            for block in match.blocks:
+                index = self.steps(block, match.item)[position][1]
+                yield self.step_list(match, block, written), (block,), () if index is None else (index,)
+            return
+        lists = self.step_list(match, match.blocks[0], written)
+        if numbers is not None and position == numbers.position:
+            yield lists, match.blocks, range(numbers.count)
+        else:
+            index = template.items[match.item].site.steps[position][1]
+            yield lists, match.blocks, () if index is None else (index,)
+
+    def selected(self, match: ItemMatch, steps: Sequence[ast.Step]) -> tuple[Sequence[int], frozenset[int]]:
+        """The blocks, and the numbers of networks, that the indices of a path select."""
+        template = self.sites.blocks[match.blocks[0]].template
+        item, blocks = template.items[match.item], list(match.blocks)
+        networks = set(item.all_numbers)
+        for i, step in enumerate(steps):
+            if step.indices is None:
+                continue
+            is_network = item.numbers is not None and match.positions[i] == item.numbers.position
+            remaining = set[int]()
+            for lists, own, numbers in self.indices(match, i):
+                ranges = [index_range(index, self.size(lists)) for index in step.indices]
+                chosen = {number for number in numbers if any(number in one for one in ranges)}
+                networks &= chosen if is_network else networks
+                remaining.update(own if chosen else ())
+            blocks = [block for block in blocks if block in remaining]
+        return blocks, frozenset(networks)
 
     def has_indices(self, match: Match, steps: Sequence[ast.Step]) -> bool:
         """Whether the site's indices are among those that the path selects."""
@@ -175,11 +272,6 @@ def in_range(index: ast.Index, size: int) -> bool:
     """Whether both ends of an index exist and the range is not empty."""
     ends = [end for end in (index.start, index.stop) if end is not None]
     return all(-size <= end < size for end in ends) and len(index_range(index, size)) > 0
-
-
-def step_lists(matches: Iterable[Match], written: int) -> tuple[StepList, ...]:
-    """The distinct lists that a written step stands for, in model order."""
-    return tuple(dict.fromkeys(match.step_list(written) for match in matches))
 
 
 def index_ranges(numbers: Sequence[int]) -> str:

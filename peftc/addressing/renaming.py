@@ -27,7 +27,7 @@ class Renaming:
 
     def __init__(self, old: LayerName, new: LayerName) -> None:
         self.old, self.new = old, new
-        self._states = dict[int, State]()  # sites share states
+        self._states = dict[int, tuple[State, State]]()  # by `id` of the old one, which must not be reused
 
     def site(self, site: Site) -> Site:
         root = self.module(site.root)
@@ -53,8 +53,8 @@ class Renaming:
             return state
         if id(state) not in self._states:
             linear = self.path(state.linear) if state.linear else ""
-            self._states[id(state)] = _with(state, weight=weight and self.weight(weight), linear=linear)
-        return self._states[id(state)]
+            self._states[id(state)] = state, _with(state, weight=weight and self.weight(weight), linear=linear)
+        return self._states[id(state)][1]
 
     def weight(self, weight: WeightRef) -> WeightRef:
         stacked = weight.stacked_slice

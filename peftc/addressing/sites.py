@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -270,7 +270,7 @@ class SiteTable:
     parameters: int  # total of the base, tied weights once
     d_model: int
     fingerprint: str
-    sites: tuple[Site, ...]  # in model order
+    sites: Sequence[Site]  # in model order
     modules: tuple[ModuleInfo, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()  # groups of dotted parameter names that are one tensor
     overlaps: tuple[tuple[str, ...], ...] = ()  # groups of distinct parameters that share memory

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from peftc.addressing.sites import Site, SiteTable, UntracedModule
+from peftc.addressing.site_list import SiteList
+from peftc.addressing.sites import SiteTable, UntracedModule
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.tensors import fake_mode
 from peftc.models.identity import VERSION, fingerprint, overlaps, parameter_count, tied_groups
@@ -86,9 +87,10 @@ def _check_names(model: nn.Module) -> None:
                 raise PeftcError(Diagnostic("P511", message, help="rename the module"))
 
 
-def _warnings(source: ModelSource, sites: tuple[Site, ...], untraced: tuple[UntracedModule, ...]) -> Iterator[str]:
+def _warnings(source: ModelSource, sites: SiteList, untraced: tuple[UntracedModule, ...]) -> Iterator[str]:
     """What a model lacks; and the modules of one in memory whose code is unknown."""
-    words = {step for site in sites for step, _ in site.steps}
+    items = (item for block in sites.blocks for item in block.template.items)
+    words = {step for item in items for step, _ in item.site.steps}
     if "layer" not in words:
         yield f"{source.id} has no transformer layers: only its modules have names"
     elif "attn" not in words and not any("attn" in module.roles for module in untraced):

@@ -2,14 +2,15 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
-from peftc.addressing.renaming import LayerName, Renaming
+from peftc.addressing.renaming import LayerName
+from peftc.addressing.site_list import Block, Numbers, SiteList, Template, TemplateSite
 from peftc.addressing.sites import ActivationRef, FeatureDims, MatrixLayout, Site, Slice, State, WeightRef
 from peftc.dataflow.features import features_dim, separates
 from peftc.dataflow.layer_graph import LayerGraph
@@ -33,24 +34,26 @@ TRANSPOSED = MatrixLayout((1, 0), 1)
 ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
-def all_sites(structure: ModelStructure) -> tuple[Site, ...]:
-    """Every site of the model, in model order; those of layers once for each type, and renamed."""
-    sites: list[Site] = [*embeddings(structure)]
+def all_sites(structure: ModelStructure) -> SiteList:
+    """Every site of the model, in model order; those of layers once for each type."""
+    blocks = [outside_layers(embeddings(structure))]
     cache: dict[object, Any] = {}
     for stack in structure.stacks:
-        first: dict[int, tuple[LayerName, list[Site]]] = {}
+        templates: dict[int, Template] = {}
         layers = zip(stack.layers, stack.kinds, stack.roots, strict=True)
         for i, (name, kind, root) in enumerate(layers):
             steps, call = qualified(stack.name, (("layer", i),)), structure.seen.calls.get(root)
             layer = LayerName(steps, path_of(steps), name, call.count if call is not None else 1)
-            if id(kind) not in first:
-                own = LayerSites(root, name, kind, steps, stack.name, cache).sites()
-                first[id(kind)] = layer, [replace(site, runs=layer.runs) for site in own]
-                sites += first[id(kind)][1]
-            else:
-                known, inside = first[id(kind)]
-                sites += map(Renaming(known, layer).site, inside)
-    return (*sites, *final_norms(structure), *heads(structure))
+            if id(kind) not in templates:
+                items = LayerSites(root, name, kind, steps, stack.name, cache).items()
+                own = (replace(item, site=replace(item.site, runs=layer.runs)) for item in items)
+                templates[id(kind)] = Template(layer, tuple(own))
+            blocks.append(Block(templates[id(kind)], layer))
+    return SiteList([*blocks, outside_layers((*final_norms(structure), *heads(structure)))])
+
+
+def outside_layers(sites: Iterable[Site]) -> Block:
+    return Block(Template(None, tuple(map(TemplateSite, sites))))
 
 
 class LayerSites:
@@ -70,12 +73,13 @@ class LayerSites:
         # states that the model's own code keeps as (batch · tokens, d)
         self.flat = {n.name for n in kind.traced.graph.nodes if getattr(n.meta.get("example"), "ndim", 0) == 2}
 
-    def sites(self) -> list[Site]:
-        sites = [self.layer_site()]
+    def items(self) -> list[TemplateSite]:
+        items = [TemplateSite(self.layer_site())]
         subs = [sub for sub in self.kind.subs if sub.kind != "untraced"]
         for sub, steps in zip(subs, sub_layer_steps(subs), strict=True):
-            sites += self.sub_layer_sites(sub, steps)
-        return sites
+            sites = self.sub_layer_sites(sub, steps)
+            items += [site if isinstance(site, TemplateSite) else TemplateSite(site) for site in sites]
+        return items
 
     def layer_site(self) -> Site:
         first = self.kind.subs[0].res if self.kind.subs else self.stream
@@ -93,7 +97,7 @@ class LayerSites:
         sub = self.kind.subs[-1]
         return sub.add if sub.output_norm is None else sub.output_norm
 
-    def sub_layer_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site]:
+    def sub_layer_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site | TemplateSite]:
         attention, group = sub.attention, f"{self.stack}.{sub.variant}".removesuffix(".")
         states, module = self.sub_layer_states(sub, steps), self.module(sub)
         yield replace(self.site(steps, module, states, group), frozen_modules=self.functions(sub))
@@ -109,15 +113,17 @@ class LayerSites:
         yield from self.norm_sites(sub, steps, group)
         yield self.site(steps + (("add", None),), self.layer, {"h": self.state("h", sub.add)}, group=group)
 
-    def routed_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site]:
-        """The router, the Linears of each expert, and those of the networks beside them."""
+    def routed_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site | TemplateSite]:
+        """The router, the Linears of the experts, and those of the networks beside them."""
         if sub.router is not None:
             yield self.router_site(sub.router, steps + (("router", None),))
         for i, experts in enumerate(sub.experts):
             word = "experts" if i == 0 else "shared" if not sub.shared else f"shared_{i}"
-            for number, role, module, states in expert_states(experts, self.kind.root, self.full):
-                site = self.site(steps + ((word, number), (role, None)), module, states)
-                yield with_own_graph(site) if isinstance(experts, ExpertModules) else site
+            members = tuple(map(self.full, experts.members)) if isinstance(experts, ExpertModules) else ()
+            numbers = Numbers(experts.count, len(self.steps + steps), members)
+            for role, module, states in expert_states(experts, self.kind.root, self.full):
+                site = self.site(steps + ((word, 0), (role, None)), module, states)
+                yield TemplateSite(with_own_graph(site) if members else site, numbers)
         for i, network in enumerate(sub.shared):
             inner = steps + (("shared", i if len(sub.shared) > 1 else None),)
             for role, projection in network.items():

@@ -11,7 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from peftc.addressing.paths import BRANCHES, index_ranges, show_site_steps, stack_steps
+from peftc.addressing.paths import BRANCHES, index_ranges, stack_steps
+from peftc.addressing.site_list import show_steps
 from peftc.addressing.sites import Site, SiteTable, Steps
 from peftc.forms.shapes import Shape
 
@@ -113,12 +114,12 @@ class _Tree:
             stack = _stack(site)
             if stack and stack not in seen:
                 seen.add(stack)
-                rows.append((show_site_steps(stack), "", "", "", ""))
+                rows.append((show_steps(stack), "", "", "", ""))
             if _in_layer(site):
                 rows += layers.pop(_layer(site), [])
             else:
                 indent = "  " if stack else ""
-                rows.append(self._row(f"{indent}{show_site_steps(site.steps[len(stack) :])}", site, site.module))
+                rows.append(self._row(f"{indent}{show_steps(site.steps[len(stack) :])}", site, site.module))
         return rows
 
     def _layers(self) -> dict[Steps, list[Row]]:
@@ -148,7 +149,7 @@ class _Tree:
                     rows.append(self._network_row(network, sites))
             if steps:
                 tail = steps[-2:] if len(steps) > 1 and steps[-1][0] in BRANCHES else steps[-1:]
-                rows.append(self._row(f"{_indent(steps)}{show_site_steps(tail)}", site, _relative_module(site, sites)))
+                rows.append(self._row(f"{_indent(steps)}{show_steps(tail)}", site, _relative_module(site, sites)))
             else:
                 rows.append(self._layer_row(group, site))
         return rows

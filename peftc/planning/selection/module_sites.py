@@ -8,6 +8,7 @@ from itertools import accumulate
 from math import prod
 
 from peftc.addressing.paths import stack_steps
+from peftc.addressing.site_list import Place, SiteList
 from peftc.addressing.sites import (
     INPUT,
     OUTPUT,
@@ -37,20 +38,23 @@ ALSO_THERE = "an edit here also acts there"
 SiteKey = tuple[str, tuple[object, ...]]  # a module, and what of the module
 
 
-def module_site(module: ModuleInfo, table: SiteTable) -> Site:
+def module_site(module: ModuleInfo, sites: SiteList) -> Place | Site:
     """The only site that the whole module computes, else one with the module's own tensors."""
-    whole = (site for site in table.sites if site.module == module.name and site.calls == 1)
-    sites = [site for site in whole if not _is_part(site)]
-    owners = [site for site in sites if any(state.weight for state in site.states.values())]
-    if not owners and not module.parameters and sites:  # a container: its widest role
-        fewest = min(len(site.steps) for site in sites)
-        owners = [site for site in sites if len(site.steps) == fewest]
+    whole = [place for place in sites.by_module.get(module.name, ()) if _is_whole(sites.template_site(place))]
+    owners = [place for place in whole if any(state.weight for state in sites.template_site(place).states.values())]
+    if not owners and not module.parameters and whole:  # a container: its widest role
+        fewest = min(len(sites.template_site(place).steps) for place in whole)
+        owners = [place for place in whole if len(sites.template_site(place).steps) == fewest]
     if len(owners) == 1:
         return owners[0]
     shapes = ",".join(f"{name}{list(shape)}" for name, shape in module.parameters.items())
     path = f'"{module.name}"'
     states = {state.name: state for state in _states(module)}
     return Site(path, ((path, None),), module.name, module.name, f"{module.type}({shapes})", states)
+
+
+def _is_whole(site: Site) -> bool:
+    return site.calls == 1 and not _is_part(site)
 
 
 def _is_part(site: Site) -> bool:

@@ -2,10 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 
 from peftc.addressing.paths import (
     BRANCHES,
-    Match,
+    ItemMatch,
     SitePaths,
     StepList,
     compress_paths,
@@ -14,9 +15,9 @@ from peftc.addressing.paths import (
     index_range,
     index_ranges,
     paths_of,
-    show_site_steps,
-    step_lists,
 )
+from peftc.addressing.selection import Selection
+from peftc.addressing.site_list import Template, show_steps
 from peftc.addressing.sites import ModuleInfo, Site, SiteTable
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.planning.selection import selector_errors
@@ -25,26 +26,37 @@ from peftc.planning.selection.selector_errors import signed_arms, untraced_error
 from peftc.syntax import ast
 from peftc.syntax.printer import print_index, print_selector
 
-SitesByPath = dict[str, Site]
-
 
 def resolve(selector: ast.Selector, table: SiteTable) -> list[Site]:
-    """The sites that a selector names, each once, in model order.
+    """The sites that a selector names, each once, in model order. Raises: as `select`."""
+    return ordered(select(selector, table), table)
+
+
+def select(selector: ast.Selector, table: SiteTable) -> Selection:
+    """What a selector names.
 
     Raises: P201 (no match), P202 (no such index), P203 (a difference removes nothing or all), P214
     (an arm may name sites in an untraced module): all errors of the selector together.
     """
     paths = paths_of(table)
     resolver = _Resolver(paths)
-    sites = resolver.resolve(selector)
+    selection = resolver.resolve(selector)
     untraced = untraced_errors(selector, paths)
     if errors := [*untraced, *(e for e in resolver.errors if not (untraced and e.code == "P201"))]:
         raise PeftcError(errors)
-    position = {site.path: i for i, site in enumerate(table.sites)}
-    if sites.keys() <= position.keys():
-        return sorted(sites.values(), key=lambda site: position[site.path])
-    module = {info.name: i for i, info in enumerate(table.modules)}  # some sites are modules without a role
-    return sorted(sites.values(), key=lambda site: (module.get(site.module, -1), position.get(site.path, -1)))
+    return selection
+
+
+def ordered(selection: Selection, table: SiteTable) -> list[Site]:
+    """The sites of a selection: in model order, or in that of modules if some have no role."""
+    sites = selection.sites
+    if not selection.others:
+        return [sites.at(place) for place in selection.places()]
+    module = {info.name: i for i, info in enumerate(table.modules)}
+    keys = {(module.get(site.module, -1), -1, path): site for path, site in selection.others.items()}
+    listed = ((place, sites.at(place)) for place in selection.places())
+    keys |= {(module.get(site.module, -1), sites.order(place), site.path): site for place, site in listed}
+    return [keys[key] for key in sorted(keys, key=lambda key: key[:2])]
 
 
 def coverage_warnings(selector: ast.Selector, table: SiteTable) -> list[Diagnostic]:
@@ -57,8 +69,9 @@ def coverage_warnings(selector: ast.Selector, table: SiteTable) -> list[Diagnost
 class _Resolver:
     def __init__(self, paths: SitePaths) -> None:
         self.paths, self.table, self.errors = paths, paths.table, list[Diagnostic]()
+        self.nothing = Selection(paths.sites, {}, {})
 
-    def resolve(self, selector: ast.Selector) -> SitesByPath:
+    def resolve(self, selector: ast.Selector) -> Selection:
         match selector:
             case ast.Path():
                 return self._path(selector)
@@ -69,89 +82,118 @@ class _Resolver:
                     self.errors.append(selector_errors.no_module(selector, self.table))
                 return self._modules(modules)
             case ast.Union(arms):
-                return {path: site for arm in arms for path, site in self.resolve(arm).items()}
+                return reduce(Selection.__or__, map(self.resolve, arms), self.nothing)
             case ast.Difference():
                 return self._difference(selector)
 
-    def _path(self, path: ast.Path) -> SitesByPath:
+    def _path(self, path: ast.Path) -> Selection:
         below = path.steps[-1].name == "**"
         steps = path.steps[:-1] if below else path.steps
         if not steps:
             return self._modules(module for module in self.table.modules if module.parameters)
-        matches = list(self.paths.matches(steps))
-        if below and not matches:  # a stack is no site, but there are modules below it
-            matches = list(self.paths.matches(steps, whole=False))
+        matches = list(self.paths.item_matches(steps))
+        whole = bool(matches) or not below  # a stack is no site, but there are modules below it
+        if not whole:
+            matches = list(self.paths.item_matches(steps, whole=False))
         if not matches:
             self.errors.append(selector_errors.no_match(path, steps, self.paths))
-            return {}
+            return self.nothing
         if errors := list(_index_errors(steps, matches, self.paths)):
             self.errors.extend(errors)
-            return {}
-        matches = [match for match in matches if self.paths.has_indices(match, steps)]
-        if not matches:
+            return self.nothing
+        chosen = [(match, *self.paths.selected(match, steps)) for match in matches]
+        items = {(block, match.item): numbers for match, blocks, numbers in chosen if numbers for block in blocks}
+        if not items:
             message = f"`{print_selector(path)}` matches nothing in {self.table.model_id}"
             label = "there is such a site, but not in these layers"
             self.errors.append(Diagnostic("P201", message, path.span, label=label))
         elif below:
-            return self._modules(modules_below([match.prefix for match in matches], self.table))
-        return {match.site.path: match.site for match in matches}
+            singles = self.paths.matches(steps, whole=whole)
+            prefixes = [match.prefix for match in singles if self.paths.has_indices(match, steps)]
+            return self._modules(modules_below(prefixes, self.table))
+        return Selection(self.paths.sites, items, {})
 
-    def _modules(self, modules: Iterable[ModuleInfo]) -> SitesByPath:
-        return {site.path: site for site in (module_site(module, self.table) for module in modules)}
+    def _modules(self, modules: Iterable[ModuleInfo]) -> Selection:
+        return Selection.of(self.paths.sites, (module_site(module, self.paths.sites) for module in modules))
 
-    def _difference(self, selector: ast.Difference) -> SitesByPath:
+    def _difference(self, selector: ast.Difference) -> Selection:
         errors = len(self.errors)
         left, right = self.resolve(selector.left), self.resolve(selector.right)
         if len(self.errors) > errors:
-            return {}
-        sites = {path: site for path, site in left.items() if path not in right}
-        if len(sites) == len(left):
-            self.errors.append(selector_errors.removes_nothing(selector, list(left), list(right)))
-        elif not sites:
+            return self.nothing
+        rest = left - right
+        if len(rest) == len(left):
+            self.errors.append(selector_errors.removes_nothing(selector, left.paths, right.paths))
+        elif not len(rest):
             message = f"`{print_selector(selector)}` leaves no site"
             self.errors.append(Diagnostic("P203", message, selector.span, label="takes all of them away"))
-        return sites
+        return rest
 
 
-def _index_errors(steps: Sequence[ast.Step], matches: Sequence[Match], paths: SitePaths) -> Iterator[Diagnostic]:
+def _index_errors(steps: Sequence[ast.Step], matches: Sequence[ItemMatch], paths: SitePaths) -> Iterator[Diagnostic]:
     for i, step in enumerate(steps):
         if step.indices is None:
             continue
-        sizes = {lists: paths.size(lists) for lists in step_lists(matches, i) if paths.size(lists)}
+        lists = (lists for match in matches for lists, _, _ in paths.indices(match, i))
+        sizes = {one: paths.size(one) for one in lists if paths.size(one)}
         if not sizes:
             message = f"`{step.name}` takes no index here: there is one in each place"
             yield Diagnostic("P202", message, step.span, label="not numbered", help=f"write `{step.name}`")
             continue
         for index in step.indices:
             if not any(in_range(index, size) for size in sizes.values()):
-                yield selector_errors.no_such_index(index, step, sizes)
+                yield selector_errors.no_such_index(index, step, _all_sizes(steps, i, matches, paths))
+
+
+def _all_sizes(
+    steps: Sequence[ast.Step], written: int, matches: Sequence[ItemMatch], paths: SitePaths
+) -> dict[StepList, int]:
+    """The size of each list that a step stands for, in every layer."""
+    lists = [paths.step_list(match, block, written) for match in matches for block in match.blocks]
+    return {one: size for one in dict.fromkeys(lists) if (size := paths.size(one))}
 
 
 def _uneven_layers(path: ast.Path, paths: SitePaths) -> Iterator[Diagnostic]:
     """Layers that the arm names and that lack such a site, for each stack."""
     if path.steps[-1].name == "**":
         return
-    matches = list(paths.matches(path.steps))
+    matches = list(paths.item_matches(path.steps))
     for i, step in enumerate(path.steps):
-        numbers: dict[StepList, set[int | None]] = defaultdict(set)  # with such a site, for each list in order
+        present: dict[StepList, set[int]] = defaultdict(set)  # with such a site, for each list in order
+        alike: dict[StepList, dict[StepList, None]] = defaultdict(dict)  # that list in other layers of the kind
         for match in matches:
-            numbers[match.step_list(i)].add(match.index(i))
-        for steps, present in numbers.items():
-            size = paths.size(steps)
+            for lists, blocks, numbers in paths.indices(match, i):
+                present[lists].update(numbers)
+                alike[lists] |= dict.fromkeys(paths.step_list(match, block, i) for block in blocks)
+        for first, numbers in present.items():
+            size = paths.size(first)
             if not size:
                 continue
             indices = step.indices if step.indices is not None else (ast.Index(None, None),)
             named = sorted({number for index in indices for number in index_range(index, size)})
-            if missing := [number for number in named if number not in present]:
-                message = f"`{print_selector(path)}` is missing on {len(missing)} of {len(named)} layers"
-                note = f"without it: {steps}[{index_ranges(missing)}]"
-                help_ = "write the layers that have it, if this is meant"
-                yield _warning(message, path.span, f"not in every `{steps}`", note, help_)
-            for index in indices:
-                if not in_range(index, size) and len(numbers) > 1:
-                    message = f"`{print_index(index)}` goes past the end of `{steps}`"
-                    note = "only the layers that exist are selected"
-                    yield _warning(message, index.span, f"`{steps}` has 0..{size - 1}", note)
+            missing = [number for number in named if number not in numbers]
+            past = [index for index in indices if not in_range(index, size)] if len(present) > 1 else []
+            for steps in alike[first] if missing or past else ():
+                yield from _uneven_list(path, steps, size, named, missing, past)
+
+
+def _uneven_list(
+    path: ast.Path,
+    steps: StepList,
+    size: int,
+    named: Sequence[int],
+    missing: Sequence[int],
+    past: Iterable[ast.Index],
+) -> Iterator[Diagnostic]:
+    """P204 for the numbers of one list that have no such site, and for indices past its end."""
+    if missing:
+        message = f"`{print_selector(path)}` is missing on {len(missing)} of {len(named)} layers"
+        note = f"without it: {steps}[{index_ranges(missing)}]"
+        help_ = "write the layers that have it, if this is meant"
+        yield _warning(message, path.span, f"not in every `{steps}`", note, help_)
+    for index in past:
+        message = f"`{print_index(index)}` goes past the end of `{steps}`"
+        yield _warning(message, index.span, f"`{steps}` has 0..{size - 1}", "only the layers that exist are selected")
 
 
 def _uneven_attentions(path: ast.Path, paths: SitePaths) -> Iterator[Diagnostic]:
@@ -160,16 +202,25 @@ def _uneven_attentions(path: ast.Path, paths: SitePaths) -> Iterator[Diagnostic]
     if "attn" not in names[:-1] or BRANCHES.intersection(names):
         return
     attn = names.index("attn")
-    matches = [match for match in paths.matches(path.steps) if paths.has_indices(match, path.steps)]
-    present = {match.site.steps[: match.positions[attn] + 2] for match in matches}
+    matches = [(match, *paths.selected(match, path.steps)) for match in paths.item_matches(path.steps)]
+    present = {
+        paths.steps(block, match.item)[: match.positions[attn] + 2]
+        for match, blocks, numbers in matches
+        if numbers
+        for block in blocks
+    }
     layers = {steps[:-2] for steps in present}
-    sites = [site.steps for site in paths.table.sites if site.steps[-1][0] in BRANCHES]
-    attentions = [steps for steps in sites if steps[:-2] in layers]
-    if missing := [show_site_steps(steps) for steps in attentions if steps not in present]:
+    branches = ((number, i) for number, block in enumerate(paths.sites.blocks) for i in _branches(block.template))
+    attentions = [steps for steps in (paths.steps(*branch) for branch in branches) if steps[:-2] in layers]
+    if missing := [show_steps(steps) for steps in attentions if steps not in present]:
         subject = f"`{print_selector(path)}` is missing on {len(missing)} of {len(attentions)}"
         note = f"without it: {', '.join(line for line, _ in compress_paths(missing))}"
         help_ = "write `attn.self` or `attn.cross` if one of them is meant"
         yield _warning(f"{subject} attentions of these layers", path.span, "not in every `attn`", note, help_)
+
+
+def _branches(template: Template) -> list[int]:
+    return [i for i, item in enumerate(template.items) if item.site.steps[-1][0] in BRANCHES]
 
 
 def _warning(message: str, span: Span, label: str, note: str, help_: str | None = None) -> Diagnostic:

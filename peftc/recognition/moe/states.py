@@ -1,6 +1,5 @@
 """The states at the sites of a mixture of experts."""
 
-import itertools
 from collections.abc import Callable, Iterator
 
 from torch import nn
@@ -15,16 +14,14 @@ ROLES = ("gate", "up", "down")
 FullName = Callable[[str], str]  # of a module by its name in the layer
 
 
-def expert_states(
-    experts: Experts, root: nn.Module, full: FullName
-) -> Iterator[tuple[int, str, str, dict[str, State]]]:
-    """For every role of every expert: (number, role, module, states)."""
-    for number, role in itertools.product(range(experts.count), [role for role in ROLES if role in experts.roles]):
+def expert_states(experts: Experts, root: nn.Module, full: FullName) -> Iterator[tuple[str, str, dict[str, State]]]:
+    """For every role of the first expert: (role, module, states). The others have equal ones."""
+    for role in (role for role in ROLES if role in experts.roles):
         if isinstance(experts, ExpertModules):
-            name = f"{experts.members[number]}.{experts.roles[role]}"
-            yield number, role, full(name), linear_states(full(name), root.get_submodule(name))
+            name = f"{experts.members[0]}.{experts.roles[role]}"
+            yield role, full(name), linear_states(full(name), root.get_submodule(name))
         else:
-            yield number, role, full(experts.module), _slice_states(experts.roles[role], number, full)
+            yield role, full(experts.module), _slice_states(experts.roles[role], 0, full)
 
 
 def _slice_states(role: StackedLinear, number: int, full: FullName) -> dict[str, State]:

@@ -1,0 +1,136 @@
+"""What is computed once for each kind of layer is what each layer has, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from peftc.addressing.site_list import SiteList
+from peftc.addressing.sites import Site, SiteTable
+from peftc.diagnostics import PeftcError
+from peftc.explore import parse_selector
+from peftc.planning.selection.selectors import coverage_warnings, resolve
+from peftc.recognition.analysis import Analysis, analyse
+from peftc.recognition.layers import Stack
+from peftc.recognition.moe.matrices import ExpertModules
+from peftc.recognition.moe.states import linear_states
+from peftc.recognition.non_layer_sites import qualified
+from peftc.recognition.site_builder import LayerSites, with_own_graph
+from tests import zoo
+from tests.experts import models as experts
+
+MIXED = ("deepseek_v3", "switch_transformers", "llama4_text", "jetmoe", "gpt_oss")  # experts in every form
+MODELS = (*zoo.SPECIES, *MIXED)
+
+
+@cache
+def analysis(name: str) -> Analysis:
+    return analyse(zoo.build(name) if name in zoo.SPECIES else experts.original(name)[0])
+
+
+def one_by_one(table: SiteTable) -> SiteTable:
+    """The same table, of which nothing is known but its sites."""
+    return replace(table, sites=tuple(table.sites))
+
+
+def sites_of_layers(name: str) -> Iterator[Site]:
+    """The sites of layers, each from the graph of its type with the names of the layer itself."""
+    for stack in analysis(name).structure.stacks:
+        for i in range(len(stack.layers)):
+            yield from sites_of_layer(name, stack, i)
+
+
+def sites_of_layer(name: str, stack: Stack, i: int) -> Iterator[Site]:
+    structure, kind = analysis(name).structure, stack.kinds[i]
+    layer = LayerSites(stack.roots[i], stack.layers[i], kind, qualified(stack.name, (("layer", i),)), stack.name, {})
+    calls = structure.seen.calls.get(stack.roots[i])
+    runs = 1 if calls is None else calls.count
+    items = [replace(item, site=replace(item.site, runs=runs)) for item in layer.items()]
+    lists = {experts.count: experts for sub in kind.subs for experts in sub.experts}
+    networks = {id(item.numbers): item.numbers for item in items if item.numbers is not None}
+    seen = set[int]()
+    for item in items:
+        if item.numbers is None:
+            yield item.site
+        elif id(item.numbers) not in seen:
+            seen.add(id(item.numbers))
+            members = [other.site for other in items if other.numbers is networks[id(item.numbers)]]
+            for number in range(item.numbers.count):
+                yield from (network_site(one, number, lists[item.numbers.count], structure.model) for one in members)
+
+
+def network_site(site: Site, number: int, of: object, model: object) -> Site:
+    """The site of one network, by the module or the slice that it is."""
+    steps = tuple((name, number if name in ("experts", "shared") else index) for name, index in site.steps)
+    path = site.path.replace("experts[0]", f"experts[{number}]").replace("shared[0]", f"shared[{number}]")
+    site = replace(site, steps=steps, path=path)
+    if isinstance(of, ExpertModules):
+        layer = site.module[: site.module.index(of.members[0])]
+        module = f"{layer}{of.members[number]}.{of.roles[site.steps[-1][0]]}"
+        states = linear_states(module, model.get_submodule(module))  # type: ignore[attr-defined]
+        return with_own_graph(replace(site, module=module, states=states))
+    states = {}
+    for key, state in site.states.items():
+        assert state.weight is not None
+        assert state.weight.stacked_slice is not None
+        slice_ = replace(state.weight.stacked_slice, index=number)
+        states[key] = replace(state, weight=replace(state.weight, stacked_slice=slice_))
+    return replace(site, states=states)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_sites_are_those_of_each_layer(name: str) -> None:
+    sites = analysis(name).table.sites
+    assert isinstance(sites, SiteList)
+    assert name in MIXED or any(len(blocks) > 1 for blocks in sites.templates.values())
+    listed = tuple(sites)
+    assert [site for site in listed if any(step == "layer" for step, _ in site.steps)] == list(sites_of_layers(name))
+    assert len(sites) == len(listed)
+    assert [sites[i] for i in range(-len(sites), len(sites))] == [*listed, *listed]
+    assert sites[1:-1] == listed[1:-1]
+    places = list(sites.places())
+    assert [sites.order(place) for place in places] == list(range(len(sites)))
+    assert [sites.find(site.path) for site in listed] == places
+    assert sites.find(f"{listed[0].path}.other") is None
+
+
+SELECTORS = (
+    "layer[*].attn.q",
+    "layer[1..].ffn | layer[0].attn.o",
+    "layer[-1].ffn.up - layer[0].ffn",
+    "encoder.layer[*].attn",
+    "input.layer[0].ffn.down | output.layer[*].attn",
+    "output.layer[*].ffn.norm",
+    "layer[*].ffn.experts[0..1, 3].up",
+    "layer[*].ffn.experts[*].up | layer[1].ffn.experts[2].down",
+    "layer[*].ffn.experts[*].up - layer[*].ffn.experts[1].up",
+    "layer[0, 2].ffn.router",
+    "layer[*].ffn.shared.up",
+    "layer[*].attn.k - layer[*].attn.k",
+    "layer[5..9].ffn",
+    "layer[*].ffn[0].norm",
+    "layer[*].attn.norm | embed",
+    "layer[1].attn.**",
+    '"**"',
+    '"**.*up*"',
+    "**",
+)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("text", SELECTORS)
+def test_a_selector_names_the_sites_of_each_layer(name: str, text: str) -> None:
+    table = analysis(name).table
+    kinds, single = outcome(text, table), outcome(text, one_by_one(table))
+    assert kinds == single
+
+
+def outcome(text: str, table: SiteTable) -> object:
+    selector = parse_selector(text)
+    try:
+        return resolve(selector, table), coverage_warnings(selector, table)
+    except PeftcError as error:
+        return error.diagnostics
