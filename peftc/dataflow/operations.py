@@ -197,7 +197,7 @@ def is_in_place(node: fx.Node) -> bool:
 @cache
 def _writes_first(target: object) -> bool:
     name = str(getattr(target, "__name__", target))
-    return name == "setitem" or target in AUGMENTED or (name.endswith("_") and not name.endswith("__"))
+    return name in ("setitem", "setattr") or target in AUGMENTED or (name.endswith("_") and not name.endswith("__"))
 
 
 def has_side_effects(node: fx.Node) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from torch import fx, nn
@@ -108,7 +109,8 @@ def trace_layer(
         if not (more := set(filter(in_loop, _routing_leaves(traced, layer))) - inlined):
             layer_type = _layer_type(layer, traced, arguments, leaves, mode, bodies)
             if not (more := set(_sole_leaves(layer_type)) - inlined - leaves.keys()):
-                more = {*_leaves_with_roles(layer_type), *_gating_leaves(layer_type)} - inlined - leaves.keys() - tried
+                leaves_to_try = (_leaves_with_roles(layer_type), _gating_leaves(layer_type), _adding_leaves(layer_type))
+                more = set(chain(*leaves_to_try)) - inlined - leaves.keys() - tried
                 tried |= more
             if not more:
                 return layer_type
@@ -179,6 +181,19 @@ def _gating_leaves(layer_type: LayerType) -> Iterator[str]:
         module, source = layer_type.layer.module(node), first_input(node)
         is_plain = module is not None and _has_own_code(module) and not module.state_dict() and is_tensor(source)
         if is_plain and len(shape(source)) == len(shape(node)) and shape(source)[-1] != shape(node)[-1]:
+            yield str(node.target)
+
+
+def _adding_leaves(layer_type: LayerType) -> Iterator[str]:
+    """The leaves without matrices that compute one tensor from several of its shape: they may add
+    the output of a sub-layer to the stream.
+    """
+    # Seen in: x-transformers, whose `Residual` is called with both
+    for node in layer_type.traced.graph.nodes:
+        module = layer_type.layer.module(node)
+        operands = [n for n in (*node.args, *node.kwargs.values()) if shape(n) and shape(n) == shape(node)]
+        plain = module is not None and _has_own_code(module) and not layer_type.layer.is_norm(node)
+        if plain and len(operands) > 1 and all(p.ndim < 2 for p in module.parameters()):
             yield str(node.target)
 
 

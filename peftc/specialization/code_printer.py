@@ -31,7 +31,7 @@ NESTED = 88  # characters of an expression that others are nested into
 COPY = "a copy for an edit: later code changes the value in place"
 MARKERS = (new_version, branch, enter_context, exit_context, end_loop, collect, segment)
 # Their operands get lines of their own: they are no expressions, or run in another order.
-SEPARATE = (*AUGMENTED, operator.setitem, operator.contains, base_call, *MARKERS)
+SEPARATE = (*AUGMENTED, setattr, operator.setitem, operator.contains, base_call, *MARKERS)
 
 OtherPath: TypeAlias = "tuple[fx.Graph, Mapping[int, OtherPath | Exception]]"
 """The graph of a branch's other outcome, with the other paths at its branches."""
@@ -145,6 +145,9 @@ class GraphPrinter:
         elif target is operator.setitem:
             self.same(node)
             self.write(node, [f"{self.texts[node]}[{self.expressions.index(node.args[1])}] = {value(node.args[2])}"])
+        elif target is setattr:
+            self.same(node)
+            self.write(node, [f"{self.texts[node]}.{node.args[1]} = {value(node.args[2])}"])
         elif node.op == "get_attr":
             self.texts[node] = self.expressions.of(node)
         elif is_size(node) and len(node.users) <= 2:

@@ -3,6 +3,7 @@
 The graph holds a block (autocast, a gradient mode) as nodes `enter_context` and `exit_context`.
 """
 
+import builtins
 import contextlib
 import operator
 import threading
@@ -19,7 +20,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from peftc.concurrency.interrupts import shielded
 from peftc.tracing.operations import attention, autograd_function, enter_context, exit_context, script_function
-from peftc.tracing.proxy import contains_proxy
+from peftc.tracing.proxy import concrete_values, contains_proxy
 from peftc.tracing.region_trace import TraceError
 from peftc.tracing.tensor_provenance import RecordedCall
 from peftc.tracing.tracer_base import TracerBase, current_tracer, intercept, patch_attribute
@@ -149,6 +150,7 @@ def patch_libraries(tracer: TracerBase) -> Generator[None]:
     """Inside, libraries record what neither proxies nor instrumented modules would see."""
     block = (("__init__", _record_init), ("__enter__", _record_enter), ("__exit__", _record_exit))
     patches: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        (builtins, "callable", intercept(_is_callable)),
         (AttentionInterface, "get_interface", intercept(_record_interface)),
         *((torch, name, intercept(_record_function, contains_proxy)) for name in FACTORIES + TAKE_SIZES + CRASH),
         (torch, "_check_with", intercept(_guard_check, contains_proxy)),
@@ -193,6 +195,11 @@ class ProvenanceMode(TorchFunctionMode):
 
 def _record_function(tracer: TracerBase, function: Any, /, *args: Any, **kwargs: Any) -> Any:
     return tracer.record("call_function", function, args, kwargs)
+
+
+def _is_callable(tracer: TracerBase, original: Any, value: Any, /) -> bool:
+    """Proxies have a `__call__`, whatever they stand for."""
+    return original(concrete_values(value))
 
 
 def _record_interface(tracer: TracerBase, _: Any, registry: Any, attn_implementation: str, default: Any) -> Any:

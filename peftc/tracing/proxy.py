@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from peftc.tracing.in_place import AUGMENTED, Binding, leaves
 from peftc.tracing.ragged_loops import RaggedSizes, Segments
+from peftc.tracing.records import contents, converted, is_named_tuple, is_record
 from peftc.tracing.region_trace import UnknownLength, is_input
 from peftc.tracing.tracer_base import TracerBase
 
@@ -83,6 +84,13 @@ class ConcreteProxy(fx.Proxy):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.tracer.record("call_function", operator.setitem, (self, key, value))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("tracer", "binding", "_value"):
+            object.__setattr__(self, name, value)
+        else:
+            self.tracer.record_node(setattr, (self, name, value))
+            setattr(self._value, name, concrete_values(value))
 
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self._value, dict):
@@ -211,8 +219,8 @@ def concrete_values(value: Any) -> Any:
         return value._value
     if isinstance(value, Attribute):
         return value.value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(concrete_values, value))
+    if is_record(value):
+        return converted(value, concrete_values)
     if isinstance(value, (tuple, list)):
         return type(value)(map(concrete_values, value))
     if isinstance(value, dict):
@@ -223,9 +231,13 @@ def concrete_values(value: Any) -> Any:
 
 
 def nested_nodes(value: Any) -> Any:
-    """`value` with the node of each proxy in it; lists become tuples."""
+    """`value` with the node of each proxy in it; lists become tuples, and dataclasses
+    dictionaries.
+    """
     if is_proxy(value):
         return value.node
+    if is_record(value) and not is_named_tuple(value):
+        value = contents(value)
     if isinstance(value, (tuple, list)):
         return tuple(map(nested_nodes, value))
     if isinstance(value, dict):

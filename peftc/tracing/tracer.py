@@ -22,6 +22,8 @@ from peftc.tracing.operations import DIRECT, attention
 from peftc.tracing.patches import has_context_decorator, instrument_modules, patch_libraries
 from peftc.tracing.proxy import Attribute, ConcreteProxy, attribute_proxy, concrete_values, is_proxy, nested_nodes
 from peftc.tracing.ragged_loops import ragged_result
+from peftc.tracing.record_nodes import RecordNodes
+from peftc.tracing.records import identities, is_named_tuple, is_record, mutable_parts
 from peftc.tracing.region_trace import ModuleCall, RegionTrace, TraceError, getitem_root
 from peftc.tracing.tracer_base import TracerBase, patch_attribute
 
@@ -35,6 +37,7 @@ class RegionTracer(TracerBase):
         super().__init__(path_prefix)
         self.inline = inline
         self.optional_results = set[Origin]()  # parts of results that Python gets as None where they are None
+        self.records = RecordNodes(self)
 
     def read_attribute(self, module: nn.Module, name: str, value: Any) -> Any:
         owner = self.module_names.get(id(module))
@@ -81,8 +84,12 @@ class RegionTracer(TracerBase):
             kind, target, args, kwargs = "call_module", linear, args[:1], {}
         operands = concrete_values(tuple(args)), concrete_values(dict(kwargs))
         versions_before = [(t, version(t)) for t in leaves(operands) if isinstance(t, torch.Tensor)]
+        parts = list(mutable_parts((args, kwargs), operands)) if kind == "call_module" else []
+        before = list(map(identities, parts))
         with self.pause():
             value = self.compute(kind, target, *operands)
+        if before != list(map(identities, parts)):
+            raise TraceError(f"`{target}` changes a list, a dictionary or an object that the code has constructed")
         arguments = tuple(map(self.create_arg, args)), self.create_arg(dict(kwargs))
         node = self.create_node(kind, target, *arguments, name or OUT_OF_PLACE_NAMES.get(target))
         self.mutations.record(node, value, versions_before)
@@ -112,7 +119,9 @@ class RegionTracer(TracerBase):
             return a
         if type(a) in (list, tuple) and (node := self.loops.collected(nested_nodes(a), type(a))) is not None:
             return node
-        if isinstance(a, list) or (isinstance(a, tuple) and not hasattr(a, "_fields")):
+        if is_record(a) and (node := self.records.node(a)) is not None:
+            return node
+        if isinstance(a, list) or (isinstance(a, tuple) and not is_named_tuple(a)):
             return (list if isinstance(a, list) else tuple)(map(self.create_arg, a))
         if isinstance(a, dict):
             return {k: self.create_arg(v) for k, v in a.items()}

@@ -1,0 +1,76 @@
+"""Objects with fields: dataclasses and named tuples. No `isinstance`: on a proxy it adds a guard."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+def is_record(value: Any) -> bool:
+    """Whether `value` is an instance of a dataclass, or a named tuple."""
+    return dataclasses.is_dataclass(type(value)) or is_named_tuple(value)
+
+
+def is_named_tuple(value: Any) -> bool:
+    return issubclass(type(value), tuple) and hasattr(type(value), "_fields")
+
+
+def contents(record: Any) -> dict[str, Any]:
+    """What a record holds, by name: its fields, then other attributes."""
+    if is_named_tuple(record):
+        return dict(zip(type(record)._fields, record, strict=True))
+    fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if hasattr(record, f.name)}
+    return {**fields, **{name: value for name, value in getattr(record, "__dict__", {}).items() if name not in fields}}
+
+
+def constructor_fields(record: Any) -> list[str]:
+    """The fields that the constructor of a record takes."""
+    named = list(type(record)._fields) if is_named_tuple(record) else []
+    return named or [f.name for f in dataclasses.fields(record) if f.init]
+
+
+def converted(record: Any, convert: Callable[[Any], Any]) -> Any:
+    """A record of the same class with each part converted; itself where no part changes."""
+    values = {name: convert(value) for name, value in contents(record).items()}
+    if all(value is values[name] for name, value in contents(record).items()):
+        return record
+    copy = type(record)(**{name: values.pop(name) for name in constructor_fields(record) if name in values})
+    for name, value in values.items():
+        object.__setattr__(copy, name, value)
+    return copy
+
+
+def record_leaves(value: Any) -> Iterator[Any]:
+    """The values in nested containers and records."""
+    if is_record(value):
+        value = contents(value)
+    if issubclass(type(value), (tuple, list, dict)):
+        for part in value.values() if issubclass(type(value), dict) else value:
+            yield from record_leaves(part)
+    else:
+        yield value
+
+
+def mutable_parts(values: Any, operands: Any) -> Iterator[Any]:
+    """The lists, dicts and dataclasses in `operands` that traced code made. `values`: the operands
+    before their proxies were replaced by what these stand for.
+    """
+    cls = type(values)
+    if is_record(values):
+        yield from () if is_named_tuple(values) else (operands,)
+        values, operands = contents(values), contents(operands)
+    elif issubclass(cls, (list, dict)):
+        yield operands
+    if issubclass(type(values), dict):
+        values, operands = list(values.values()), list(operands.values())
+    if issubclass(type(values), (list, tuple)):
+        for value, operand in zip(values, operands, strict=True):
+            yield from mutable_parts(value, operand)
+
+
+def identities(part: Any) -> list[tuple[object, int]]:
+    """The parts of a list, a dict or a record, as objects."""
+    if isinstance(part, list):
+        items: Any = enumerate(part)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    else:
+        items = part.items() if isinstance(part, dict) else contents(part).items()  # pyright: ignore
+    return [(key, id(value)) for key, value in items]
