@@ -192,8 +192,9 @@ def _adding_leaves(layer_type: LayerType) -> Iterator[str]:
     for node in layer_type.traced.graph.nodes:
         module = layer_type.layer.module(node)
         operands = [n for n in (*node.args, *node.kwargs.values()) if shape(n) and shape(n) == shape(node)]
-        plain = module is not None and _has_own_code(module) and not layer_type.layer.is_norm(node)
-        if plain and len(operands) > 1 and all(p.ndim < 2 for p in module.parameters()):
+        if module is None or not _has_own_code(module) or layer_type.layer.is_norm(node):
+            continue
+        if len(operands) > 1 and all(p.ndim < 2 for p in module.parameters()):
             yield str(node.target)
 
 

@@ -1,6 +1,6 @@
-"""Records that traced code constructs: the graph does so where they are first passed on or returned.
+"""Records that traced code constructs: the graph does so at their first use.
 
-    return x, Intermediates(hiddens=hiddens, last=x)
+return x, Intermediates(hiddens=hiddens, last=x)
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Objects with fields: dataclasses and named tuples. No `isinstance`: on a proxy it adds a guard."""
+"""Dataclasses and named tuples. There is no `isinstance` here: on a proxy it would add a guard."""
 
 import dataclasses
 from collections.abc import Callable, Iterator

@@ -7,6 +7,8 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -118,7 +120,62 @@ class Pyramid(Model):
         return self.stages(x)
 
 
-@pytest.fixture(scope="module", params=[Nested, InPlace, SideBySide, Residuals, Pyramid])
+@dataclass
+class Intermediates:
+    values: Tensor
+    kind: str = ""
+
+
+class Hiddens(NamedTuple):
+    every: list[Tensor]
+    records: list[Intermediates]
+
+
+class Recording(Attention):
+    def forward(self, x: Tensor) -> tuple[Tensor, Intermediates]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x), Intermediates(self.v(x))
+
+
+class Sum(nn.Module):
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return x + (residual() if callable(residual) else residual)
+
+
+class Collecting(nn.Module):
+    """Constructs and returns records, with lists that grow, and sets an attribute of a result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        lists = [[nn.LayerNorm(D), one(), Sum()] for _ in range(2) for one in (Recording, Ffn)]
+        self.layers = nn.ModuleList([nn.ModuleList(parts) for parts in lists])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Hiddens]:
+        hiddens, records = list[Tensor](), list[Intermediates]()
+        for i, (norm, part, residual) in enumerate(self.layers):  # pyright: ignore[reportGeneralTypeIssues, reportArgumentType]
+            hiddens.append(x)
+            out = part(norm(x))
+            if i % 2 == 0:
+                out, record = out
+                record.kind = "attention"
+                records.append(record)
+            x = residual(out, x)
+        return x, Hiddens(hiddens, records)
+
+
+class Records(Model):
+    modules_of_q = ("inner.layers.0.1.q", "inner.layers.2.1.q")
+    indices = (0, 1, 2, 3)
+
+    def build(self) -> None:
+        self.inner = Collecting()
+
+    def loop(self, x: Tensor) -> Tensor:
+        x, hiddens = self.inner(x)
+        assert [record.kind for record in hiddens.records] == ["attention"] * 2
+        return x + 0.1 * hiddens.every[2] + 0.1 * hiddens.records[1].values
+
+
+@pytest.fixture(scope="module", params=[Nested, InPlace, SideBySide, Residuals, Pyramid, Records])
 def compiled(request: pytest.FixtureRequest) -> tuple[Model, Model, dict[str, Tensor]]:
     torch.manual_seed(0)
     model = request.param().double().eval()
@@ -136,16 +193,19 @@ def test_each_iteration_is_a_layer(compiled: tuple[Model, Model, dict[str, Tenso
     _, base, sample = compiled
     sites = peftc.sites(base, sample=sample).sites
     roles = [site.path.partition("layer")[2] for site in sites if site.steps[-1][0] in ("q", "up", "down")]
-    assert roles == [f"[{i}].{role}" for i in (0, 1) for role in ("attn.self.q", "ffn.up", "ffn.down")]
+    layers = getattr(base, "indices", (0, 0, 1, 1))  # of attention and ffn, in turn
+    parts = (("attn.self.q",), ("ffn.up", "ffn.down")) * 2
+    assert roles == [f"[{i}].{role}" for i, part in zip(layers, parts, strict=True) for role in part]
     assert tuple(site.module for site in sites if site.steps[-1][0] == "q") == base.modules_of_q
 
 
 def test_edits_compute_their_equations(compiled: tuple[Model, Model, dict[str, Tensor]]) -> None:
     model, _, _ = compiled
-    assert len(peftc.parameters(model)) == 2 * PARAMETERS
+    layers = len({*getattr(model, "indices", (0, 1))})
+    assert len(peftc.parameters(model)) == 2 * PARAMETERS + 4 * (layers - 2)
     report = peftc.verify(model)  # gradients, training and folding included
     assert report.ok, str(report)
-    assert report.witnessed == report.sites == 10
+    assert report.witnessed == report.sites == 8 + layers
 
 
 @pytest.mark.parametrize(
@@ -167,3 +227,31 @@ def test_a_compiled_graph_has_the_edits(compiled: tuple[Model, Model, dict[str, 
     with torch.no_grad():
         result = torch.compile(model, backend="eager", fullgraph=True)(**sample)
         torch.testing.assert_close(result, model(**sample), rtol=0, atol=1e-12)
+
+
+class Appending(Ffn):
+    def forward(self, x: Tensor, outputs: list[Tensor]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        outputs.append(super().forward(x))
+        return outputs[-1]
+
+
+class ListOfCaller(Nested):
+    """A part appends to a list of the code that calls it."""
+
+    def build(self) -> None:
+        self.layers = nn.ModuleList([nn.ModuleList([Attention(), Appending()]) for _ in range(2)])
+
+    def loop(self, x: Tensor) -> Tensor:
+        outputs = list[Tensor]()
+        for attn, ffn in self.layers:  # pyright: ignore[reportGeneralTypeIssues]
+            x = x + attn(x)
+            x = x + ffn(x, outputs)
+        return x + outputs[0]
+
+
+def test_a_list_that_a_leaf_changes_is_refused() -> None:
+    """Outside of the graph it would stay as the trace has seen it."""
+    model, sample = ListOfCaller().eval(), {"x": torch.randn(2, 5, 3)}
+    with pytest.raises(peftc.PeftcError, match="changes a list"):
+        peftc.compile("peft 1  edit a at layer[*] { h += adapter(h, r=3) }", model, sample=sample)
+        model(**sample)
