@@ -14,7 +14,7 @@ from torch import nn
 from peftc.addressing.sites import SiteTable
 from peftc.cache.lookup import cached_table
 from peftc.concurrency.garbage_collection import paused_gc
-from peftc.diagnostics import PeftcError
+from peftc.diagnostics import PeftcError, warn
 from peftc.forms.module import checked_seed
 from peftc.installation.compiled_model import CompiledModel, analyse_base, plan_on
 from peftc.installation.completeness import active_installation
@@ -112,9 +112,21 @@ def plan(
     Raises:
         PeftcError: P0xx (syntax), P1xx (names and arguments), P2xx (sites), P3xx (shapes), P5xx
             (the model), P537 (tasks). All errors of a stage are raised together.
+
+    Warns:
+        PeftcWarning: P217, for a selector that leaves out weights whose role is not known.
     """
     flat = flat_spec(spec, settings, include)
-    return plan_edits(flat, model, joint_sample(sample, samples), tasks, trust_remote_code, cache).plan
+    planned = plan_edits(flat, model, joint_sample(sample, samples), tasks, trust_remote_code, cache)
+    warn_of_unplaced(planned)
+    return planned.plan
+
+
+def warn_of_unplaced(planned: PlanResult) -> None:
+    """A `PeftcWarning` (P217) for each selector that leaves out weights of unknown role."""
+    for diagnostic in planned.warnings:
+        if diagnostic.code == "P217":
+            warn(diagnostic)
 
 
 def plan_edits(
@@ -219,6 +231,9 @@ def compile(
         PeftcError: as `plan`; P304 (an expectation does not hold), P4xx (the rewrite), P412 (names
             of another spec), P414 (parameters that another spec trains), P537 (tasks), P560 (the
             seed); with `verify`, P601-P611. After an error the model is as it was.
+
+    Warns:
+        PeftcWarning: P217, as `plan`, before anything is changed.
     """
     if not isinstance(model, nn.Module):
         model = load_model(resolve(model, trust_remote_code))
@@ -229,6 +244,7 @@ def compile(
     require_tasks(tasks, planned)
     if planned.failed_expectations:
         raise PeftcError(planned.failed_expectations)
+    warn_of_unplaced(planned)
     own_name = free_name(compiled.specs, name or prefix, default_name(spec))
     seed = torch.initial_seed() if seed is None else checked_seed(seed)
     # Verification is a later stage, which calls this one.

@@ -251,6 +251,24 @@ class UntracedModule:
 
 
 @dataclass(frozen=True)
+class UnplacedModule:
+    """A module with weights that lack a role: an edit of the role leaves it out.
+
+    Attributes:
+        type: its class.
+        reason: why it has no role.
+        steps: of its layer; none outside of the layers.
+        roles: what it may be: `attn`, `ffn`, or one role of these, `attn.q`.
+    """
+
+    module: str  # dotted name in the model
+    type: str
+    reason: str
+    steps: Steps
+    roles: frozenset[str]
+
+
+@dataclass(frozen=True)
 class SiteTable:
     """What the planner knows of a model. Plain data: no tensors, no modules, no torch.
 
@@ -263,6 +281,7 @@ class SiteTable:
         modules: every module with its parameters.
         warnings: what could not be observed.
         untraced: the modules in which there are no sites, with the reasons.
+        unplaced: the modules with weights that lack a role.
     """
 
     model_id: str
@@ -279,6 +298,7 @@ class SiteTable:
     external_reads: tuple[tuple[str, ...], ...] = ()  # (parameter, modules other than its own that read it)
     warnings: tuple[str, ...] = ()
     untraced: tuple[UntracedModule, ...] = ()
+    unplaced: tuple[UnplacedModule, ...] = ()
     fingerprint_version: int = 2
     positions: int | None = None  # the most tokens that the model takes, where its configuration says so
 

@@ -110,6 +110,7 @@ NO_CACHE = argument(
     "--no-cache", dest="cache", action="store_false", help="trace the model, and keep nothing of it for the next time"
 )
 JSON = argument("--json", action="store_true", help="print the result as JSON")
+STRICT = argument("--strict", action="store_true", help="exit 1 if there are warnings")
 ON_MODEL = (SPEC, MODEL, REMOTE_CODE, SET, INCLUDE, TASKS, MODEL_FORMAT)
 VERIFY = (
     argument(
@@ -127,9 +128,9 @@ COMPILE = (
 )
 MODEL_COMMANDS = (
     ("sites", "print the sites of a model, which edits can name", (MODEL, REMOTE_CODE, NO_CACHE, MODEL_FORMAT)),
-    ("plan", "print what compiling a spec onto a model would do", (*ON_MODEL, NO_CACHE, JSON)),
+    ("plan", "print what compiling a spec onto a model would do", (*ON_MODEL, NO_CACHE, JSON, STRICT)),
     ("verify", "compile a spec onto a model and check that it computes what the spec says", (*ON_MODEL, *VERIFY, JSON)),
-    ("compile", "compile a spec onto a model and write the generated code", (*ON_MODEL, *COMPILE)),
+    ("compile", "compile a spec onto a model and write the generated code", (*ON_MODEL, *COMPILE, STRICT)),
 )
 HOMES = {
     **dict.fromkeys(("check", "expand"), "spec_commands"),

@@ -43,6 +43,8 @@ def run_compile(args: Namespace) -> int:
     result, files = compile_skeleton(flat, default_name(spec), analysis, args.seed, args.tasks)
     show(lambda _: render_plan(result.plan, result.site_edits))
     report(result.warnings, args)
+    if args.strict and result.warnings:
+        return 1
     if args.output is None:
         print("\nnothing was written: name a folder with -o")
         return 0

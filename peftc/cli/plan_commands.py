@@ -23,13 +23,17 @@ def run_sites(args: Namespace) -> int:
     options = {"trust_remote_code": args.trust_remote_code}
     table = _cached(args) or import_module("peftc.compiler").sites(args.model, cache=args.cache, **options)
     show(lambda width: render_sites(table, width))
-    for warning in (*table.warnings, *(f"cannot be traced: {line}" for line in reason_lines(table.untraced))):
+    untraced = (f"cannot be traced: {line}" for line in reason_lines(table.untraced))
+    unplaced = (f"has weights without a role: {line}" for line in reason_lines(table.unplaced))
+    for warning in (*table.warnings, *untraced, *unplaced):
         print(f"warning: {warning}", file=sys.stderr)
     return 0
 
 
 def run_plan(args: Namespace) -> int:
-    """Prints the plan; exit 1 if an expectation fails. Raises: P0xx–P3xx (the spec), P5xx."""
+    """Prints the plan; exit 1 if an expectation fails, or for warnings with `--strict`. Raises:
+    P0xx–P3xx (the spec), P5xx.
+    """
     flat = expand(parse_file(args.spec), parse_settings(args.set), args.include)
     result = _plan(flat, args)
     records_only = bool(result.failed_expectations) and args.output_format == "json" and not args.json
@@ -38,7 +42,7 @@ def run_plan(args: Namespace) -> int:
     elif not records_only:
         show(lambda _: render_plan(result.plan, result.site_edits))
     report((*result.failed_expectations, *result.warnings), args, to_stdout=records_only)
-    return 1 if result.failed_expectations else 0
+    return 1 if result.failed_expectations or (args.strict and result.warnings) else 0
 
 
 def _plan(flat: ast.Spec, args: Namespace) -> PlanResult:

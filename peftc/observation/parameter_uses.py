@@ -9,10 +9,12 @@ from typing import Any
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from peftc.dataflow.operations import OF_FIRST, op_named
+from peftc.dataflow.operations import OF_FIRST, Op, op_named
 from peftc.fakes.tensors import tensors_in
 from peftc.forms.module import has_values
 from peftc.modules.memory import storage_id
+
+_TOKEN_PRODUCTS = frozenset({Op.ATTENTION, Op.SOFTMAX, Op.MATMUL})
 
 
 class ParameterUses(TorchFunctionMode):
@@ -22,6 +24,7 @@ class ParameterUses(TorchFunctionMode):
         running: the names of the modules that are being called, the innermost last.
         closure_reads: modules that compute with a parameter of no module, by its storage: in a
             skeleton that of the original, which a closure still holds.
+        token_products: the modules that run an attention, a softmax or a product of matrices.
     """
 
     def __init__(self, model: nn.Module, running: list[str]) -> None:
@@ -32,15 +35,18 @@ class ParameterUses(TorchFunctionMode):
             self.names[storage_id(parameter)].append(name)
         self.readers: dict[int, dict[str, None]] = defaultdict(dict)
         self.closure_reads: dict[int, str] = {}
+        self.token_products: dict[Op, set[str]] = defaultdict(set)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
+        if (op := op_named(name)) in _TOKEN_PRODUCTS and self.running:
+            self.token_products[op].add(self.running[-1])
         if not name.startswith("new_") and not name.endswith("_like") and next(tensors_in(result), None) is not None:
             reader = self.running[-1] if self.running else ""
-            for value in tensors_in(args[:1] if op_named(name) in OF_FIRST else (args, kwargs)):
+            for value in tensors_in(args[:1] if op in OF_FIRST else (args, kwargs)):
                 key = storage_id(value)
                 if key in self.names:
                     self.readers[key][reader] = None

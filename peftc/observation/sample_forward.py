@@ -18,6 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftc.concurrency.interrupts import shielded
+from peftc.dataflow.operations import Op
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy
 from peftc.models.media import run_on_sample, tower_calls
@@ -80,6 +81,7 @@ class SampleForward:
     `arguments`: of the first calls of further modules, with a key as in `layers`.
     `closure_reads`: modules that compute with a parameter in a closure, by its storage.
     `external_reads`: modules that compute with a parameter of another module, by its name.
+    `token_products`: modules that run an attention, a softmax or a product of matrices.
     """
 
     calls: dict[str, ModuleCall] = field(default_factory=dict[str, ModuleCall])
@@ -93,6 +95,7 @@ class SampleForward:
     sample: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the arguments of the forward
     closure_reads: dict[int, str] = field(default_factory=dict[int, str])
     external_reads: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    token_products: dict[Op, set[str]] = field(default_factory=dict[Op, set[str]])
 
     @property
     def unreached_layers(self) -> set[str]:
@@ -124,6 +127,8 @@ class SampleForward:
         self.outside_layers |= other.outside_layers
         self.callers = {**other.callers, **self.callers}
         self.arguments = {**other.arguments, **self.arguments}
+        for op, names in other.token_products.items():
+            self.token_products[op] = self.token_products.get(op, set()) | names
         self.closure_reads = {**other.closure_reads, **self.closure_reads}
         self.cross_layer_calls = {**other.cross_layer_calls, **self.cross_layer_calls}
         for name, readers in other.external_reads.items():
@@ -312,6 +317,7 @@ class Recorder:
             for handle in handles:
                 handle.remove()
         record.external_reads, record.closure_reads = uses.external_reads(record.candidates), uses.closure_reads
+        record.token_products = dict(uses.token_products)
         return record
 
     @shielded

@@ -31,6 +31,7 @@ from peftc.planning.selection.module_sites import SharedModules, edits_parameter
 from peftc.planning.selection.selector_errors import untraced_in_layers, untraced_warning
 from peftc.planning.selection.selectors import coverage_warnings, resolve
 from peftc.planning.selection.train import TrainTarget, resolve_train
+from peftc.planning.selection.unplaced_warnings import unplaced_warnings
 from peftc.semantics.checks.spec import with_origin
 from peftc.syntax import ast
 
@@ -150,6 +151,7 @@ class _Planner:
         if not sites:
             return []
         self.warn(statement, coverage_warnings(selector, self.table))
+        self.warn(statement, unplaced_warnings(selector, self.table))
         untraced = [module for module in untraced_in_layers(sites, self.table) if module not in self.untraced]
         if untraced:
             self.untraced |= dict.fromkeys(untraced)

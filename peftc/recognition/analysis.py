@@ -22,6 +22,7 @@ from peftc.recognition.layers import ModelStructure, analyze_structure
 from peftc.recognition.non_layer_sites import module_infos, untraced_modules
 from peftc.recognition.site_builder import all_sites
 from peftc.recognition.stack_names import name_stacks
+from peftc.recognition.unplaced.modules import unplaced_modules
 
 ModelLike = str | PathLike[str] | PretrainedConfig | nn.Module
 
@@ -65,6 +66,7 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
         external_reads=tuple((name, *readers) for name, readers in structure.seen.external_reads.items()),
         warnings=tuple(_warnings(source, sites, untraced)),
         untraced=untraced,
+        unplaced=unplaced_modules(structure),
         positions=_positions(fake),
     )
     return Analysis(structure, table)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from peftc.addressing.paths import BRANCHES, SitePaths, StepList, compress_paths, glob_pattern, stack_steps
-from peftc.addressing.sites import Site, SiteTable, Steps, UntracedModule
+from peftc.addressing.sites import Site, SiteTable, Steps, UnplacedModule, UntracedModule
 from peftc.diagnostics import Diagnostic, Span
 from peftc.diagnostics.suggestions import first_names, join_names, nearest, plural
 from peftc.semantics.vocabulary import STACK_CHOICE_HELP
@@ -220,7 +220,7 @@ def _traced_branches(below: Sequence[str], modules: UntracedModules, paths: Site
     return list(dict.fromkeys(name for name in branches if name in BRANCHES))
 
 
-def reason_lines(modules: Iterable[UntracedModule]) -> list[str]:
+def reason_lines(modules: Iterable[UntracedModule | UnplacedModule]) -> list[str]:
     """Each module with its reason; names that differ in a number, in one line."""
     groups: dict[tuple[str, str], list[str]] = {}
     for module in modules:

@@ -1,0 +1,183 @@
+"""Weights of a traced layer that have no role: an edit of the role leaves them out.
+
+A Linear in no sub-layer has no site at all. Sub-layers that lack a role have sites for their
+Linears, under names of their own; so has an attention beside the one with the roles.
+"""
+
+from collections.abc import Iterable, Iterator
+from math import prod
+
+from torch import fx
+
+from peftc.dataflow.features import is_affine, source_linears
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.nodes import module_path, shape
+from peftc.dataflow.operations import Op
+from peftc.dataflow.values import reaches, value_operands
+from peftc.recognition.attention.patterns import Attention, attentions
+from peftc.recognition.layer_types import LayerType
+from peftc.recognition.loops import contains_name
+from peftc.recognition.roles import SubLayer
+from peftc.recognition.untraced import NOT_ADDED, UntracedPart
+
+OUTSIDE = "what it computes is in no sub-layer of its layer"
+JOINED = "its result joins that of the Linear with the role"
+FUSED = "its result joins that of an attention"
+FURTHER = "another attention of its sub-layer has the roles"
+
+
+def unplaced_parts(kind: LayerType) -> list[UntracedPart]:
+    """The modules of a layer with weights that lack a role, and which of the roles."""
+    finder = _Finder(kind)
+    parts = [*finder.outside_sub_layers(), *finder.further_attentions(), *finder.without_role()]
+    parts += [*finder.joined_tokens(), *finder.joined_features()]
+    roles: dict[tuple[str, str], frozenset[str]] = {}
+    for part in parts:
+        if not part.hides <= finder.hidden(part.module):
+            key = (part.module, part.reason)
+            roles[key] = roles.get(key, frozenset()) | part.hides
+    return [UntracedPart(module, reason, hides) for (module, reason), hides in roles.items()]
+
+
+class _Finder:
+    def __init__(self, kind: LayerType) -> None:
+        self.kind, self.layer = kind, kind.layer
+        self.subs = [sub for sub in kind.subs if sub.kind != "untraced"]
+        self.attentions = attentions(self.layer)
+
+    def hidden(self, module: str) -> frozenset[str]:
+        """The kinds of sub-layers that selectors are refused for, since a module is untraced."""
+        parts = (part for part in self.kind.untraced if contains_name(part.module, module))
+        return frozenset(name for part in parts for name in part.hides)
+
+    def is_own(self, module: str) -> bool:
+        """Whether a module belongs to the layer, where that is the body of a loop."""
+        return any(contains_name(part, module) for part in self.kind.parts)
+
+    def outside_sub_layers(self) -> Iterator[UntracedPart]:
+        """The Linears in no sub-layer that attend, or that follow each other as in an ffn."""
+        inside = {name_of(n, self.layer) for sub in self.kind.subs for n in self.layer.linears(sub.body)}
+        others = [n for n in self.layer.linears(set(self.layer.graph.nodes)) if name_of(n, self.layer) not in inside]
+        others = [n for n in others if self.is_own(name_of(n, self.layer))]
+        attending = {n for attention in self.attentions for n in attention_linears(attention, self.layer)}
+        not_added = {part.module for part in self.kind.untraced if part.reason == NOT_ADDED}
+        for linear in others:
+            role = "attn" if linear in attending else "ffn" if self.is_in_network(linear, others) else ""
+            module = owner(name_of(linear, self.layer))
+            if role:
+                reason = NOT_ADDED if any(contains_name(name, module) for name in not_added) else OUTSIDE
+                yield UntracedPart(module, reason, frozenset({role}))
+
+    def is_in_network(self, linear: fx.Node, others: Iterable[fx.Node]) -> bool:
+        """Whether a Linear is before or behind another with an activation between them, and both
+        depend on the stream of the layer.
+        """
+        stream = self.kind.stream
+        if stream is None or not reaches(stream, linear):
+            return False
+        return any(_are_up_and_down(*pair, self.layer) for n in others for pair in ((n, linear), (linear, n)))
+
+    def further_attentions(self) -> Iterator[UntracedPart]:
+        """The attentions of a sub-layer whose queries, keys and values other Linears compute."""
+        for sub in self.subs:
+            names = {name_of(p.node, self.layer) for p in sub.projections.values()}
+            for attention in sub.attentions[1:]:
+                values = (attention.q, attention.k, attention.v)
+                sources = [{name_of(n, self.layer) for n, _ in source_linears(self.layer, v)} for v in values]
+                if all(own and own.isdisjoint(names) for own in sources) and self.is_own(module_path(attention.call)):
+                    yield UntracedPart(module_path(attention.call), FURTHER, frozenset({"attn"}))
+
+    def without_role(self) -> Iterator[UntracedPart]:
+        """The sub-layers that lack roles and have Linears without one."""
+        for sub in self.subs:
+            lacking = lacking_roles(sub)
+            linears = [n for n in sub.linears if self.is_own(name_of(n, self.layer))]
+            if linears and lacking and not sub.experts and sub.router is None:
+                roles = frozenset(f"{sub.kind}.{role}" for role in lacking)
+                names = [owner(name_of(n, self.layer)) for n in linears]
+                reason = f"its `{sub.kind}` has no {' and no '.join(f'`{role}`' for role in lacking)}"
+                yield from (UntracedPart(name, reason, roles) for name in dict.fromkeys(names))
+
+    def joined_tokens(self) -> Iterator[UntracedPart]:
+        """The Linears of tokens that are joined to those of the stream in an attention, but have
+        no role, as where another stream ends.
+        """
+        # Seen in: the last layer of Stable Diffusion 3
+        names = {name_of(p.node, self.layer) for sub in self.subs for p in sub.projections.values()}
+        for attention in {a.call: a for sub in self.subs for a in sub.attentions}.values():
+            for role, value in (("q", attention.q), ("k", attention.k), ("v", attention.v)):
+                sources = [self.sources(operand) for operand in joined_operands(value, self.layer)]
+                if any(names.intersection(own) for own in sources):
+                    others = (name for own in sources if names.isdisjoint(own) for name in own)
+                    yield from (UntracedPart(owner(name), JOINED, frozenset({f"attn.{role}"})) for name in others)
+
+    def sources(self, value: fx.Node) -> list[str]:
+        names = [name_of(n, self.layer) for n, _ in source_linears(self.layer, value)]
+        return [name for name in names if self.is_own(name)]
+
+    def joined_features(self) -> Iterator[UntracedPart]:
+        """The Linears whose result joins that of an attention, behind an activation, before `o`."""
+        # Seen in: the single blocks of Flux
+        for sub in self.subs:
+            names = {name_of(p.node, self.layer) for p in sub.projections.values()}
+            source = self.layer.input_of(sub.projections["o"].node) if "o" in sub.projections else None
+            joined = self.layer.stripped(source) if source is not None else None
+            if joined is None or self.layer.op(joined) is not Op.JOIN:
+                continue
+            for operand in (n for n in value_operands(joined) if sub.attention and not reaches(sub.attention.call, n)):
+                for linear, _ in source_linears(self.layer, operand):
+                    name = name_of(linear, self.layer)
+                    if name not in names and self.is_own(name) and not is_affine(operand, linear, self.layer):
+                        yield UntracedPart(owner(name), FUSED, frozenset({"ffn"}))
+
+
+def joined_operands(value: fx.Node, layer: LayerGraph) -> list[fx.Node]:
+    """The tensors whose tokens a value joins; none where it joins none."""
+    nodes, operands = [value], list[fx.Node]()
+    for node in nodes:  # which grows
+        if layer.op(node) is Op.JOIN and len({shape(n)[-1:] for n in [node, *value_operands(node)]}) == 1:
+            operands += value_operands(node)
+        elif not layer.is_linear(node):
+            nodes += [n for n in value_operands(node) if n not in nodes and shape(n)]
+    return operands
+
+
+def lacking_roles(sub: SubLayer) -> list[str]:
+    """The roles that every sub-layer of its kind should have, and this one has not."""
+    match sub.kind:
+        case "attn":
+            return [role for role in ("q", "k", "v") if role not in sub.projections]
+        case "ffn":
+            return [role for role in ("up", "down") if role not in sub.projections]
+        case _:
+            return []
+
+
+def attention_linears(attention: Attention, layer: LayerGraph) -> set[fx.Node]:
+    """The Linears that compute what an attention reads, and the one that reads its result."""
+    inputs = {n for value in (attention.q, attention.k, attention.v) for n, _ in source_linears(layer, value)}
+    out = layer.consumer_linear(attention.out, set(layer.graph.nodes))
+    return inputs if out is None else {*inputs, out}
+
+
+def _are_up_and_down(up: fx.Node, down: fx.Node, layer: LayerGraph) -> bool:
+    """Whether a Linear reads what an activation makes of another's result, token by token, and
+    computes as many features as that one reads.
+    """
+    before, hidden = layer.input_of(up), layer.input_of(down)
+    if up is down or before is None or hidden is None or not reaches(up, hidden):
+        return False
+    sizes = [prod(shape(node)) for node in (before, layer.output_of(up), hidden, layer.output_of(down))]
+    if sizes[0] != sizes[3] or sizes[2] not in (sizes[1], sizes[1] / 2):
+        return False
+    return any(n is up for n, _ in source_linears(layer, hidden)) and not is_affine(hidden, up, layer)
+
+
+def name_of(linear: fx.Node, layer: LayerGraph) -> str:
+    """The module of a Linear in its layer, or the parameter that code multiplies by."""
+    product = layer.product(linear)
+    return str(linear.target) if product is None else product.weight.parameter
+
+
+def owner(name: str) -> str:
+    return name.removesuffix(".weight")

@@ -1,0 +1,139 @@
+"""The modules of a model whose weights lack a role: in its layers, and blocks outside of them."""
+
+import re
+from collections.abc import Collection, Iterator
+
+from torch import nn
+
+from peftc.addressing.sites import UnplacedModule
+from peftc.dataflow.nodes import module_path
+from peftc.dataflow.operations import Op
+from peftc.observation.sample_forward import structure_key
+from peftc.recognition.layer_candidates import LISTS
+from peftc.recognition.layer_types import LayerType
+from peftc.recognition.layers import ModelStructure
+from peftc.recognition.loops import contains_name
+from peftc.recognition.non_layer_sites import enclosing, qualified
+from peftc.recognition.token_mixing import is_weighted
+from peftc.recognition.unplaced.in_layers import unplaced_parts
+
+ALIKE = "it is in no layer that was recognised, and is like `{}`"
+ATTENDS = "it attends, and is in no layer that was recognised"
+
+
+def unplaced_modules(structure: ModelStructure) -> tuple[UnplacedModule, ...]:
+    """Every module that an edit of a role would leave out."""
+    return (*_in_layers(structure), *_outside_layers(structure))
+
+
+def _in_layers(structure: ModelStructure) -> Iterator[UnplacedModule]:
+    for stack in structure.stacks:
+        parts = {id(kind): unplaced_parts(kind) for kind in {id(k): k for k in stack.kinds}.values()}
+        for i, (root, kind) in enumerate(zip(stack.roots, stack.kinds, strict=True)):
+            for part in parts[id(kind)]:
+                name = f"{root}.{part.module}".strip(".")
+                steps = qualified(stack.name, (("layer", i),))
+                yield UnplacedModule(name, _type_of(structure, name), part.reason, steps, part.hides)
+
+
+def _type_of(structure: ModelStructure, name: str) -> str:
+    """The class of a module; that of its owner for a parameter."""
+    owner = name if _is_module(structure.model, name) else name.rpartition(".")[0]
+    return type(structure.model.get_submodule(owner)).__name__
+
+
+def _is_module(model: nn.Module, name: str) -> bool:
+    return name in dict(model.named_modules(remove_duplicate=False))
+
+
+def _outside_layers(structure: ModelStructure) -> Iterator[UnplacedModule]:
+    """Repeated blocks that run in no layer, and are attentions, or like blocks of the layers."""
+    layers = {name for stack in structure.stacks for name in stack.modules}
+    if not layers:
+        return
+    outside = [name for name in structure.seen.calls if _is_outside(name, layers, structure)]
+    blocks = _Blocks(structure)
+    listed: list[str] = []
+    for name in outside:
+        if any(contains_name(other, name) for other in listed):
+            continue
+        if (place := blocks.alike(name)) is not None:
+            reason, roles = ALIKE.format(place), blocks.roles[place]
+        elif blocks.attends(name):
+            reason, roles = ATTENDS, frozenset({"attn"})
+        else:
+            continue
+        listed.append(name)
+        yield UnplacedModule(name, _type_of(structure, name), reason, (), roles)
+
+
+def _is_outside(name: str, layers: Collection[str], structure: ModelStructure) -> bool:
+    """Whether a module is an element of a list, or in one, in no layer and around none."""
+    if any(name in structure.untraced or contains_name(other, name) for other in structure.untraced):
+        return False
+    if any(contains_name(layer, name) or contains_name(name, layer) for layer in layers):
+        return False
+    lists = (parent for parent in enclosing(name) if isinstance(structure.model.get_submodule(parent), LISTS))
+    return any(True for _ in lists) and _matrices(structure.model.get_submodule(name)) > 1
+
+
+def _matrices(module: nn.Module) -> int:
+    return sum(p.ndim >= 2 for p in module.parameters())
+
+
+class _Blocks:
+    """The blocks of the layers that hold the roles of a sub-layer, by name."""
+
+    def __init__(self, structure: ModelStructure) -> None:
+        self.model, self.seen = structure.model, structure.seen
+        self.roles: dict[str, frozenset[str]] = {}
+        for stack in structure.stacks:
+            first = {id(kind): (root, kind) for root, kind in reversed([*zip(stack.roots, stack.kinds, strict=True)])}
+            for root, kind in first.values():
+                self.roles |= {f"{root}.{name}".strip("."): roles for name, roles in _blocks_of(kind).items()}
+        self.patterns = {(_pattern(name), structure_type(self.model, name)): name for name in reversed(self.roles)}
+        owners = {op: {self.owner(name) for name in names} for op, names in structure.seen.token_products.items()}
+        attending = owners.get(Op.ATTENTION, set()) | (owners.get(Op.SOFTMAX, set()) & owners.get(Op.MATMUL, set()))
+        self.attending = {structure_type(self.model, name) for name in attending}
+
+    def alike(self, name: str) -> str | None:
+        """The block of a layer that a module repeats, by its name but for numbers, or its class."""
+        kind = structure_type(self.model, name)
+        if (same := self.patterns.get((_pattern(name), kind))) is not None:
+            return same
+        if type(self.model.get_submodule(name)).__module__.startswith("torch."):
+            return None
+        others = (other for other, roles in self.roles.items() if "attn" in roles)
+        return next((other for other in others if structure_type(self.model, other) == kind), None)
+
+    def attends(self, name: str) -> bool:
+        return structure_type(self.model, name) in self.attending
+
+    def owner(self, name: str) -> str:
+        """The innermost module around a computation that has matrices."""
+        return next((one for one in enclosing(name) if _matrices(self.model.get_submodule(one))), "")
+
+
+def _blocks_of(kind: LayerType) -> dict[str, frozenset[str]]:
+    """The modules of a layer that hold all weights of sub-layers, each with their kinds."""
+    blocks: dict[str, frozenset[str]] = {}
+    for sub in kind.subs:
+        if sub.kind in ("attn", "ffn"):
+            nodes = [n for n in sub.body if is_weighted(n, kind.layer) and not kind.layer.is_norm(n)]
+            names = [module_path(n) for n in nodes]
+            for name in names:
+                for block in enclosing(name):
+                    blocks[block] = blocks.get(block, frozenset()) | {sub.kind}
+        if kind.is_module:
+            blocks[""] = blocks.get("", frozenset()) | {sub.kind}
+    return blocks
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def structure_type(model: nn.Module, name: str) -> object:
+    """The class of a module with code of its own; of PyTorch's containers, what they contain."""
+    module = model.get_submodule(name)
+    return structure_key(module) if type(module).__module__.startswith("torch.") else type(module)

@@ -1,0 +1,162 @@
+"""Weights whose role is not known: the table lists them, and a selector that leaves them out warns.
+Layers that differ by design have no such weights, and give no warnings.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import peftc
+from peftc.compiler import plan_edits
+from peftc.semantics.spec_argument import flat_spec
+
+D, H, T = 8, 2, 6
+functional: Any = nn.functional
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        y = x if context is None else context
+        q, k, v = (z.unflatten(-1, (H, -1)).transpose(1, 2) for z in (self.q(x), self.k(y), self.v(y)))
+        return self.o(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Block(nn.Module):
+    """A plain layer, and what else stands in it."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.kind, self.attn, self.mlp = kind, Attention(), Network()
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(D) for _ in range(3))
+        if kind in ("beside", "in a row", "cross"):
+            self.other = Attention()
+        if kind == "conv":
+            self.conv = nn.Conv1d(D, D, 3, padding=1, groups=D)
+        if kind == "network beside":
+            self.other_mlp = Network()
+
+    def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+        if self.kind == "beside":  # for the next layer, and not added to what this one returns
+            context = self.other(context, x) * 2
+        if self.kind == "network beside":
+            context = self.other_mlp(x).mean(1, keepdim=True).expand_as(context)
+        attended = self.attn(self.norm1(x))
+        x = x + (self.other(attended, x) if self.kind == "in a row" else attended)
+        if self.kind == "cross":
+            x = x + self.other(self.norm3(x), context)
+        if self.kind == "conv":
+            x = x + self.conv(x.transpose(1, 2)).transpose(1, 2)
+        return x + self.mlp(self.norm2(x)), context
+
+
+class Model(nn.Module):
+    def __init__(self, *kinds: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(kind) for kind in kinds)
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, context = block(x, context)
+        return x + context.mean()
+
+
+class Merging(nn.Module):
+    """A loop of which one iteration changes the number of tokens, so that its sums are others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.ModuleList([Attention(), Network()]) for _ in range(4))
+        self.merge = nn.Linear(D, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, (attn, mlp) in enumerate(self.layers):
+            x = attn(x) + x
+            x = mlp(x) + x
+            if i == 1:
+                x = self.merge(x).softmax(1).transpose(1, 2) @ x
+        return x
+
+
+INPUTS = {"x": torch.randn(1, T, D), "context": torch.randn(1, 3, D)}
+
+
+def lora_at(selector: str) -> str:
+    return f"peft 1\nedit e at {selector} {{ h += lora(x, r=2) }}\n"
+
+
+def warned(model: nn.Module, selector: str, sample: dict[str, Tensor] = INPUTS) -> set[str]:
+    """The modules that the warnings of a selector name, with `*` for the layer."""
+    planned = plan_edits(flat_spec(lora_at(selector), None, ()), model, sample)
+    lines = [line for d in planned.warnings if d.code == "P217" for line in d.notes]
+    return {line.split("`")[1] for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("kind", "selector", "modules"),
+    [
+        ("beside", "layer[*].attn.q", {"blocks.{0..1}.other.{q, k, v, o}"}),
+        ("network beside", "layer[*].ffn.up", {"blocks.{0..1}.other_mlp.{up, down}"}),
+        ("in a row", "layer[*].attn.q", {"blocks.{0..1}.other"}),
+    ],
+)
+def test_what_a_layer_leaves_out_is_named(kind: str, selector: str, modules: set[str]) -> None:
+    assert warned(Model(kind, kind), selector) == modules
+
+
+@pytest.mark.parametrize("selector", ["layer[*].attn.q", "layer[*].ffn.up", "layer[*].ffn", "layer[*]"])
+def test_layers_that_differ_by_design_give_no_warning(selector: str) -> None:
+    model = Model("", "cross", "conv", "")
+    table = peftc.sites(model, sample=INPUTS)
+    assert (*table.unplaced, *table.untraced) == ()
+    assert warned(model, selector) == set()
+
+
+def test_blocks_in_no_layer_are_named() -> None:
+    sample = {"x": torch.randn(1, T, D)}
+    outside = {"layers.{2..3}.0"}
+    assert warned(Merging(), "layer[*].attn.q", sample) == outside
+    assert warned(Merging(), "layer[*].ffn", sample) == {"layers.{2..3}.1"}
+
+
+@pytest.mark.parametrize(
+    "selector",
+    [
+        "layer[0..1].attn.q",  # the layers that are meant
+        'layer[*].attn.q | "layers.*.0.q"',
+        "layer[*].ffn.up",
+    ],
+)
+def test_a_selector_that_says_what_it_means_does_not_warn(selector: str) -> None:
+    assert not {name for name in warned(Merging(), selector, {"x": torch.randn(1, T, D)}) if name.endswith(".0")}
+
+
+def test_the_warning_comes_before_a_change() -> None:
+    model = Model("beside", "beside")
+    before = {name: type(module) for name, module in model.named_modules()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", peftc.PeftcWarning)
+        with pytest.raises(peftc.PeftcWarning, match="P217"):
+            peftc.compile(lora_at("layer[*].attn.q"), model, sample=INPUTS)
+        peftc.compile(lora_at("layer[*].ffn.up"), model, sample=INPUTS)
+        peftc.remove(model)
+    assert {name: type(module) for name, module in model.named_modules()} == before
