@@ -71,7 +71,7 @@ RESULTS: dict[str, tuple[type, ...]] = {
     "Of `verify`": (Verification, VerifiedEdit, NotWitnessed, Check, Finding),
     "Of `trace` and `graphs`": (TracedRegion, InstalledRegion),
 }
-SECTIONS = ("Args", "Attributes", "Shapes", "Returns", "Raises", "Source")
+SECTIONS = ("Args", "Attributes", "Shapes", "Returns", "Raises", "Warns", "Source")
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def function_lines(name: str, function: Callable[..., Any]) -> Iterator[str]:
 
 
 def section_lines(doc: Docstring) -> Iterator[str]:
-    for section in ("Shapes", "Returns", "Raises", "Source"):
+    for section in ("Shapes", "Returns", "Raises", "Warns", "Source"):
         if body := doc.sections.get(section):
             lines = body.splitlines() if section == "Shapes" else [" ".join(body.split())]
             text = "; ".join(line.strip() for line in lines).removeprefix("PeftcError: ")

@@ -4,7 +4,7 @@ A Linear in no sub-layer has no site at all. Sub-layers that lack a role have si
 Linears, under names of their own; so has an attention beside the one with the roles.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from math import prod
 
 from torch import fx
@@ -68,14 +68,15 @@ class _Finder:
                 reason = NOT_ADDED if any(contains_name(name, module) for name in not_added) else OUTSIDE
                 yield UntracedPart(module, reason, frozenset({role}))
 
-    def is_in_network(self, linear: fx.Node, others: Iterable[fx.Node]) -> bool:
+    def is_in_network(self, linear: fx.Node, others: Collection[fx.Node]) -> bool:
         """Whether a Linear is before or behind another with an activation between them, and both
         depend on the stream of the layer.
         """
         stream = self.kind.stream
         if stream is None or not reaches(stream, linear):
             return False
-        return any(_are_up_and_down(*pair, self.layer) for n in others for pair in ((n, linear), (linear, n)))
+        pairs = ((up, down) for n in others for up, down in ((n, linear), (linear, n)))
+        return any(_are_up_and_down(up, down, others, self.layer) for up, down in pairs)
 
     def further_attentions(self) -> Iterator[UntracedPart]:
         """The attentions of a sub-layer whose queries, keys and values other Linears compute."""
@@ -160,9 +161,9 @@ def attention_linears(attention: Attention, layer: LayerGraph) -> set[fx.Node]:
     return inputs if out is None else {*inputs, out}
 
 
-def _are_up_and_down(up: fx.Node, down: fx.Node, layer: LayerGraph) -> bool:
+def _are_up_and_down(up: fx.Node, down: fx.Node, others: Collection[fx.Node], layer: LayerGraph) -> bool:
     """Whether a Linear reads what an activation makes of another's result, token by token, and
-    computes as many features as that one reads.
+    computes as many features as that one reads. `others`: the Linears that may take part.
     """
     before, hidden = layer.input_of(up), layer.input_of(down)
     if up is down or before is None or hidden is None or not reaches(up, hidden):
@@ -170,7 +171,8 @@ def _are_up_and_down(up: fx.Node, down: fx.Node, layer: LayerGraph) -> bool:
     sizes = [prod(shape(node)) for node in (before, layer.output_of(up), hidden, layer.output_of(down))]
     if sizes[0] != sizes[3] or sizes[2] not in (sizes[1], sizes[1] / 2):
         return False
-    return any(n is up for n, _ in source_linears(layer, hidden)) and not is_affine(hidden, up, layer)
+    sources = [n for n, _ in source_linears(layer, hidden)]
+    return up in sources and all(n in others for n in sources) and not is_affine(hidden, up, layer)
 
 
 def name_of(linear: fx.Node, layer: LayerGraph) -> str:
