@@ -1,7 +1,7 @@
 """The modules of a model whose weights lack a role: in its layers, and blocks outside of them."""
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -38,12 +38,9 @@ def _in_layers(structure: ModelStructure) -> Iterator[UnplacedModule]:
 
 def _type_of(structure: ModelStructure, name: str) -> str:
     """The class of a module; that of its owner for a parameter."""
-    owner = name if _is_module(structure.model, name) else name.rpartition(".")[0]
-    return type(structure.model.get_submodule(owner)).__name__
-
-
-def _is_module(model: nn.Module, name: str) -> bool:
-    return name in dict(model.named_modules(remove_duplicate=False))
+    owner, _, attribute = name.rpartition(".")
+    module = structure.model.get_submodule(owner)
+    return type(getattr(module, attribute) if attribute in dict(module.named_children()) else module).__name__
 
 
 def _outside_layers(structure: ModelStructure) -> Iterator[UnplacedModule]:
@@ -51,11 +48,13 @@ def _outside_layers(structure: ModelStructure) -> Iterator[UnplacedModule]:
     layers = {name for stack in structure.stacks for name in stack.modules}
     if not layers:
         return
-    outside = [name for name in structure.seen.calls if _is_outside(name, layers, structure)]
-    blocks = _Blocks(structure)
-    listed: list[str] = []
-    for name in outside:
-        if any(contains_name(other, name) for other in listed):
+    around = {name for layer in layers for name in enclosing(layer)} | {""}
+    others = [name for name in structure.seen.calls if name not in around and layers.isdisjoint(enclosing(name))]
+    if not (others := [name for name in others if _may_be_block(name, structure)]):
+        return
+    blocks, listed = _Blocks(structure), set[str]()
+    for name in others:
+        if not listed.isdisjoint(enclosing(name)):
             continue
         if (place := blocks.alike(name)) is not None:
             reason, roles = ALIKE.format(place), blocks.roles[place]
@@ -63,18 +62,18 @@ def _outside_layers(structure: ModelStructure) -> Iterator[UnplacedModule]:
             reason, roles = ATTENDS, frozenset({"attn"})
         else:
             continue
-        listed.append(name)
+        listed.add(name)
         yield UnplacedModule(name, _type_of(structure, name), reason, (), roles)
 
 
-def _is_outside(name: str, layers: Collection[str], structure: ModelStructure) -> bool:
-    """Whether a module is an element of a list, or in one, in no layer and around none."""
-    if any(name in structure.untraced or contains_name(other, name) for other in structure.untraced):
+def _may_be_block(name: str, structure: ModelStructure) -> bool:
+    """Whether a module is an element of a list, or in one, and has several matrices."""
+    if any(contains_name(other, name) for other in structure.untraced):
         return False
-    if any(contains_name(layer, name) or contains_name(name, layer) for layer in layers):
-        return False
-    lists = (parent for parent in enclosing(name) if isinstance(structure.model.get_submodule(parent), LISTS))
-    return any(True for _ in lists) and _matrices(structure.model.get_submodule(name)) > 1
+    model = structure.model
+    return _matrices(model.get_submodule(name)) > 1 and any(
+        isinstance(model.get_submodule(parent), LISTS) for parent in enclosing(name)
+    )
 
 
 def _matrices(module: nn.Module) -> int:
