@@ -63,10 +63,16 @@ class Plain(nn.Module):
         self._scale(reference.name, positions, repeated[None].expand(positions.shape))
 
     def insert(self, x: str, h: str, form: Form) -> None:
-        """h = form(x, h): x is the input of a module (`:out`: its output), h the output of one."""
+        """h = form(x, h): x is the input of a module (`:out`: its output), h the output of one.
+        Either may be `:nchw`, an image with its features in the second dimension.
+        """
         seen: dict[str, Tensor] = {}
-        source, target = attention_module(self.base, x.removesuffix(":out")), attention_module(self.base, h)
-        convolution = isinstance(target, _CONVOLUTIONS)
+        (x, *x_flags), (h, *h_flags) = x.split(":"), h.split(":")
+        source, target = attention_module(self.base, x), attention_module(self.base, h)
+        axes = [
+            1 if "nchw" in flags or isinstance(module, _CONVOLUTIONS) else -1
+            for module, flags in ((source, x_flags), (target, h_flags))
+        ]
 
         def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             seen["x"] = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
@@ -76,13 +82,12 @@ class Plain(nn.Module):
                 raise ValueError(f"the table's module {x} is not called before {h}")
             self.unreached = [one for one in self.unreached if one != h]
             value = out[0] if isinstance(out, tuple) else out
-            axis = 1 if convolution else -1
-            tokens = [t.movedim(axis, -1) for t in (seen["x"], value)]
-            changed = form(*tokens).movedim(-1, axis)
+            tokens = [t.movedim(axis, -1) for t, axis in zip((seen["x"], value), axes, strict=True)]
+            changed = form(*tokens).movedim(-1, axes[1])
             return (changed, *out[1:]) if isinstance(out, tuple) else changed
 
         self.unreached.append(h)
-        if x.endswith(":out"):
+        if "out" in x_flags:
             source.register_forward_hook(lambda module, args, out: remember(module, (out,), {}))
         else:
             source.register_forward_pre_hook(remember, with_kwargs=True)

@@ -43,9 +43,10 @@ class Stack:
         states: where `x` and `h` of a sub-layer are not at the border of a module of the table:
             `attn.x`, `attn.h`, `ffn.x`, `ffn.h` (with `self` or `cross` as in the roles) -> the
             module, with `{i}`, whose input (`x`) or output (`h`) it is, or for an `x` that is the
-            output of a module, "blocks.{i}.norm1:out"; None where no module has it. By default `x`
-            is the input of q or up, and `h` the output of o or down. Needed where a gate, a scale
-            (`LayerScale`), or a norm stands behind o or down, before the sum.
+            output of a module, "blocks.{i}.norm1:out"; "…:nchw" for an image with its features in
+            the second dimension, at a module that is no convolution; None where no module has it.
+            By default `x` is the input of q or up, and `h` the output of o or down. Needed where a
+            gate, a scale (`LayerScale`), or a norm stands behind o or down, before the sum.
         optional: roles where the code can be read in two ways: a site is right, and none is, too.
         biases: role -> the parameter, with `{i}`, that is its bias, where it does not stand beside
             the weight under a name like it.

@@ -29,8 +29,12 @@ def swin_layer(at: str, width: int) -> Roles:
 
 
 def swin(first: int, behind: bool = False) -> tuple[Stack, ...]:
-    """Two stages, 8 and 16 wide, with a merge between them; norms before or behind."""
-    states = {"attn.h": "features.{i}.norm1", "ffn.h": "features.{i}.norm2"} if behind else {}
+    """Two stages, 8 and 16 wide, with a merge between them; norms before or behind. `attn` passes
+    the weights of `qkv` and `proj` to a function: neither module is called.
+    """
+    states = {"attn.x": "features.{i}.attn", "attn.h": "features.{i}.attn"}
+    if behind:
+        states |= {"attn.h": "features.{i}.norm1", "ffn.h": "features.{i}.norm2"}
     return tuple(
         Stack((f"{stage}.0", f"{stage}.1"), swin_layer("features.{i}", width), states)
         for stage, width in ((first, 8), (first + 2, 16))
@@ -103,7 +107,7 @@ CASES = (
         Stack(
             ("1.0", "1.1", "3.0"),
             ffn("features.{i}.block.3", "features.{i}.block.5", "features.{i}.block.2"),
-            {"ffn.h": "features.{i}.stochastic_depth"},
+            {"ffn.h": "features.{i}.stochastic_depth:nchw"},
         ),
     ),
     case(

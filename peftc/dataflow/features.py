@@ -229,7 +229,11 @@ def _dim_of_consumer(node: fx.Node, layer: LayerGraph, seen: set[fx.Node]) -> in
             continue
         if user.op == "call_module" and first_input(user) is node and (own := _dim_of_module(user, layer)) is not None:
             return own
-        if _keeps_features(node, user) and (dim := _dim_of_consumer(user, layer, seen)) is not None:
+        if not _keeps_features(node, user):
+            continue
+        if op_of(user) is Op.ADD and (dim := _dim_of_producer(user, layer, seen)) is not None:
+            return dim  # of the other operand
+        if (dim := _dim_of_consumer(user, layer, seen)) is not None:
             return dim_before(user, node, dim)
     return None
 

@@ -17,7 +17,7 @@ from peftc.addressing.sites import FeatureDims, MatrixLayout, Slice
 from peftc.dataflow.einsum import einsum_labels, einsum_operands
 from peftc.dataflow.nodes import example, first_input, is_tensor, shape
 from peftc.dataflow.operations import LAYOUT, Op, name_of, op_of, rerun
-from peftc.dataflow.values import upstream, value_users
+from peftc.dataflow.values import upstream, value_users, writes_into
 
 MOST_DIMS = 5  # of a parameter: there are n! orders
 
@@ -162,7 +162,7 @@ def parameter_of(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
     """The parameter that a value is a view of, and the operations between them, first to last."""
     steps: list[fx.Node] = []
     while node.op != "get_attr":
-        source = first_input(node)
+        source = None if any(writes_into(node)) else first_input(node)
         if source is None or op_of(node) not in (*LAYOUT, Op.CAST, Op.ITEM) or op_of(node) is Op.ROLL:
             return None
         steps.insert(0, node)

@@ -55,7 +55,7 @@ def value_operands(node: fx.Node) -> list[fx.Node]:
         return node.all_input_nodes if first is None else [first]
     if op is Op.CREATE:
         values = [n for n in node.all_input_nodes if is_tensor(n) and n is not first_input(node)]
-        return list(dict.fromkeys([*values, *_writes(node)]))
+        return list(dict.fromkeys([*values, *writes_into(node)]))
     return list(dict.fromkeys(node.all_input_nodes))
 
 
@@ -103,14 +103,14 @@ def _sliced(node: fx.Node) -> fx.Node | None:
     return source if isinstance(source, fx.Node) and isinstance(example(source), (tuple, list)) else None
 
 
-def _writes(node: fx.Node) -> Iterator[fx.Node]:
+def writes_into(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes that write into a tensor, or into a view of it."""
     for user in node.users:
         if user.args and user.args[0] is node:
             if is_in_place(user):
                 yield user
             elif user.target is new_version or op_of(user) in LAYOUT:
-                yield from _writes(user)
+                yield from writes_into(user)
 
 
 def mark_operands(traced: RegionTrace, root: nn.Module, mode: FakeTensorMode) -> None:

@@ -21,7 +21,7 @@ from peftc.recognition.loops import contains_name, stream_starts, sub_layers_by_
 from peftc.recognition.moe.experts import find_experts
 from peftc.recognition.residual_stream import stream_input
 from peftc.recognition.roles import SubLayer, sub_layers
-from peftc.recognition.token_mixing import is_weighted
+from peftc.recognition.token_mixing import is_weighted, moves_entries
 from peftc.recognition.untraced import UntracedPart, opaque_modules, untraced_parts
 from peftc.tracing.module_calls import forward_signature
 from peftc.tracing.region_trace import NoneAccess, RegionTrace, TraceError, UnknownLength
@@ -109,8 +109,8 @@ def trace_layer(
         if not (more := set(filter(in_loop, _routing_leaves(traced, layer))) - inlined):
             layer_type = _layer_type(layer, traced, arguments, leaves, mode, bodies)
             if not (more := set(_sole_leaves(layer_type)) - inlined - leaves.keys()):
-                leaves_to_try = (_leaves_with_roles(layer_type), _gating_leaves(layer_type), _adding_leaves(layer_type))
-                more = set(chain(*leaves_to_try)) - inlined - leaves.keys() - tried
+                leaves_to_try = (_leaves_with_roles, _gating_leaves, _adding_leaves, _moving_leaves)
+                more = set(chain(*(find(layer_type) for find in leaves_to_try))) - inlined - leaves.keys() - tried
                 tried |= more
             if not more:
                 return layer_type
@@ -195,6 +195,17 @@ def _adding_leaves(layer_type: LayerType) -> Iterator[str]:
         if module is None or not _has_own_code(module) or layer_type.layer.is_norm(node):
             continue
         if len(operands) > 1 and all(p.ndim < 2 for p in module.parameters()):
+            yield str(node.target)
+
+
+def _moving_leaves(layer_type: LayerType) -> Iterator[str]:
+    """The leaves that do nothing but move entries: their shapes do not tell where these go."""
+    # Seen in: no transformers model, but torchvision's ConvNeXt (`Permute`)
+    for node in layer_type.traced.graph.nodes:
+        module, source = layer_type.layer.module(node), first_input(node)
+        if module is None or not _has_own_code(module) or module.state_dict() or len(sizes := shape(source)) < 3:
+            continue
+        if sorted(sizes) == sorted(shape(node)) and moves_entries(module, sizes):
             yield str(node.target)
 
 

@@ -173,7 +173,9 @@ def sub_layers_by_body(
     groups: list[list[SubLayer]] = [[] for _ in bodies]
     seen = set[frozenset[str]]()
     for sub in subs:
-        weights = frozenset(str(n.target) for n in sub.body if is_weighted(n, layer) and not layer.is_norm(n))
+        weighted = {n for n in sub.body if is_weighted(n, layer) and not layer.is_norm(n)}
+        without = [n for n in sub.body if n.op == "call_module"]  # of a mixer without weights
+        weights = frozenset(str(n.target) for n in weighted or without)
         counts = Counter(i for name in weights for i, body in enumerate(bodies) if _in_body(name, body))
         if counts and weights not in seen:
             groups[counts.most_common(1)[0][0]].append(sub)

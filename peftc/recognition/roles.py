@@ -31,6 +31,7 @@ from peftc.recognition.token_mixing import (
     mixes_neighbours,
     mixes_numbers,
     mixes_tokens,
+    pools,
 )
 
 
@@ -192,7 +193,7 @@ class _Finder:
 
     def continues_stream(self, add: fx.Node) -> bool:
         """Whether a sum is the stream plus itself, a mixture of copies, or what needs no stream."""
-        # Seen in: Gemma 3n, MRA, PoolFormer
+        # Seen in: Gemma 3n, MRA
         operands = _operands(add)
         others = [a for a in operands if not self.stream.holds(a)]
         carried = (self.mixes_streams(other) or not self.stream.reaches(other) for other in others)
@@ -200,10 +201,9 @@ class _Finder:
 
     def mixes_streams(self, h: fx.Node) -> bool:
         """Whether a value mixes several streams: only its coefficients depend on weights."""
-        # Seen in: Gemma 3n, PoolFormer
-        if not has_several_streams(h) or self.stream.holds(h):
+        # Seen in: Gemma 3n
+        if not has_several_streams(h) or self.stream.holds(h) or pools(self.stream.body(h), self.stream):
             return False
-
         behind = upstream(h, lambda n: self.stream.holds(n) or is_weighted(n, self.layer))
         return any(shape(n)[-1:] == shape(h)[-1:] for n in filter(self.stream.holds, behind))
 
@@ -212,7 +212,7 @@ class _Finder:
         body = self.stream.body(h)
         weighted = any(is_weighted(n, self.layer) for n in body if not self.layer.is_norm(n))
         mixing = mixes(body, self.stream) and not mixes_neighbours(body, self.stream)
-        return any(map(self.stream.holds, body)) and (weighted or mixing)
+        return any(map(self.stream.holds, body)) and (weighted or mixing or pools(body, self.stream))
 
     def parallel_parts(self, h: fx.Node) -> list[fx.Node]:
         """The two summands of `h`, if exactly one of them contains an attention."""

@@ -18,6 +18,7 @@ from peftc.observation.sample_forward import first_tensor
 from peftc.recognition.attention.patterns import is_scores
 from peftc.recognition.residual_stream import Stream
 
+_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.LSTM, nn.GRU)
 
 
@@ -44,13 +45,19 @@ def mixes_neighbours(body: set[fx.Node], stream: Stream) -> bool:
 def _is_local(node: fx.Node, layer: LayerGraph) -> bool:
     module = layer.module(node)
     convolves = layer.op(node) is Op.CONVOLUTION and isinstance(module, (nn.Conv1d, nn.Conv2d, type(None)))
-    return convolves or isinstance(module, _ConstantPadNd)
+    return convolves or isinstance(module, (_ConstantPadNd, *_POOLS))
+
+
+def pools(body: set[fx.Node], stream: Stream) -> bool:
+    """Whether a pooling of neighbouring tokens takes part: a mixer without weights."""
+    # Seen in: PoolFormer
+    return any(isinstance(stream.layer.module(n), _POOLS) for n in body if not stream.holds(n))
 
 
 def mixes_tokens(node: fx.Node, layer: LayerGraph) -> bool:
     """Whether one operation mixes tokens."""
     if (module := layer.module(node)) is not None:
-        if any(isinstance(m, _CONVOLUTIONS) and set(getattr(m, "kernel_size", ())) != {1} for m in module.modules()):
+        if any(isinstance(m, (*_CONVOLUTIONS, *_POOLS)) and _kernel(m) != {1} for m in module.modules()):
             return True
         if isinstance(module, _ConstantPadNd):
             return any(module.padding[2:])  # the first two are of features
@@ -59,6 +66,11 @@ def mixes_tokens(node: fx.Node, layer: LayerGraph) -> bool:
     value, op = example(node), layer.op(node)
     integral = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
     return (not integral and (op in (Op.SCAN, Op.CONVOLUTION) or name_of(node) == "roll")) or is_scores(node)
+
+
+def _kernel(module: nn.Module) -> set[int]:
+    size: int | tuple[int, ...] = getattr(module, "kernel_size", ())
+    return {size} if isinstance(size, int) else set(size)
 
 
 def _last_token_reaches_first(module: nn.Module, sizes: tuple[int, ...]) -> bool:
@@ -72,6 +84,16 @@ def _last_token_reaches_first(module: nn.Module, sizes: tuple[int, ...]) -> bool
     with torch.no_grad(), contextlib.suppress(Exception):  # it may take more than one tensor
         one, other = (first_tensor(module(x)) for x in (before, after))
         return one is not None and other is not None and not torch.equal(one[1][:, 0], other[1][:, 0])
+    return False
+
+
+def moves_entries(module: nn.Module, sizes: tuple[int, ...]) -> bool:
+    """Whether the result of a module is its input in another order."""
+    numbers = torch.arange(prod(sizes), dtype=torch.float64).view(sizes)
+    with torch.no_grad(), contextlib.suppress(Exception):  # it may take more than one tensor
+        moved = module(numbers.clone())
+        is_order = isinstance(moved, torch.Tensor) and torch.equal(moved.flatten().sort()[0], numbers.flatten())
+        return is_order and not torch.equal(moved.flatten(), numbers.flatten())
     return False
 
 

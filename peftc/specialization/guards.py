@@ -164,9 +164,8 @@ def mutable_guards(traced: RegionTrace) -> list[Guard]:
 
 def _objects(node: fx.Node) -> set[fx.Node]:
     """The non-tensor arguments, such as caches, that a node is computed from."""
-    if node.op == "placeholder":
-        return set() if isinstance(node.meta["example"], torch.Tensor) else {node}
-    return {root for source in node.all_input_nodes for root in _objects(source)}
+    arguments = (n for n in ancestors(node) if n.op == "placeholder")
+    return {n for n in arguments if not isinstance(n.meta["example"], torch.Tensor)}
 
 
 def traits(traced: RegionTrace, passthrough: frozenset[str]) -> dict[str, str]:

@@ -5,7 +5,6 @@ The graph holds a block (autocast, a gradient mode) as nodes `enter_context` and
 
 import builtins
 import contextlib
-import operator
 import threading
 from collections.abc import Callable, Generator
 from functools import cache, partial
@@ -19,6 +18,7 @@ from torch.utils import checkpoint
 from transformers.modeling_utils import AttentionInterface
 
 from peftc.concurrency.interrupts import shielded
+from peftc.tracing.in_place import leaves, version
 from peftc.tracing.operations import attention, autograd_function, enter_context, exit_context, script_function
 from peftc.tracing.proxy import concrete_values, contains_proxy
 from peftc.tracing.region_trace import TraceError
@@ -187,9 +187,12 @@ class ProvenanceMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if contains_proxy((call.args, call.kwargs)):
             return tracer.record(call.kind, call.target, call.args, call.kwargs)
+        tensors = [t for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         with tracer.pause():  # what torch's own code does is not part of the region
+            versions_before = [version(t) for t in tensors]
             result = func(*args, **kwargs)
-        tracer.provenance.record(call, args[0] if call.target is operator.setitem else result)
+            written = [t for t, before in zip(tensors, versions_before, strict=True) if version(t) != before]
+        tracer.provenance.record(call, result, written)
         return result
 
 

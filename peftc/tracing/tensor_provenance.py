@@ -1,13 +1,14 @@
 """Tensors that the traced code computes from constants and parameters alone, without its arguments.
 
-Python runs such code on plain tensors. Nodes for it are created once one meets a traced value.
+Python runs such code on plain tensors. Nodes for it are created once one meets a traced value; for
+memory that the code writes to, all calls on it, in their order.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import fx
 from torch.overrides import is_tensor_method_or_property
 
+from peftc.tracing.in_place import WRITES, leaves, storage_id
 from peftc.tracing.operations import enter_context
 
 
@@ -43,65 +45,83 @@ class RecordedCall:
             return cls("call_method", name, args, kwargs, after)
         return cls("call_function", func, args, kwargs, after)
 
-    @property
-    def is_in_place(self) -> bool:
-        name = str(self.target)
-        return self.target is operator.setitem or (name.endswith("_") and not name.endswith("__"))
-
 
 class TensorProvenance:
-    """The calls that made and changed each tensor, by id; `parameters` have nodes of their own."""
+    """The call that made each tensor, by id; `parameters` have nodes of their own."""
 
     def __init__(self, tracer: fx.Tracer, parameters: Container[int]) -> None:
         self.tracer, self.parameters = tracer, parameters
-        self.calls: dict[int, list[RecordedCall]] = {}
+        self.calls: dict[int, RecordedCall] = {}
         self.parts: dict[int, tuple[RecordedCall, int]] = {}  # of a tuple: the call that returned it, and the index
         self.references: list[torch.Tensor] = []  # keeps tensors alive, so that ids stay unique
         self.nodes: dict[int, fx.Node] = {}
         self.call_nodes: dict[int, fx.Node] = {}
         self.next_nodes: dict[fx.Node, fx.Node] = {}  # behind a node, before anything was inserted there
+        self.calls_on: dict[int, list[RecordedCall]] = {}  # by storage: what reads, returns or writes it
+        self.writes: dict[int, frozenset[int]] = {}  # by call: the storages that it changes
+        self.written = set[int]()  # storages
+        self.open = set[int]()  # storages whose nodes are being created
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self.calls or id(tensor) in self.parts
 
-    def record(self, call: RecordedCall, result: Any) -> None:
-        """Records a call that returned `result`, or has changed it in place."""
+    def record(self, call: RecordedCall, result: Any, written: Sequence[torch.Tensor] = ()) -> None:
+        """Records a call that returned `result`, and has changed some of its arguments in place."""
         if isinstance(result, torch.Tensor):
-            if id(result) in self.calls and not call.is_in_place:
-                return  # a no-op, as `x.float()` of float32
-            if id(result) not in self.nodes and id(result) not in self.parameters:
-                self.calls.setdefault(id(result), []).append(call)
+            # a no-op, as `x.float()` of float32, returns its argument
+            if result not in self and id(result) not in self.nodes and id(result) not in self.parameters:
+                self.calls[id(result)] = call
                 self.references.append(result)
-            elif call.is_in_place:
-                self.call_node(call)
         elif isinstance(result, (tuple, list)):
             for i, part in enumerate(result):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
                 if isinstance(part, torch.Tensor) and part not in self:  # `broadcast_tensors` returns its arguments
                     self.parts[id(part)] = (call, i)
                     self.references.append(part)
+        tensors = [t for t in leaves((call.args, call.kwargs, result)) if isinstance(t, torch.Tensor)]
+        for storage in {storage_id(t) for t in tensors}:
+            self.calls_on.setdefault(storage, []).append(call)
+        if written:
+            self.record_writes(call, written)
+
+    def record_writes(self, call: RecordedCall, written: Sequence[torch.Tensor]) -> None:
+        self.writes[id(call)] = storages = frozenset(map(storage_id, written))
+        with_nodes = any(id(call) in self.call_nodes for storage in storages for call in self.calls_on[storage])
+        self.written |= storages
+        if with_nodes or any(id(t) in self.parameters for t in leaves((call.args, call.kwargs))):
+            for storage in storages:
+                self.create_nodes_on(storage)
+
+    def create_nodes_on(self, storage: int) -> None:
+        """Creates the nodes of all calls so far on memory that is written, in their order."""
+        if storage in self.written - self.open:
+            self.open.add(storage)
+            for call in self.calls_on[storage]:
+                self.call_node(call)
+            self.open.discard(storage)
 
     def node(self, tensor: torch.Tensor) -> fx.Node:
         """The node for a recorded tensor, created with those that it depends on."""
-        if id(tensor) in self.nodes:
-            return self.nodes[id(tensor)]
-        in_place: list[RecordedCall] = []
-        if id(tensor) in self.parts:
-            call, index = self.parts[id(tensor)]
-            node = self.tracer.create_node("call_function", operator.getitem, (self.call_node(call), index), {})
-        else:
-            call, *in_place = self.calls[id(tensor)]
-            node = self.call_node(call)
-        node.meta["example"] = tensor
-        self.nodes[id(tensor)] = node
-        for call in in_place:
-            self.call_node(call)
-        return node
+        self.create_nodes_on(storage_id(tensor))
+        if id(tensor) not in self.nodes:
+            if id(tensor) in self.parts:
+                call, index = self.parts[id(tensor)]
+                source = self.call_node(call)
+                node = self.tracer.create_node("call_function", operator.getitem, (source, index), {})
+            else:
+                node = self.call_node(self.calls[id(tensor)])
+            node.meta["example"] = tensor
+            self.nodes[id(tensor)] = node
+        return self.nodes[id(tensor)]
 
     def call_node(self, call: RecordedCall) -> fx.Node:
-        if id(call) not in self.call_nodes:
-            with self.insertion_point(call):
-                arguments: list[Any] = [self.tracer.create_arg(call.args), self.tracer.create_arg(call.kwargs)]
-                self.call_nodes[id(call)] = self.tracer.create_node(call.kind, call.target, *arguments)
+        if id(call) in self.call_nodes:
+            return self.call_nodes[id(call)]
+        with self.insertion_point(call):
+            arguments: list[Any] = [self.tracer.create_arg(call.args), self.tracer.create_arg(call.kwargs)]
+            if id(call) not in self.call_nodes:  # an argument in memory that is written may have created it
+                self.call_nodes[id(call)] = node = self.tracer.create_node(call.kind, call.target, *arguments)
+                if id(call) in self.writes:
+                    node.meta[WRITES] = self.writes[id(call)]
         return self.call_nodes[id(call)]
 
     def insertion_point(self, call: RecordedCall) -> contextlib.AbstractContextManager[Any]:
@@ -116,9 +136,9 @@ class TensorProvenance:
         split, index = self.parts.get(id(tensor), (None, 0))
         if split is None or split.target != "chunk":
             return tensor
-        calls = self.calls.get(id(split.args[0]), [])
-        if len(calls) != 1 or calls[0].target is not torch.cat:
+        join = self.calls.get(id(split.args[0]))
+        if join is None or join.target is not torch.cat or storage_id(tensor) in self.written:
             return tensor
-        sources: Any = calls[0].args[0]
+        sources: Any = join.args[0]
         is_inverse = {s.shape for s in sources} == {tensor.shape} and split.args[1:] == (len(sources),)
         return sources[index] if is_inverse else tensor

@@ -74,7 +74,7 @@ CASES = (
             Stack(
                 ("0.blocks.0", "0.blocks.1", "1.blocks.0", "2.blocks.0", "3.blocks.0"),
                 mlp("stages.{i}", "norm"),
-                {"ffn.h": "stages.{i}.drop_path"},
+                {"ffn.h": "stages.{i}.drop_path:nchw"},
             ),
         ),
     ),
@@ -87,7 +87,7 @@ CASES = (
             Stack(
                 ("0.blocks.0", "0.blocks.1", "1.blocks.0"),
                 mlp("stages.{i}") | {"mixer.norm": "stages.{i}.norm1.weight"},
-                {"ffn.h": "stages.{i}.layer_scale2"},
+                {"ffn.h": "stages.{i}.layer_scale2:nchw"},
             ),
         ),
     ),

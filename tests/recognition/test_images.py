@@ -1,0 +1,83 @@
+"""Layers over images, whose features may be in the second dimension: their sub-layers, and edits
+in them that are compared with a hook.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import peftc
+from tests.layers import Layers
+
+D, SIDE = 8, 8  # equal, so that no shape tells where the features are
+
+
+class Permute(nn.Module):
+    def __init__(self, *dims: int) -> None:
+        super().__init__()
+        self.dims = dims
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(self.dims)
+
+
+class PermutedConvolutions(nn.Module):
+    """ConvNeXt: modules that only permute, around a norm and Linears over the last dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mixing = nn.Conv2d(D, D, 3, padding=1, groups=D)
+        inner = nn.LayerNorm(D), nn.Linear(D, 16), nn.GELU(), nn.Linear(16, D)
+        self.block = nn.Sequential(mixing, Permute(0, 2, 3, 1), *inner, Permute(0, 3, 1, 2))
+        self.last = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.block(x)) + x
+
+
+class Pooling(nn.Module):
+    """PoolFormer: tokens are mixed without weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.GroupNorm(1, D), nn.GroupNorm(1, D)
+        self.pool = nn.AvgPool2d(3, stride=1, padding=1)
+        self.up, self.down = nn.Conv2d(D, 16, 1), nn.Conv2d(16, D, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        x = x + (self.pool(y) - y)
+        return x + self.down(self.up(self.norm2(x)).relu())
+
+
+def image() -> dict[str, Tensor]:
+    return {"x": torch.randn(2, D, SIDE, SIDE)}
+
+
+def test_modules_that_only_permute_tell_where_features_are() -> None:
+    model, inputs = Layers(PermutedConvolutions(), PermutedConvolutions()).eval(), image()
+    spec = "peft 1  edit e at layer[*].ffn { h += linear(x, bias=false) }"
+    peftc.compile(spec, model, seed=0, sample=inputs)
+    weights = list(peftc.parameters(model).values())
+    for weight in weights:
+        nn.init.normal_(weight)
+    edited = model(**inputs)
+    peftc.remove(model)
+    for layer, weight in zip(model.layers, weights, strict=True):
+        add_linear(layer, weight)
+    torch.testing.assert_close(edited, model(**inputs))
+
+
+def add_linear(layer: nn.Module, weight: Tensor) -> None:
+    seen: list[Tensor] = []
+    layer.block[3].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    layer.last.register_forward_hook(lambda _, args, h: h + (seen[-1] @ weight.T).permute(0, 3, 1, 2))
+
+
+def test_pooling_is_a_mixer() -> None:
+    table = peftc.sites(Layers(Pooling(), Pooling()), sample=image())
+    paths = {site.path.partition(".layer[0].")[2]: site.module for site in table.sites if "layer[0]." in site.path}
+    assert paths["mixer.norm"] == "layers.0.norm1"
+    assert paths["ffn.norm"] == "layers.0.norm2"
+    assert {path for path in paths if "." not in path} == {"mixer", "ffn"}
