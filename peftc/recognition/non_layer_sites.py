@@ -223,7 +223,7 @@ def untraced_modules(structure: ModelStructure) -> tuple[UntracedModule, ...]:
     for stack in structure.stacks:
         for i, (name, kind) in enumerate(zip(stack.roots, stack.kinds, strict=True)):
             steps = qualified(stack.name, (("layer", i),))
-            parts = [(f"{name}.{part.module}".rstrip("."), part) for part in kind.untraced]
+            parts = [(f"{name}.{part.module}".strip("."), part) for part in kind.untraced]
             modules += [untraced(module, part.reason, steps, part.hides) for module, part in parts]
     for name, reason in structure.untraced.items():
         stack = next((s for s in structure.stacks if is_in_lists_of(name, s, structure.model)), None)

@@ -26,6 +26,7 @@ from peftc.recognition.moe.matrices import Experts, Router
 from peftc.recognition.norms import NormFinder
 from peftc.recognition.residual_stream import Stream, has_several_streams, other_streams, stream_input, sublayer_output
 from peftc.recognition.token_mixing import (
+    calls_kernel,
     is_weighted,
     mixes,
     mixes_neighbours,
@@ -252,6 +253,8 @@ class _Finder:
             sub.kind = "untraced"
         elif mixes(body, self.stream) or mixes_numbers(body, self.stream):
             sub.kind = "untraced" if has_softmax_mixture(body, self.layer) else "mixer"
+        elif calls_kernel(body):
+            sub.kind = "untraced"
         else:
             _set_ffn_roles(sub, self.stream)
         sub.set_linears(self.layer)

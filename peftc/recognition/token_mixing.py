@@ -16,7 +16,8 @@ from peftc.dataflow.operations import Op, name_of
 from peftc.dataflow.values import value_operands
 from peftc.observation.sample_forward import first_tensor
 from peftc.recognition.attention.patterns import is_scores
-from peftc.recognition.residual_stream import Stream
+from peftc.recognition.residual_stream import Stream, gives_states
+from peftc.tracing.operations import autograd_function, script_function
 
 _POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.LSTM, nn.GRU)
@@ -34,6 +35,20 @@ def is_weighted(node: fx.Node, layer: LayerGraph) -> bool:
 def mixes(body: set[fx.Node], stream: Stream) -> bool:
     """Whether one token's part of a sub-layer's result depends on other tokens."""
     return any(not stream.holds(node) and mixes_tokens(node, stream.layer) for node in body)
+
+
+def calls_kernel(body: set[fx.Node]) -> bool:
+    """Whether a function that has no code to trace combines hidden states: three or more, as an
+    attention's queries, keys and values.
+    """
+    # Seen in: no transformers model, but FlashAttentionFunction of several repositories
+    return any(is_kernel(node) for node in body)
+
+
+def is_kernel(node: fx.Node) -> bool:
+    """Whether a node calls such a function."""
+    states = [n for n in node.args if isinstance(n, fx.Node) and len(shape(n)) > 2 and gives_states(n)]
+    return node.target in (autograd_function, script_function) and len(states) > 2
 
 
 def mixes_neighbours(body: set[fx.Node], stream: Stream) -> bool:

@@ -21,8 +21,10 @@ from peftc.fakes.tensors import fake_copy
 from peftc.recognition.attention.patterns import attentions
 from peftc.recognition.residual_stream import Stream, gives_states
 from peftc.recognition.roles import SubLayer, has_softmax_mixture
+from peftc.recognition.token_mixing import is_kernel
 
 AMBIGUOUS = "the queries, keys and values of its attention cannot be told apart"
+KERNEL = "what `{}` computes cannot be traced; it may be an attention"
 NOT_ADDED = "the result of its attention is not added to the residual stream of the layer"
 
 
@@ -118,6 +120,13 @@ def _ambiguous_attentions(
     for sub in (s for s in subs if s.kind == "untraced" and not any(n.target in opaque for n in s.body)):
         if (softmax := next((n for n in sorted(sub.body) if has_softmax_mixture([n], layer)), None)) is not None:
             yield UntracedPart(module_path(softmax), AMBIGUOUS, frozenset({"attn"}))
+        elif (kernel := next(filter(is_kernel, sorted(sub.body)), None)) is not None:
+            yield UntracedPart(module_path(kernel), KERNEL.format(_name(kernel)), frozenset({"attn"}))
+
+
+def _name(kernel: fx.Node) -> str:
+    function = kernel.kwargs["function"]
+    return str(getattr(function, "__name__", None) or getattr(function, "name", "a function"))
 
 
 def _attentions_not_added(subs: list[SubLayer], stream: Stream) -> Iterator[UntracedPart]:

@@ -30,7 +30,7 @@ _ENDS = (*_STORES, "RETURN_", "UNPACK_", "POP_TOP", "POP_JUMP", "STORE_SUBSCR") 
 def variable_of(node: fx.Node) -> str | None:
     """The variable that the model's code assigns a value to; None inside an expression."""
     names, _ = _assignment(node)
-    index = node.args[1] if len(names) > 1 else 0  # of a tuple, or of a shape
+    index = 0 if len(names) < 2 else node.args[1] if len(node.args) > 1 else None  # of a tuple, or of a shape
     return names[index] if names and isinstance(index, int) and 0 <= index < len(names) else None
 
 
