@@ -5,6 +5,7 @@ from torch import fx, nn
 from peftc.addressing.sites import FeatureDims
 from peftc.dataflow.matrices import MatrixProduct, matrix_product
 from peftc.dataflow.nodes import example, first_input, is_tensor, shape
+from peftc.dataflow.normalization import Normalization, normalization
 from peftc.dataflow.operations import Op, module_op, op_of
 from peftc.dataflow.values import upstream, value_users
 
@@ -29,6 +30,7 @@ class LayerGraph:
         self.graph, self.root = graph, root
         self._modules: dict[str, nn.Module] = {}
         self._products: dict[fx.Node, MatrixProduct | None] = {}
+        self._norms: dict[fx.Node, Normalization | None] = {}
         self.over_tokens: dict[fx.Node, bool] = {}  # Linears that sum over tokens
 
     def module(self, node: fx.Node) -> nn.Module | None:
@@ -54,6 +56,12 @@ class LayerGraph:
         if node not in self._products:
             self._products[node] = matrix_product(node)
         return self._products[node]
+
+    def normalization(self, node: fx.Node) -> Normalization | None:
+        """The norm that code of the layer computes itself, up to a node."""
+        if node not in self._norms:
+            self._norms[node] = normalization(node)
+        return self._norms[node]
 
     def input_of(self, linear: fx.Node) -> fx.Node | None:
         """What a Linear reads."""
@@ -97,7 +105,21 @@ class LayerGraph:
         return isinstance(module, CONVOLUTIONS) and module.groups != module.in_channels
 
     def is_norm(self, node: fx.Node) -> bool:
-        return node.op == "call_module" and self.op(node) is Op.NORM
+        """Whether a node calls a norm, or ends one with a weight in the layer's own code."""
+        if node.op == "call_module":
+            return self.op(node) is Op.NORM
+        norm = self.normalization(node)
+        return norm is not None and norm.weight is not None and not any(self._goes_on(node, u) for u in node.users)
+
+    def norm_name(self, norm: fx.Node) -> str:
+        """The module of a norm, or the parameter by which code of the layer scales."""
+        own = None if norm.op == "call_module" else self.normalization(norm)
+        return str(norm.target) if own is None or own.weight is None else own.weight.parameter
+
+    def _goes_on(self, node: fx.Node, user: fx.Node) -> bool:
+        """Whether a norm does not end at `node`, but behind a user of it."""
+        norm = self.normalization(user)
+        return norm is not None and node in norm.nodes
 
     def linears(self, nodes: set[fx.Node]) -> list[fx.Node]:
         """The Linears among some nodes, in the order in which they run."""

@@ -93,7 +93,7 @@ def matrix_product(node: fx.Node) -> MatrixProduct | None:
     rows, columns = ([dim for dim, _ in pairs] for pairs in (operands.own, operands.summed))
     d_in = _feature_dims(operands.x, [dim for _, dim in operands.summed])
     d_out = _feature_dims(node, [dim for _, dim in operands.own])
-    weight = _part(operands.matrix, rows, columns)
+    weight = part_of(operands.matrix, rows, columns)
     if weight is None or d_in is None or d_out is None or not _is_activation(operands.x):
         return None
     result, bias = _with_bias(node, d_out)
@@ -193,7 +193,7 @@ def _view(node: fx.Node) -> tuple[fx.Node, torch.Tensor] | None:
     return (parameter, view) if is_view and isinstance(view, torch.Tensor) else None
 
 
-def _part(node: fx.Node, rows: Sequence[int], columns: Sequence[int]) -> MatrixPart | None:
+def part_of(node: fx.Node, rows: Sequence[int], columns: Sequence[int]) -> MatrixPart | None:
     """A view of a parameter as rows of it. `rows`, `columns`: dimensions of the view."""
     if (source := _view(node)) is None:
         return None
@@ -298,4 +298,4 @@ def _bias(operand: object, product: fx.Node, dims: FeatureDims) -> MatrixPart | 
     features = [dim - shift for dim in dims.features]
     if any(dim < 0 or shape(operand)[dim] != shape(product)[dim + shift] for dim in features):
         return None
-    return _part(operand, features, ())
+    return part_of(operand, features, ())

@@ -24,7 +24,9 @@ def shape(node: object) -> tuple[int, ...]:
 
 
 def first_input(node: fx.Node) -> fx.Node | None:
-    return node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+    """The first operand; PyTorch's modules name it `input`."""
+    first = node.args[0] if node.args else node.kwargs.get("input")
+    return first if isinstance(first, fx.Node) else None
 
 
 def module_path(node: fx.Node) -> str:

@@ -90,9 +90,10 @@ _NAMES = {
     Op.MATMUL: "matmul bmm mm baddbmm addmm einsum",
     Op.LINEAR: "linear",
     Op.CONVOLUTION: "conv1d conv2d",
+    Op.NORM: "layer_norm rms_norm group_norm batch_norm instance_norm normalize",
     Op.SOFTMAX: "softmax",
     Op.ATTENTION: "scaled_dot_product_attention",
-    Op.SUM: "sum mean",
+    Op.SUM: "sum mean var std norm linalg_norm linalg_vector_norm",
     Op.SCAN: "cumsum cumprod logcumsumexp rfft irfft fft fft2 fftn unfold",
     Op.CHOICE: "topk sort argsort argmax max one_hot scatter",
     Op.RESHAPE: "view view_as reshape reshape_as flatten unflatten squeeze unsqueeze",
@@ -217,7 +218,7 @@ def module_op(module: nn.Module) -> Op:
 
 def is_norm_module(module: nn.Module) -> bool:
     """Whether the only parameters of a module scale and shift features: layer norms, RMS norms."""
-    weights = [p.ndim for p in module.parameters()]
+    weights = [sum(size > 1 for size in p.shape) for p in module.parameters()]
     is_norm = max(weights) == 1 if weights else is_norm_by_name(module)
     return is_norm and next(module.children(), None) is None
 

@@ -5,13 +5,16 @@ the dtype of `q`, `torch.zeros_like(x)` the shape of `x`. Walks follow values on
 """
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
+import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from peftc.dataflow.nodes import example, first_input, is_tensor, nodes_in, output_of
+from peftc.dataflow.nodes import example, first_input, is_tensor, nodes_in, output_of, shape
 from peftc.dataflow.operations import LAYOUT, OF_FIRST, Op, is_in_place, op_of
+from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy
 from peftc.tracing.operations import new_version
 from peftc.tracing.region_trace import ModuleCall, RegionTrace
@@ -116,8 +119,8 @@ def writes_into(node: fx.Node) -> Iterator[fx.Node]:
 def mark_operands(traced: RegionTrace, root: nn.Module, mode: FakeTensorMode) -> None:
     """Sets `ITEM_OPERANDS` for calls of leaf modules that have no weight matrices.
 
-    `rotary(values, positions)` reads only the dtype of `values`. `rotary(q, k)` returns two
-    results, each computed from one argument.
+    `rotary(values, positions)` reads only the dtype of `values`, and `positions(values)` the shape.
+    `rotary(q, k)` returns two results, each computed from one argument.
     """
     # Seen in: rotary embeddings that are modules; without it, several roles would be one
     for call in traced.calls:
@@ -125,7 +128,10 @@ def mark_operands(traced: RegionTrace, root: nn.Module, mode: FakeTensorMode) ->
         arguments = {name: value for name, value in call.arguments.items() if isinstance(value, fx.Node)}
         nested = any(isinstance(value, (tuple, list, dict)) and value for value in call.arguments.values())
         plain = not type(module).__module__.startswith("torch.") and all(p.ndim < 2 for p in module.parameters())
-        if isinstance(node, fx.Node) and len(arguments) > 1 and plain and not call.inlined and not nested:
+        if not isinstance(node, fx.Node) or not plain or call.inlined or nested:
+            continue
+        changes_shape = any(shape(value) != shape(node) for value in arguments.values())
+        if len(arguments) > 1 or changes_shape:
             operands = _item_operands(module, call, mode)
             node.meta[ITEM_OPERANDS] = {part: [arguments[n] for n in names] for part, names in operands.items()}
 
@@ -137,11 +143,39 @@ def _item_operands(module: nn.Module, call: ModuleCall, mode: FakeTensorMode) ->
         with mode:
             graph = approximate_trace(module, fake_copy(arguments, mode)).graph
     except Exception:  # of a model's own code
-        return {}
+        return _differentiable_operands(module, arguments, mode)
     result = output_of(graph).args[0]
-    parts = dict(enumerate(result)) if isinstance(result, (tuple, list)) else {WHOLE: result}
     return {
         i: [str(n.target) for n in sorted(upstream(part)) if n.op == "placeholder"]
-        for i, part in parts.items()
+        for i, part in _items(result).items()
         if isinstance(part, fx.Node)
     }
+
+
+def _items(result: object) -> dict[int, object]:
+    return dict(enumerate(cast(Sequence[object], result))) if isinstance(result, (tuple, list)) else {WHOLE: result}
+
+
+def _differentiable_operands(module: nn.Module, arguments: Any, mode: FakeTensorMode) -> dict[int, list[str]]:
+    """The same by autograd, for each item that has a gradient to any parameter."""
+    # Seen in: no transformers model; ESM's rotary embeddings, which keep tensors between calls
+    inputs = fake_copy(dict(arguments), mode)
+    names = [name for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    try:
+        with mode, fake_data_answers(), torch.enable_grad():
+            inputs |= {name: inputs[name].detach().requires_grad_() for name in names}
+            items = _items(module(**inputs))
+    except Exception:  # of a model's own code
+        return {}
+    leaves = {id(inputs[name]): name for name in names}
+    operands = {i: [leaves[id(n)] for n in _inputs_of(part) if id(n) in leaves] for i, part in items.items()}
+    return {i: names for i, names in operands.items() if names}
+
+
+def _inputs_of(value: object) -> Iterator[object]:
+    """The tensors that autograd would send a gradient to."""
+    functions: list[Any] = [value.grad_fn] if isinstance(value, torch.Tensor) else []
+    for function in functions:  # which grows
+        if hasattr(function, "variable"):
+            yield function.variable
+        functions += [f for f, _ in getattr(function, "next_functions", ()) if f is not None and f not in functions]

@@ -19,7 +19,7 @@ from peftc.diagnostics.model_line import model_line
 from peftc.fakes.tensors import fake_copy
 from peftc.recognition.loops import contains_name, stream_starts, sub_layers_by_body
 from peftc.recognition.moe.experts import find_experts
-from peftc.recognition.residual_stream import stream_input
+from peftc.recognition.residual_stream import gives_states, stream_input
 from peftc.recognition.roles import SubLayer, sub_layers
 from peftc.recognition.token_mixing import is_weighted, moves_entries
 from peftc.recognition.untraced import UntracedPart, opaque_modules, untraced_parts
@@ -103,13 +103,15 @@ def trace_layer(
                 return _reason(error)
             if frames[-1] in inlined & tried:
                 inlined.discard(frames[-1])
+                if not layer.get_submodule(frames[-1]).state_dict():  # nothing but its code can tell
+                    leaves[frames[-1]] = _reason(error)
                 continue
             leaves[frames[-1]] = _reason(error)
             continue
         if not (more := set(filter(in_loop, _routing_leaves(traced, layer))) - inlined):
             layer_type = _layer_type(layer, traced, arguments, leaves, mode, bodies)
             if not (more := set(_sole_leaves(layer_type)) - inlined - leaves.keys()):
-                leaves_to_try = (_leaves_with_roles, _gating_leaves, _adding_leaves, _moving_leaves)
+                leaves_to_try = (_leaves_with_roles, _own_code_leaves, _adding_leaves, _moving_leaves)
                 more = set(chain(*(find(layer_type) for find in leaves_to_try))) - inlined - leaves.keys() - tried
                 tried |= more
             if not more:
@@ -174,14 +176,26 @@ def _leaves_with_roles(layer_type: LayerType) -> Iterator[str]:
             yield from (str(n.target) for n in leaves if _has_own_code(layer.module(n)))
 
 
-def _gating_leaves(layer_type: LayerType) -> Iterator[str]:
-    """The leaves without weights that change the number of features."""
-    # Seen in: no transformers model, but modules like `GEGLU`
+def _own_code_leaves(layer_type: LayerType) -> Iterator[str]:
+    """The leaves without matrices whose code says what they are: those without state that change
+    the layout or combine several values, and those that scale by a vector of several dimensions.
+    """
+    # Seen in: no transformers model, but modules like `GEGLU`, `Rearrange` and `Attend`
     for node in layer_type.traced.graph.nodes:
         module, source = layer_type.layer.module(node), first_input(node)
-        is_plain = module is not None and _has_own_code(module) and not module.state_dict() and is_tensor(source)
-        if is_plain and len(shape(source)) == len(shape(node)) and shape(source)[-1] != shape(node)[-1]:
+        if module is None or not is_tensor(source) or not _has_own_code(module):
+            continue
+        has_shape, after = shape(source) == shape(node), shape(node)
+        several = sum(map(gives_states, node.all_input_nodes)) > 1
+        combines = (several or not has_shape) and not module.state_dict()
+        if combines or (has_shape and any(_scales(p.shape, after) for p in module.parameters())):
             yield str(node.target)
+
+
+def _scales(sizes: Sequence[int], features: tuple[int, ...]) -> bool:
+    """Whether a parameter of several dimensions has a number for each of some features."""
+    pairs = [*zip(reversed(sizes), reversed(features), strict=False)]
+    return sum(size > 1 for size in sizes) > 1 and len(pairs) == len(sizes) and all(s in (1, f) for s, f in pairs)
 
 
 def _adding_leaves(layer_type: LayerType) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from peftc.dataflow.layer_graph import LayerGraph
 from peftc.observation.sample_forward import SampleForward, observe
 from peftc.observation.token_flow import TokenFlow
 from peftc.recognition.layer_candidates import containing_list, convolutional_blocks, refined, repeated_blocks
@@ -202,16 +203,16 @@ def _bodies(kind: LayerType, bodies: Sequence[tuple[str, ...]]) -> Iterator[Laye
     """The type of each iteration of a loop: its part of the graph."""
     groups = sub_layers_by_body(bodies, kind.subs, kind.layer)
     for body, members in zip(bodies, groups, strict=True):
-        subs = [_without_norms_outside(sub, body) for sub in members]
+        subs = [_without_norms_outside(sub, body, kind.layer) for sub in members]
         untraced = [part for part in kind.untraced if any(contains_name(name, part.module) for name in body)]
         stream = subs[0].res if subs else kind.stream
         first = f"{kind.first}.{body[0]}".lstrip(".")
         yield replace(kind, subs=subs, untraced=untraced, stream=stream, first=first, parts=body)
 
 
-def _without_norms_outside(sub: SubLayer, body: Sequence[str]) -> SubLayer:
+def _without_norms_outside(sub: SubLayer, body: Sequence[str], layer: LayerGraph) -> SubLayer:
     """A sub-layer without a norm behind the loop, or of another iteration."""
-    norms = [norm for norm in sub.norms if any(contains_name(part, str(norm.target)) for part in body)]
+    norms = [norm for norm in sub.norms if any(contains_name(part, layer.norm_name(norm)) for part in body)]
     return replace(sub, norms=norms, output_norm=sub.output_norm if sub.output_norm in norms else None)
 
 

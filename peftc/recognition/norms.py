@@ -3,11 +3,17 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from torch import fx
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from peftc.dataflow.nodes import is_tensor
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.matrices import MatrixPart
+from peftc.dataflow.nodes import example, first_input, is_tensor, output_of
 from peftc.dataflow.values import upstream, value_users
+from peftc.fakes.tensors import fake_copy
 from peftc.recognition.residual_stream import Stream
+from peftc.tracing.module_calls import forward_signature
+from peftc.tracing.tracer import approximate_trace
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,36 @@ class NormFinder:
 
     def behind(self, add: fx.Node) -> fx.Node | None:
         """The norm that alone reads a sum."""
-        users = [add]
-        while len(users) == 1 and (users[0] is add or self.main.layer.passes_through(users[0]) is not None):
-            users = [u for u in value_users(users[0]) if is_tensor(u)]
-        return users[0] if len(users) == 1 and self.main.layer.is_norm(users[0]) else None
+        layer, node, users = self.main.layer, add, [add]
+        while len(users) == 1 and (users[0] is add or layer.passes_through(users[0]) is not None):
+            node = users[0]
+            users = [u for u in value_users(node) if is_tensor(u)]
+        if len(users) == 1 and layer.is_norm(users[0]):
+            return users[0]
+        ends = (n for n in layer.graph.nodes if n.op != "call_module" and layer.is_norm(n))
+        return next((end for end in ends if self._reads_alone(end, node)), None)
+
+    def _reads_alone(self, end: fx.Node, value: fx.Node) -> bool:
+        """Whether all that reads a value computes one norm of it."""
+        layer, norm = self.main.layer, self.main.layer.normalization(end)
+        if norm is None or layer.stripped(norm.x) is not layer.stripped(value):
+            return False
+        return all(user in norm.nodes for user in value_users(value) if is_tensor(user))
+
+
+def norm_parts(module: nn.Module, call: fx.Node) -> dict[str, MatrixPart]:
+    """The parameters of a norm by which it scales, `w`, and which it adds, `b`: its code tells."""
+    # Seen in: no transformers model, but the norms of most of the code that is written by hand
+    x = example(first_input(call))
+    if not isinstance(x, FakeTensor):
+        return {}
+    _, name, *_ = forward_signature(module).parameters
+    try:
+        with x.fake_mode:
+            graph = approximate_trace(module, {name: fake_copy(x, x.fake_mode)}).graph
+    except Exception:  # of a model's own code
+        return {}
+    code, result = LayerGraph(graph, module), output_of(graph).args[0]
+    norm = code.normalization(code.stripped(result)) if isinstance(result, fx.Node) else None
+    parts = {} if norm is None else {"w": norm.weight, "b": norm.bias}
+    return {name: part for name, part in parts.items() if part is not None}

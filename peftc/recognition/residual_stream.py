@@ -75,6 +75,8 @@ class Stream:
     def _affine(self, node: fx.Node) -> fx.Node | None:
         """The operand of a norm, a scale or a bias."""
         # Seen in: nearly all
+        if (norm := self.layer.normalization(node)) is not None:
+            return norm.x
         inputs = [a for a in node.args if isinstance(a, fx.Node)]
         match self.layer.op(node):
             case Op.NORM:

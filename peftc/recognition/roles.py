@@ -9,7 +9,7 @@ read one stream and are summed before they are added to it. They are two sub-lay
 
 import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,6 +21,12 @@ from peftc.dataflow.nodes import is_tensor, nodes_in, output_of, shape
 from peftc.dataflow.operations import Op
 from peftc.dataflow.values import reaches, upstream, value_operands
 from peftc.recognition.attention.patterns import Attention, attentions, value_mixtures
+from peftc.recognition.attention.projections import (
+    nodes_up_to_linears,
+    outermost,
+    roles_with_equal_linears,
+    roles_with_overlapping_rows,
+)
 from peftc.recognition.ffn import Projection, input_projections
 from peftc.recognition.moe.matrices import Experts, Router
 from peftc.recognition.norms import NormFinder
@@ -101,11 +107,18 @@ def sub_layers(layer: LayerGraph, opaque: Collection[str] = (), first: fx.Node |
     norms, sums = set[fx.Node](), {first, *(sub.add for sub in subs), *(side.values[0] for side in sides)}
     for sub in subs:
         own = NormFinder(finder.stream, apart, sums)
-        sub.norms = [n for n in own.before(sub.body, sub.res) if n not in norms]
+        sub.norms = [n for n in own.before(sub.body, sub.res) if n not in norms and not _is_of_scores(n, sub)]
         sub.output_norm = own.behind(sub.add)
         sub.norms += [] if sub.output_norm is None else [sub.output_norm]
         norms.update(sub.norms)
     return subs
+
+
+def _is_of_scores(norm: fx.Node, sub: SubLayer) -> bool:
+    """Whether a norm is of an attention's probabilities: its features are heads."""
+    # Seen in: no transformers model, but DeepViT
+    written = [a for a in sub.attentions if a.sort == "written"]
+    return any(reaches(a.call, norm) and reaches(norm, a.out) for a in written)
 
 
 def _relabel_local_mixer(sub: SubLayer, stream: Stream) -> None:
@@ -124,11 +137,13 @@ class _Finder:
         self.layer, self.stream = layer, stream
         self.attentions = attentions(layer) if known is None else known
         self.sums = [n for n in layer.graph.nodes if layer.op(n) is Op.ADD and is_tensor(n)]
+        self.earlier = set[fx.Node]()  # Linears with a role in a sub-layer so far
 
     def along_stream(self) -> list[SubLayer]:
         subs: list[SubLayer] = []
         for add in self.sums:
             added = self.added_by(add)
+            self.earlier.update(p.node for sub in added for p in sub.projections.values())
             subs += [inner for sub in added for inner in self.bottleneck_sublayers(sub) or [sub]]
             if added or self.continues_stream(add):
                 self.stream.values.append(add)
@@ -248,7 +263,7 @@ class _Finder:
         own = [a for a in self.attentions if a.call in body]
         sub = SubLayer("ffn", "", h, res, add, body, x=self.stream.entry(body), attentions=own)
         if own:
-            _set_attention_roles(sub, self.stream)
+            _set_attention_roles(sub, self.stream, self.earlier)
         elif any(map(self.stream.hides, body)):
             sub.kind = "untraced"
         elif mixes(body, self.stream) or mixes_numbers(body, self.stream):
@@ -304,26 +319,29 @@ def _first_of_final_linears(h: fx.Node, layer: LayerGraph) -> fx.Node:
     return h
 
 
-def _set_attention_roles(sub: SubLayer, stream: Stream) -> None:
+def _set_attention_roles(sub: SubLayer, stream: Stream, earlier: Collection[fx.Node] = ()) -> None:
+    """`earlier`: Linears of sub-layers before, whose results may be mixed with those of this."""
+    # Seen in: no transformers model, but values that are added to those of the first layer
     sub.kind, sub.variant, layer = "attn", "self", stream.layer
-    attention, values = sub.attentions[0], {r: [getattr(a, r) for a in sub.attentions] for r in ("q", "k", "v")}
+    attention, values = sub.attentions[0], {r: [getattr(a, r) for a in sub.attentions] for r in ("q", "k")}
+    values["v"] = [a.v for a in outermost(sub.attentions, layer)]
     nearest: dict[str, list[fx.Node]] = {}
     for role, (value, *others) in values.items():
-        linears = [node for node, _ in source_linears(layer, value) if node in sub.body]
+        linears = [n for n, _ in source_linears(layer, value) if n in sub.body and n not in earlier]
         if any(stream.hides(n) for n in upstream(value, layer.is_linear) if n in sub.body):
             linears = []  # an opaque module may change a Linear's result, or replace it
-        last = [n for n in linears if not any(n in _nodes_up_to_linears(other, layer) for other in linears)]
+        last = [n for n in linears if not any(n in nodes_up_to_linears(other, layer) for other in linears)]
         # not the Linears that compute positions
         nearest[role] = list(filter(stream.reaches, last)) or last
         rows = dict(source_linears(layer, value, *others))
         if (node := next(iter(nearest[role]), None)) is not None and node in rows:
             sub.projections[role] = Projection(node, rows[node])
-    for role in _roles_with_equal_linears(nearest):
+    for role in roles_with_equal_linears(nearest):
         sub.projections.pop(role, None)
         same_size = [n for n in nearest[role] if math.prod(shape(n)) == math.prod(shape(values[role][0]))]
         if len(same_size) == 1:  # more heads of queries than of keys
             sub.projections[role] = Projection(same_size[0])
-    for role in _roles_with_overlapping_rows(sub.projections, attention, layer):
+    for role in roles_with_overlapping_rows(sub.projections, attention, layer):
         del sub.projections[role]
     out = layer.consumer_linear(attention.out, sub.body)
     if out is not None and attention.out in sub.body:
@@ -334,37 +352,6 @@ def _set_attention_roles(sub: SubLayer, stream: Stream) -> None:
     if "k" in sub.projections:
         key = sub.projections["k"]
         sub.context = layer.input_of(key.node) if sub.variant == "cross" else _input_of(key, sub.x, stream)
-
-
-def _roles_with_equal_linears(nearest: Mapping[str, list[fx.Node]]) -> set[str]:
-    """The roles computed by the same Linears as `q`, if several. `k` and `v` may be one value."""
-    # Seen in: ZAYA. Without it, its keys would have no role
-    same = {role for role in ("k", "v") if len(nearest["q"]) > 1 and set(nearest[role]) == set(nearest["q"])}
-    return {"q", *same} if same else same
-
-
-def _roles_with_overlapping_rows(
-    projections: Mapping[str, Projection], attention: Attention, layer: LayerGraph
-) -> list[str]:
-    """The roles that share rows with another, and have more rows than the attention reads."""
-    # Seen in: rotations of queries and keys in one tensor; a wrong role would be trained
-    roles: list[str] = []
-    for role, one in projections.items():
-        others = [p for name, p in projections.items() if name != role and p.node is one.node]
-        size = math.prod(shape(getattr(attention, role)))
-        width = layer.width(one.node)
-        rows = one.slice(width)
-        is_larger = size < math.prod(shape(one.node)) // width * rows.width
-        if is_larger and any(rows.overlaps(other.slice(width)) for other in others):
-            roles.append(role)
-    return roles
-
-
-def _nodes_up_to_linears(linear: fx.Node, layer: LayerGraph) -> set[fx.Node]:
-    """The nodes that a Linear's input is computed from, back to the Linears before it."""
-    # Seen in: MiniCPM 3, GLM-4 MoE Lite, LongCat
-    source = layer.input_of(linear)
-    return set() if source is None else set(upstream(source, layer.is_linear))
 
 
 def _input_of(projection: Projection | None, entry: fx.Node | None, stream: Stream) -> fx.Node | None:

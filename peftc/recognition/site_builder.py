@@ -16,16 +16,17 @@ from peftc.dataflow.features import features_dim, separates
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.matrices import MatrixPart, MatrixProduct, as_slice, numbers_of
 from peftc.dataflow.nodes import first_input, is_tensor, output_of, shape
-from peftc.dataflow.values import upstream, value_users
+from peftc.dataflow.values import upstream
 from peftc.forms import shapes
-from peftc.recognition.attention.manual_attention import joined_shape
 from peftc.recognition.attention.patterns import Attention
+from peftc.recognition.attention.states import attention_heads, pair_shape
 from peftc.recognition.ffn import Projection
 from peftc.recognition.layer_types import LayerType
 from peftc.recognition.layers import ModelStructure
 from peftc.recognition.moe.matrices import ExpertModules, Router
 from peftc.recognition.moe.states import expert_states, linear_states, router_states
 from peftc.recognition.non_layer_sites import Steps, embeddings, final_norms, heads, path_of, qualified, weight_states
+from peftc.recognition.norms import norm_parts
 from peftc.recognition.roles import SubLayer
 from peftc.recognition.token_mixing import is_weighted
 
@@ -160,10 +161,36 @@ class LayerSites:
             yield self.linear(steps + inner, Projection(node), group)
 
     def norm_sites(self, sub: SubLayer, steps: Steps, group: str) -> Iterator[Site]:
-        owners = numbered([norm_owner(n, sub, self.graph) for n in sub.norms])
-        for node, (owner, index) in zip(sub.norms, owners, strict=True):
+        norms = list({self.graph.norm_name(n): n for n in reversed(sub.norms)}.values())[::-1]
+        owners = numbered([norm_owner(n, sub, self.graph) for n in norms])
+        for node, (owner, index) in zip(norms, owners, strict=True):
             inner = ((owner, None),) if owner else ()
-            yield self.linear(steps + inner + (("norm", index),), Projection(node), group)
+            yield self.norm(steps + inner + (("norm", index),), node, group)
+
+    def norm(self, steps: Steps, node: fx.Node, group: str) -> Site:
+        """A norm: a module, or code of the layer that scales by a parameter."""
+        norm = self.graph.normalization(node)
+        if norm is None or norm.weight is None:
+            return self.norm_module(self.linear(steps, Projection(node), group), node)
+        states = {"w": self.vector_state("w", norm.weight), "h": self.state("h", node)}
+        states |= {} if norm.bias is None else {"b": self.vector_state("b", norm.bias)}
+        owner = self.full(norm.weight.parameter.rpartition(".")[0])
+        return replace(self.site(steps, owner, states, group=group), bare=True)
+
+    def norm_module(self, site: Site, node: fx.Node) -> Site:
+        """A norm whose parameters have names of their own, with its `w` and `b`."""
+        module = self.kind.root.get_submodule(str(node.target))
+        if not {name for name, _ in module.named_parameters()} - {"weight", "bias"}:
+            return site
+        parts = norm_parts(module, node)
+        own = {name: self.vector_state(name, part, f"{node.target}.") for name, part in parts.items()}
+        return replace(site, states={**own, **site.states})
+
+    def vector_state(self, name: str, part: MatrixPart, prefix: str = "") -> State:
+        """`w` or `b` of a norm. `prefix`: of the module that `part` is named in."""
+        owner, _, attribute = f"{prefix}{part.parameter}".rpartition(".")
+        ref = WeightRef(self.full(owner), attribute, part.rows, layout=part.layout)
+        return State(name, shapes.Vector(part.rows.width if part.rows else part.size), weight=ref)
 
     def sub_layer_states(self, sub: SubLayer, steps: Steps) -> dict[str, State]:
         states = {"h": self.state("h", sub.h), "res": self.state("res", sub.res)}
@@ -220,7 +247,9 @@ class LayerSites:
         return State("kv", pair, ActivationRef(f"{first.name}.kv", other_nodes=tuple(n.name for n in others)))
 
     def functions(self, sub: SubLayer) -> dict[str, str]:
-        norm = sub.output_norm or next((n for n in sub.norms if not norm_owner(n, sub, self.graph)), None)
+        norms = [n for n in sub.norms if n.op == "call_module"]
+        norm = sub.output_norm if sub.output_norm in norms else None
+        norm = norm or next((n for n in norms if not norm_owner(n, sub, self.graph)), None)
         return {"norm": self.full(str(norm.target))} if norm is not None else {}
 
     def linear(self, steps: Steps, projection: Projection, group: str = "") -> Site:
@@ -327,18 +356,6 @@ def norm_owner(node: fx.Node, sub: SubLayer, layer: LayerGraph) -> str:
     return ""
 
 
-def attention_heads(attention: Attention) -> fx.Node | None:
-    """The result of an attention as (batch, tokens, heads, d_head)."""
-    q, v, users = shape(attention.q), shape(attention.v), [attention.out]
-    for _ in range(4):
-        if len(users) != 1 or len(q) != 4 or len(v) != 4:
-            break
-        if shape(users[0]) == (q[0], q[2], q[1], v[3]):
-            return users[0] if attention.sort == "interface" or users[0] is not attention.out else None
-        users = value_users(users[0])
-    return None
-
-
 def q_width(sub: SubLayer, layer: LayerGraph) -> int | None:
     """The features of the queries' Linear."""
     query = sub.projections.get("q")
@@ -351,18 +368,6 @@ def rows_within(outer: Slice | None, inner: Slice | None, size: int) -> Slice | 
         return inner if outer is None else outer
     numbers = torch.tensor(numbers_of(outer, size))
     return as_slice(torch.cat([numbers[start:stop] for start, stop in inner.blocks()]), size)
-
-
-def pair_shape(attention: Attention, q_width: int | None, layer: LayerGraph) -> shapes.KeyValue | None:
-    """The rows that can be joined to keys and values; None where none can."""
-    if attention.sort == "written":
-        return joined_shape(attention, q_width, layer)
-    k, v = shape(attention.k), shape(attention.v)
-    if len(k) != 4 or len(v) != 4 or k[:3] != v[:3]:
-        return None
-    if not all(separates(node, -1, layer) for node in (attention.k, attention.v)):
-        return None  # features attend to features
-    return shapes.KeyValue(k[1], k[3], None if v[3] == k[3] else v[3])
 
 
 def named_steps(name: str) -> Steps:
