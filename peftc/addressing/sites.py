@@ -187,6 +187,7 @@ class Site:
     calls: int = 1  # how often the layer calls this Linear; `x` and `h` belong to one of these calls
     bare: bool = False  # code multiplies by the parameter itself: no call of a module computes `h`
     computed_bias: bool = False  # what code adds to a product with a parameter, and no parameter of one role
+    constant_bias: str = ""  # the buffer that code adds to such a product: a fold relies on its zeros
     shared_with: tuple[Site, ...] = ()  # other sites of the same module, on which an edit acts, too
     parts: tuple[str, ...] = ()  # of a layer that is the body of a loop: the modules that it calls
 

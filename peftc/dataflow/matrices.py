@@ -16,7 +16,7 @@ from torch import fx, nn
 from peftc.addressing.sites import FeatureDims, MatrixLayout, Slice
 from peftc.dataflow.einsum import einsum_labels, einsum_operands
 from peftc.dataflow.nodes import example, first_input, is_tensor, shape
-from peftc.dataflow.operations import LAYOUT, Op, name_of, op_of, rerun
+from peftc.dataflow.operations import LAYOUT, Op, is_in_place, name_of, op_of, rerun
 from peftc.dataflow.values import upstream, value_users, writes_into
 
 MOST_DIMS = 5  # of a parameter: there are n! orders
@@ -47,10 +47,22 @@ def numbers_of(rows: Slice | None, size: int) -> list[int]:
     return [i for start, stop in (rows or Slice(0, size)).blocks() for i in range(start, stop)]
 
 
+@dataclass(frozen=True)
+class BiasPart:
+    """What is added to some rows of a product: a parameter, a constant tensor of the module's by
+    its name, or zeros.
+    """
+
+    rows: Slice
+    parameter: MatrixPart | None = None
+    constant: str = ""
+
+
 @dataclass(frozen=True, eq=False)
 class MatrixProduct:
     """h = W x + b by a bare parameter W. `result` is the product or, of code that adds the bias
-    behind it, that sum. `d_in`, `d_out`: where the features of x and of h are.
+    behind it, that sum. `d_in`, `d_out`: where the features of x and of h are. `biases`: the parts
+    of a bias that code joins.
     """
 
     x: fx.Node
@@ -59,6 +71,12 @@ class MatrixProduct:
     bias: MatrixPart | None
     d_in: FeatureDims
     d_out: FeatureDims
+    biases: tuple[BiasPart, ...] = ()
+
+    def bias_of(self, rows: Slice | None) -> BiasPart | None:
+        """The part of a joined bias that is added to exactly these rows."""
+        # Seen in: BEiT (query and value biases, joined with zeros)
+        return next((part for part in self.biases if part.rows == rows), None)
 
     @property
     def width(self) -> int:
@@ -67,8 +85,7 @@ class MatrixProduct:
     @property
     def has_computed_bias(self) -> bool:
         """Whether h has a bias that code computes."""
-        # Seen in: BEiT (query and value biases, concatenated with zeros)
-        return self.bias is None and isinstance(_bias_operand(self.result), fx.Node)
+        return self.bias is None and (bool(self.biases) or isinstance(_bias_operand(self.result), fx.Node))
 
 
 @dataclass(frozen=True)
@@ -96,9 +113,9 @@ def matrix_product(node: fx.Node) -> MatrixProduct | None:
     weight = part_of(operands.matrix, rows, columns)
     if weight is None or d_in is None or d_out is None or not _is_activation(operands.x):
         return None
-    result, bias = _with_bias(node, d_out)
+    result, bias, parts = _with_bias(node, d_out)
     x, d_in = _without_ones(operands.x, d_in)
-    return MatrixProduct(x, result, weight, bias, d_in, d_out)
+    return MatrixProduct(x, result, weight, bias, d_in, d_out, parts)
 
 
 def _is_activation(node: fx.Node) -> bool:
@@ -272,16 +289,45 @@ def _without_ones(x: fx.Node, dims: FeatureDims) -> tuple[fx.Node, FeatureDims]:
     return source, FeatureDims(tuple(places[d] for d in dims.tokens), tuple(places[d] for d in dims.features))
 
 
-def _with_bias(node: fx.Node, dims: FeatureDims) -> tuple[fx.Node, MatrixPart | None]:
+def _with_bias(node: fx.Node, dims: FeatureDims) -> tuple[fx.Node, MatrixPart | None, tuple[BiasPart, ...]]:
     """The result of a product with its bias, an operand or the term of a sum right behind it."""
     if (operand := _bias_operand(node)) is not None:
-        return node, _bias(operand, node, dims)
+        return node, _bias(operand, node, dims), joined_bias(operand, node, dims)
     users = value_users(node)
     if len(users) == 1 and op_of(users[0]) is Op.ADD and shape(users[0]) == shape(node):
         others = [a for a in users[0].args[:2] if a is not node]
-        bias = _bias(others[0], node, dims) if len(others) == 1 else None
-        return (users[0], bias) if bias is not None else (node, None)
-    return node, None
+        if len(others) == 1:
+            bias, parts = _bias(others[0], node, dims), joined_bias(others[0], node, dims)
+            return (users[0], bias, parts) if bias is not None or parts else (node, None, ())
+    return node, None, ()
+
+
+def joined_bias(operand: object, product: fx.Node, dims: FeatureDims) -> tuple[BiasPart, ...]:
+    """The parts of a bias that code joins of parameters and constants; none where it does not."""
+    while isinstance(operand, fx.Node) and op_of(operand) is Op.CAST:
+        operand = first_input(operand)
+    is_join = isinstance(operand, fx.Node) and name_of(operand) in ("cat", "concat") and len(shape(operand)) == 1
+    if not is_join or len(dims.features) != 1 or shape(operand)[0] != shape(product)[dims.features[0]]:
+        return ()
+    parts: list[BiasPart] = []
+    for piece in cast(Sequence[Any], cast(fx.Node, operand).args[0]):
+        start = parts[-1].rows.stop if parts else 0
+        rows = Slice(start, start + shape(piece)[0])
+        part = None if isinstance(example(piece), nn.Parameter) else _constant_bias(piece, rows)
+        if part is None and (parameter := part_of(piece, (0,), ())) is not None:
+            part = BiasPart(rows, parameter)
+        if part is None:
+            return ()
+        parts.append(part)
+    return tuple(parts)
+
+
+def _constant_bias(piece: fx.Node, rows: Slice) -> BiasPart | None:
+    """A buffer, or zeros that code creates."""
+    if piece.op == "get_attr":
+        return BiasPart(rows, constant=str(piece.target))
+    is_zero = name_of(piece) in ("zeros", "zeros_like", "new_zeros")
+    return BiasPart(rows) if is_zero and not any(map(is_in_place, piece.users)) else None
 
 
 def _bias_operand(node: fx.Node) -> object:

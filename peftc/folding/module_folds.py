@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from peftc.adapters.base import dtype_name
-from peftc.addressing.sites import WeightRef
+from peftc.addressing.sites import WeightRef, parameter_name
 from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.folding.own_forward import base_class, computes_product
@@ -76,11 +76,19 @@ def _check_forward(fold: Fold, module: nn.Module) -> None:
 
 @dataclass
 class UnroundedParameters:
-    """The weight and the bias of a module in the precision of the sums. Shapes: as stored."""
+    """The weight and the bias of a module, by dotted name, in the precision of the sums; the bias
+    of a product in code may be another module's. `created`: biases. Shapes: as stored.
+    """
 
     model: nn.Module
     module: str
     values: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    created: set[str] = field(default_factory=set[str])
+
+    def name(self, ref: WeightRef) -> str:
+        """One name, under whichever of its names the module is read."""
+        is_own = self.model.get_submodule(ref.module) is self.model.get_submodule(self.module)
+        return parameter_name(replace(ref, module=self.module) if is_own else ref)
 
     def read(self, ref: WeightRef) -> Tensor:
         """The rows of a site, (out, in)."""
@@ -92,15 +100,15 @@ class UnroundedParameters:
         blocks = self.blocks(matrix, ref)
         blocks.copy_(value.unflatten(0, tuple(blocks.shape[:2])))
         if ref.layout is not None:  # the matrix may be a copy
-            stored = self.values[ref.attribute]
+            stored = self.values[self.name(ref)]
             stored.copy_(as_stored(matrix, stored, ref.layout.order))
 
     def matrix(self, ref: WeightRef) -> Tensor:
         """The parameter as (out, in)."""
-        if ref.attribute not in self.values:
-            stored = dense(getattr(self.model.get_submodule(self.module), ref.attribute).detach())
-            self.values[ref.attribute] = stored.to(sum_dtype(stored.dtype), copy=True)
-        tensor = self.values[ref.attribute]
+        if (name := self.name(ref)) not in self.values:
+            stored = dense(getattr(self.model.get_submodule(ref.module), ref.attribute).detach())
+            self.values[name] = stored.to(sum_dtype(stored.dtype), copy=True)
+        tensor = self.values[name]
         if ref.stacked_slice is not None:
             tensor = stacked_slice(tensor, ref.stacked_slice.count, ref.stacked_slice.index)
         if ref.layout is not None:
@@ -115,7 +123,7 @@ class UnroundedParameters:
 
     def bias(self, target: FoldTarget) -> WeightRef | None:
         """The site's bias, one that an earlier fold made included."""
-        if target.bias is None and "bias" in self.values and target.weight is not None:
+        if target.bias is None and self.created and target.weight is not None:
             return WeightRef(self.module, "bias", target.weight.rows)
         return target.bias
 
@@ -124,17 +132,17 @@ class UnroundedParameters:
         if not is_linear_module(module) or weight is None:
             reason = f"`{self.module}` has no bias to hold a constant, and a {type(module).__name__} takes none"
             raise CannotFold(fold.site_edit.edit, reason)
-        self.values["bias"] = self.values["weight"].new_zeros(self.values["weight"].shape[0])
-        return WeightRef(self.module, "bias", weight.rows)
+        own, bias = self.values[self.name(weight)], WeightRef(self.module, "bias", weight.rows)
+        self.values[self.name(bias)] = own.new_zeros(own.shape[0])
+        self.created.add(self.name(bias))
+        return bias
 
     def rounded(self, edits: tuple[str, ...]) -> Iterator[tuple[str, tuple[Tensor, Change]]]:
-        module = self.model.get_submodule(self.module)
-        for attribute, value in self.values.items():
-            old = getattr(module, attribute)
-            created = old is None
-            like = dense(module.get_parameter("weight") if created else old)
+        for name, value in self.values.items():
+            owner, _, attribute = name.rpartition(".")
+            module, created = self.model.get_submodule(owner), name in self.created
+            like = dense(getattr(module, "weight" if created else attribute))
             before = torch.zeros_like(value, dtype=like.dtype) if created else like.detach()
-            name = f"{self.module}.{attribute}".lstrip(".")
             new = rounded(name, value, like.dtype, edits)
             entries = int(torch.count_nonzero(new != before))
             changed = entries if new.dtype == value.dtype else int(torch.count_nonzero(value != before.to(value.dtype)))

@@ -14,13 +14,13 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.folding.module_folds import CannotFold, Fold, combine, is_linear_module
 from peftc.folding.report import Change, Folded, FoldReport, Refused
-from peftc.forms.module import FormModule
+from peftc.forms.module import FormModule, has_values
 from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.completeness import active_installation
 from peftc.installation.journal import Journal, transaction
 from peftc.modules.memory import storage_id
 from peftc.observation.parameter_uses import parameter_views
-from peftc.planning.foldability.affine import FoldTarget, fold_target
+from peftc.planning.foldability.affine import FoldTarget, fold_target, scales_output
 from peftc.planning.foldability.check import check_foldability
 from peftc.planning.ir import SiteEdit
 from peftc.rewriting.anchors import contains
@@ -89,6 +89,8 @@ class Folding:
         reasons: dict[str, str] = {}
         for site_edit in self.record.site_edits:
             target = self.target(site_edit)
+            if target is not None and (buffer := self.nonzero_bias(target)) and scales_output(site_edit, target):
+                reasons.setdefault(site_edit.edit, f"`{buffer}` is added to the result, and no fold changes a buffer")
             for name in (parameter_name(ref) for ref in (target.refs if target else ())):
                 name = first.get(name, name)
                 parameter = self.parameter(name)
@@ -103,6 +105,12 @@ class Folding:
                 if reason is not None:
                     reasons.setdefault(site_edit.edit, reason)
         return reasons
+
+    def nonzero_bias(self, target: FoldTarget) -> str:
+        """The buffer that the model's code adds as a bias, if it has other entries than zeros."""
+        name = target.site.constant_bias
+        buffer = self.model.get_buffer(name) if name else None
+        return name if buffer is not None and has_values(buffer) and bool(buffer.any()) else ""
 
     def unwritable_parameter(self, name: str) -> str | None:
         """Why nothing can be written into this parameter; None where it can."""
@@ -133,14 +141,22 @@ class Folding:
         """What is folded, by the module into which it is."""
         groups: dict[str, list[Fold]] = defaultdict(list)
         first = {name: group[0] for group in self.analysis.table.shared_modules for name in group}
+        owners = self.owners()
         for site_edit in self.record.site_edits:
             if site_edit.edit in folded:
                 target, (region, index, _) = self.target(site_edit), self.region(site_edit)
                 assert target is not None
                 fold = Fold(site_edit, target, self.modules(site_edit), (-region.count("."), index))
-                module = target.refs[0].module
-                groups[first.get(module, module)].append(fold)
+                modules = [first.get(ref.module, ref.module) for ref in target.refs]
+                groups[owners.get(modules[0], modules[0])].append(fold)
         return groups
+
+    def owners(self) -> dict[str, str]:
+        """The module of a weight by that of its bias, where these are two."""
+        # Seen in: no transformers model; BEiT of timm, whose biases are not beside their weight
+        targets = (self.target(site_edit) for site_edit in self.record.site_edits)
+        pairs = ((t.weight.module, t.bias.module) for t in targets if t is not None and t.weight and t.bias)
+        return {bias: weight for weight, bias in pairs if bias != weight}
 
     def region(self, site_edit: SiteEdit) -> tuple[str, int, str]:
         """The region of an edit at a site, its index among the edits there, and its slug there."""

@@ -267,7 +267,10 @@ class LayerSites:
     def bare_linear(self, steps: Steps, product: MatrixProduct, rows: Slice | None, group: str) -> Site:
         """A matrix that code multiplies by itself: a parameter, or some of its rows."""
         states = {"w": self.part_state("w", product.weight, rows, product.d_in.width(shape(product.x)))}
-        if product.bias is not None:
+        joined = product.bias_of(rows)
+        if joined is not None and joined.parameter is not None:
+            states["b"] = self.part_state("b", joined.parameter, None)
+        elif product.bias is not None:
             states["b"] = self.part_state("b", product.bias, rows)
         states["x"] = self.state("x", product.x, dims=product.d_in)
         states["h"] = self.state("h", product.result, rows, product.d_out)
@@ -277,7 +280,9 @@ class LayerSites:
         others = (self.graph.product(node) for node in self.kind.traced.graph.nodes)
         same = [p.weight for p in others if p is not None and p.weight.parameter == product.weight.parameter]
         calls = [p for p in same if own is None or own.rows is None or p.rows is None or own.rows.overlaps(p.rows)]
-        return replace(site, calls=len(calls), bare=True, computed_bias=product.has_computed_bias)
+        constant = self.full(joined.constant) if joined is not None and joined.constant else ""
+        is_computed = joined is None and product.has_computed_bias
+        return replace(site, calls=len(calls), bare=True, computed_bias=is_computed, constant_bias=constant)
 
     def input_of(self, name: str, projection: Projection) -> State:
         """What a Linear reads."""

@@ -82,12 +82,21 @@ def _not_affine(site_edit: SiteEdit, linear: Collection[str]) -> str | None:
     return None
 
 
+def scales_output(site_edit: SiteEdit, target: FoldTarget) -> bool:
+    """Whether an edit is affine and multiplies what a Linear has computed, its bias included."""
+    try:
+        value = affine_structure(site_edit, linear_states(target, site_edit.site))
+    except NotAffine:
+        return False
+    return target.side == "output" and value.matrix != "identity"
+
+
 def _lacking_bias(site_edit: SiteEdit, target: FoldTarget) -> str | None:
     """Why a fold would miss the bias, where code multiplies by a parameter itself."""
     if not target.site.bare or target.bias is not None or target.side == "weight":
         return None
     value = affine_structure(site_edit, linear_states(target, site_edit.site))
-    if target.site.computed_bias and target.side == "output" and value.matrix != "identity":
+    if target.site.computed_bias and scales_output(site_edit, target):
         return "the model's code computes its bias"
     return "no parameter is added to its result" if value.constant else None
 
