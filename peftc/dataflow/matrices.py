@@ -311,6 +311,8 @@ def joined_bias(operand: object, product: fx.Node, dims: FeatureDims) -> tuple[B
         return ()
     parts: list[BiasPart] = []
     for piece in cast(Sequence[Any], cast(fx.Node, operand).args[0]):
+        if not shape(piece):
+            return ()  # an edit inserted it
         start = parts[-1].rows.stop if parts else 0
         rows = Slice(start, start + shape(piece)[0])
         part = None if isinstance(example(piece), nn.Parameter) else _constant_bias(piece, rows)

@@ -11,6 +11,7 @@ from peftc.adapters.base import dtype_name
 from peftc.addressing.sites import WeightRef, parameter_name
 from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.folding.computed_weight import is_computed, stored_values
 from peftc.folding.own_forward import base_class, computes_product
 from peftc.folding.report import Change
 from peftc.forms.affine_module import Affine
@@ -60,7 +61,14 @@ def combine(model: nn.Module, module: str, folds: Sequence[Fold]) -> dict[str, t
             if fold.target.side == side:
                 _apply(fold, parameters, side)
     edits = tuple(dict.fromkeys(fold.site_edit.edit for fold in ordered))
-    return dict(parameters.rounded(edits))
+    values = dict(parameters.rounded(edits))
+    for name, (value, _) in values.items():
+        owner, _, attribute = name.rpartition(".")
+        own = model.get_submodule(owner)
+        if is_computed(own, attribute) and stored_values(own, attribute, value) is None:
+            reason = f"`{name}` is computed from other parameters, no values of which give the folded weight"
+            raise CannotFold(edits[-1], reason)
+    return values
 
 
 def _check_forward(fold: Fold, module: nn.Module) -> None:

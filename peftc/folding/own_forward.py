@@ -39,7 +39,7 @@ def computes_product(module: nn.Module, weight: WeightRef) -> bool:
         with torch.no_grad():
             x = _vectors(module, matrix)
             result, product = cls.forward(module, x), _product(module, matrix, x)
-            return result.shape == product.shape and _is_close(result, product)
+            return result.shape == product.shape and is_close(result, product)
     except Exception:  # whatever the class's own code raises
         return False
 
@@ -65,7 +65,7 @@ def _product(module: nn.Module, matrix: Tensor, x: Tensor) -> Tensor:
     return nn.functional.linear(x, matrix, cast("Tensor | None", getattr(module, "bias", None)))
 
 
-def _is_close(result: Tensor, product: Tensor) -> bool:
+def is_close(result: Tensor, product: Tensor) -> bool:
     """Up to rounding in the dtype of the product."""
     tolerance = 64 * torch.finfo(product.dtype).eps
     difference, size = (result.double() - product.double()).abs().max(), product.double().abs().max()

@@ -12,6 +12,7 @@ from peftc.adapters.base import dtype_name, require_base
 from peftc.addressing.sites import parameter_name
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
+from peftc.folding.computed_weight import is_computed, stored_values
 from peftc.folding.module_folds import CannotFold, Fold, combine, is_linear_module
 from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.forms.module import FormModule, has_values
@@ -115,6 +116,9 @@ class Folding:
     def unwritable_parameter(self, name: str) -> str | None:
         """Why nothing can be written into this parameter; None where it can."""
         parameter = self.parameter(name)
+        owner, _, attribute = name.rpartition(".")
+        if parameter is None and is_computed(self.model.get_submodule(owner), attribute):
+            return None  # whether it can have the new value, the value tells
         if parameter is None:
             return f"`{name}` is computed from other parameters"
         if is_quantised(parameter):
@@ -188,7 +192,7 @@ class Folding:
                 while values:  # none is held longer than it takes to write it
                     name = next(iter(values))
                     new, change = values.pop(name)
-                    journal.write(self.model, name, new)
+                    write_value(journal, self.model, name, new)
                     changes.append(change)
             created = [change.parameter for change in changes if change.created]
             with deferral.interruptible():
@@ -236,6 +240,17 @@ def _check_names(only: Iterable[str], known: Collection[str]) -> frozenset[str]:
             help_ = did_you_mean(name, known) or f"the model has {join_names(list(known))}"
             raise PeftcError(Diagnostic("P532", f"the model has no edit `{name}`", help=help_))
     return frozenset(names)
+
+
+def write_value(journal: Journal, model: nn.Module, name: str, value: Tensor) -> None:
+    """Sets a parameter, or those that its module computes it from."""
+    owner, _, attribute = name.rpartition(".")
+    module = model.get_submodule(owner)
+    if not is_computed(module, attribute):
+        journal.write(model, name, value)
+        return
+    for part, new in (stored_values(module, attribute, value) or {}).items():
+        journal.write(model, f"{owner}.{part}".lstrip("."), new)
 
 
 def without(spec: ast.Spec, folded: Collection[str]) -> ast.Spec | None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations, weight_norm
 
 import peftc
 from tests.layers import Layers
@@ -14,17 +15,20 @@ D = 8
 
 
 class Block(nn.Module):
-    """`bias`: "joined" of a parameter and zeros, as BEiT's, or "none"."""
+    """`bias`: "joined" of a parameter, a buffer and zeros, as BEiT's, "scaled" before that, or
+    "none".
+    """
 
     def __init__(self, bias: str) -> None:
         super().__init__()
         self.norm, self.qkv = nn.LayerNorm(D), nn.Linear(D, 3 * D, bias=False)
         self.v_bias, self.proj = nn.Parameter(torch.randn(D)), nn.Linear(D, D)
         self.bias = bias
+        self.register_buffer("k_bias", torch.zeros(D))
 
     def forward(self, x: Tensor) -> Tensor:
-        zeros = torch.zeros_like(self.v_bias)
-        bias = torch.cat((zeros, zeros, self.v_bias)) if self.bias == "joined" else None
+        v_bias = 2 * self.v_bias if self.bias == "scaled" else self.v_bias
+        bias = torch.cat((torch.zeros_like(v_bias), self.k_bias, v_bias)) if self.bias != "none" else None
         q, k, v = F.linear(self.norm(x), weight=self.qkv.weight, bias=bias).chunk(3, dim=-1)
         return x + self.proj(F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0])
 
@@ -32,8 +36,12 @@ class Block(nn.Module):
 @pytest.mark.parametrize(
     ("bias", "equation", "folds"),
     [
-        ("joined", "h *= vector(init=1)", False),
-        ("joined", "h += vector(init=0)", False),
+        ("joined", "h *= vector(init=1)", True),
+        ("joined", "h += vector(init=0)", True),
+        ("joined", "b += vector(init=0)  h *= vector(init=1)", True),
+        ("scaled", "h *= vector(init=1)", False),
+        ("scaled", "h += vector(init=0)", False),
+        ("scaled", "h += lora(x, r=2)", True),
         ("joined", "h += lora(x, r=2)", True),
         ("joined", "w += lowrank(r=2)", True),
         ("none", "h *= vector(init=1)", True),
@@ -51,3 +59,51 @@ def test_a_fold_keeps_what_the_code_adds(bias: str, equation: str, folds: bool) 
         report = peftc.fold(model)
         torch.testing.assert_close(model(x), before)
     assert bool(report.folded) is folds
+
+
+@pytest.mark.parametrize("entry", [0.0, 1.0])
+@pytest.mark.parametrize(("equation", "scales"), [("h *= vector(init=1)", True), ("h += lora(x, r=2)", False)])
+def test_a_fold_relies_on_zeros_of_a_buffer(equation: str, scales: bool, entry: float) -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(2, 5, D), Layers(Block("joined"), Block("joined")).eval()
+    for name, buffer in model.named_buffers():
+        if name.endswith("k_bias"):
+            buffer.fill_(entry)
+    peftc.compile(f"peft 1\nedit e at layer[*].attn.k {{ {equation} }}", model, seed=0, sample={"x": x})
+    with torch.no_grad():
+        for parameter in peftc.parameters(model).values():
+            parameter.add_(torch.randn_like(parameter))
+        before = model(x)
+        report = peftc.fold(model)
+        torch.testing.assert_close(model(x), before)
+    assert bool(report.folded) is (entry == 0 or not scales)
+    assert all("no fold changes a buffer" in one.reason for one in report.refused)
+
+
+NORMS = {
+    "weight norm": (parametrizations.weight_norm, True),
+    "weight norm by a hook": (weight_norm, True),
+    "spectral norm": (parametrizations.spectral_norm, False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", NORMS)
+def test_a_fold_sets_what_a_weight_is_computed_from(name: str) -> None:
+    """W = g v / |v| has g and v for every W, and a matrix of spectral norm 1 has none for most."""
+    torch.manual_seed(0)
+    wrap, folds = NORMS[name]
+    x, model = torch.randn(2, 5, D), Layers(Block("none"), Block("none")).eval()
+    for layer in model.layers:
+        layer.proj = wrap(layer.proj)
+    names = [*model.state_dict()]
+    peftc.compile("peft 1\nedit e at layer[*].attn.o { h += lora(x, r=2) }", model, seed=0, sample={"x": x})
+    with torch.no_grad():
+        for parameter in peftc.parameters(model).values():
+            parameter.add_(torch.randn_like(parameter))
+        before = model(x)
+        report = peftc.fold(model)
+        torch.testing.assert_close(model(x), before)
+    assert bool(report.folded) is folds
+    assert not folds or [*model.state_dict()] == names
+    assert all("no values of which" in one.reason for one in report.refused)
