@@ -16,7 +16,7 @@ from torch import fx, nn
 from peftc.addressing.sites import FeatureDims, MatrixLayout, Slice
 from peftc.dataflow.einsum import einsum_labels, einsum_operands
 from peftc.dataflow.nodes import example, first_input, is_tensor, shape
-from peftc.dataflow.operations import LAYOUT, Op, is_in_place, name_of, op_of, rerun
+from peftc.dataflow.operations import LAYOUT, Op, is_in_place, is_zeros, name_of, op_of, rerun
 from peftc.dataflow.values import upstream, value_users, writes_into
 
 MOST_DIMS = 5  # of a parameter: there are n! orders
@@ -306,7 +306,7 @@ def joined_bias(operand: object, product: fx.Node, dims: FeatureDims) -> tuple[B
     """The parts of a bias that code joins of parameters and constants; none where it does not."""
     while isinstance(operand, fx.Node) and op_of(operand) is Op.CAST:
         operand = first_input(operand)
-    is_join = isinstance(operand, fx.Node) and name_of(operand) in ("cat", "concat") and len(shape(operand)) == 1
+    is_join = isinstance(operand, fx.Node) and op_of(operand) is Op.JOIN and len(shape(operand)) == 1
     if not is_join or len(dims.features) != 1 or shape(operand)[0] != shape(product)[dims.features[0]]:
         return ()
     parts: list[BiasPart] = []
@@ -328,8 +328,7 @@ def _constant_bias(piece: fx.Node, rows: Slice) -> BiasPart | None:
     """A buffer, or zeros that code creates."""
     if piece.op == "get_attr":
         return BiasPart(rows, constant=str(piece.target))
-    is_zero = name_of(piece) in ("zeros", "zeros_like", "new_zeros")
-    return BiasPart(rows) if is_zero and not any(map(is_in_place, piece.users)) else None
+    return BiasPart(rows) if is_zeros(piece) and not any(map(is_in_place, piece.users)) else None
 
 
 def _bias_operand(node: fx.Node) -> object:

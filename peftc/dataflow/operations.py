@@ -190,6 +190,11 @@ def is_size(node: fx.Node) -> bool:
     return node.op == "call_method" and node.target == "size"
 
 
+def is_zeros(node: fx.Node) -> bool:
+    """Whether a node creates a tensor of zeros."""
+    return op_of(node) is Op.CREATE and name_of(node) in ("zeros", "zeros_like", "new_zeros")
+
+
 def is_in_place(node: fx.Node) -> bool:
     """Whether the spelling of an operation says that it writes into its first operand."""
     return node.op in ("call_function", "call_method") and _writes_first(node.target)
