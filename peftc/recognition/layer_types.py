@@ -17,7 +17,7 @@ from peftc.dataflow.operations import is_norm_by_name
 from peftc.dataflow.values import mark_operands
 from peftc.diagnostics.model_line import model_line
 from peftc.fakes.tensors import fake_copy
-from peftc.recognition.loops import contains_name, stream_starts, sub_layers_by_body
+from peftc.recognition.loops import contains_name, sub_layers_in_loop
 from peftc.recognition.moe.experts import find_experts
 from peftc.recognition.residual_stream import gives_states, stream_input
 from peftc.recognition.roles import SubLayer, sub_layers
@@ -134,17 +134,12 @@ def _layer_type(
     if bodies == WHOLE:
         stream, subs = stream_input(traced.graph), sub_layers(layer, opaque)
     else:
-        starts = stream_starts(bodies, traced, layer)
-        streams = [(start, _sub_layers_in(bodies, sub_layers(layer, opaque, start), layer)) for start in starts]
-        stream, subs = max(streams, key=lambda item: len(item[1]), default=(None, []))
+        subs = sub_layers_in_loop(bodies, traced, layer, opaque)
+        stream = subs[0].res if subs else None
     with_experts = find_experts(traced, subs, layer, mode)
     opaque = {name: attends for name, attends in opaque.items() if name not in with_experts}
     parts = untraced_parts(layer, subs, reasons, opaque, stream)
     return LayerType(type(root).__name__, root, traced, subs, arguments, parts, stream)
-
-
-def _sub_layers_in(bodies: Sequence[Sequence[str]], subs: list[SubLayer], layer: LayerGraph) -> list[SubLayer]:
-    return [sub for group in sub_layers_by_body(bodies, subs, layer) for sub in group]
 
 
 def _routing_leaves(traced: RegionTrace, layer: nn.Module) -> set[str]:

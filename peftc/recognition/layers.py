@@ -16,6 +16,7 @@ from peftc.recognition.layer_candidates import containing_list, convolutional_bl
 from peftc.recognition.layer_types import LayerType, trace_layer
 from peftc.recognition.loops import Loop, contains_name, find_loops, may_hold_layers, sub_layers_by_body
 from peftc.recognition.roles import SubLayer
+from peftc.recognition.untraced import NOT_ADDED
 
 
 @dataclass
@@ -223,7 +224,8 @@ def _layers_around_loops(layers: Mapping[str, LayerType], structure: ModelStruct
     for key, name in first.items():
         kind = layers[name]
         calls = [call for call in structure.seen.calls if call != name and contains_name(name, call)]
-        loops = find_loops(structure.model, structure.seen, calls) if len(kind.subs) > 1 else []
+        lacks = any(part.reason == NOT_ADDED for part in kind.untraced)  # another stream may have it
+        loops = find_loops(structure.model, structure.seen, calls) if len(kind.subs) > 1 or lacks else []
         bodies = [[relative_name(part, name) for part in body] for loop in loops for body in loop.bodies]
         groups = sub_layers_by_body(bodies, kind.subs, kind.layer)
         several = max(map(len, groups), default=0) > 1 or len({sub.kind for sub in kind.subs}) == 1

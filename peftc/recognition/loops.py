@@ -10,8 +10,9 @@ code has the loop.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from torch import fx, nn
 
@@ -21,7 +22,7 @@ from peftc.dataflow.operations import Op
 from peftc.observation.sample_forward import SampleForward
 from peftc.recognition.layer_candidates import LISTS
 from peftc.recognition.residual_stream import gives_states
-from peftc.recognition.roles import SubLayer
+from peftc.recognition.roles import SubLayer, sub_layers
 from peftc.recognition.token_mixing import is_weighted
 from peftc.tracing.region_trace import RegionTrace
 
@@ -141,23 +142,58 @@ def _parameters(body: Sequence[str], model: nn.Module) -> Iterator[nn.Parameter]
     return (p for name in body for p in model.get_submodule(name).parameters())
 
 
-def stream_starts(loop: Sequence[Sequence[str]], traced: RegionTrace, layer: LayerGraph) -> list[fx.Node]:
-    """What may be the residual stream before a loop: what its first iteration reads, without norms.
+def sub_layers_in_loop(
+    bodies: Sequence[Sequence[str]], traced: RegionTrace, layer: LayerGraph, opaque: Collection[str]
+) -> list[SubLayer]:
+    """The sub-layers of all iterations, in order. The residual stream of one goes on in the next,
+    or begins again: between two, code may merge tokens, or join what an earlier one has computed.
 
-    Args: `loop`: the elements of each iteration, by their names in the graph.
+    Args: `bodies`: the elements of each iteration, by their names in the graph.
     """
-    starts: dict[fx.Node, None] = {}
-    first = next(iter(loop), ())
+    # Seen in: ViT with patch merger, U-ViT, factorized ViViT, CrossViT
+    subs: list[SubLayer] = []
+    stream, inside = set[fx.Node](), set[fx.Node]()
+    starts = list(_starts(bodies, traced, layer))
+    for values, may_replace in [*product(starts, (False,)), *product(starts, (True,))]:
+        if stream.isdisjoint(values) and inside.isdisjoint(values[:1]):
+            own = [_sub_layers_from(start, bodies, subs, layer, opaque) for start in values]
+            # A stream that its first sub-layer replaces may begin behind that.
+            more = max((s for s in own if may_replace or not any(sub.h is sub.add for sub in s)), key=len, default=[])
+            subs += more
+            stream |= {node for sub in more for node in (sub.res, sub.add)}
+            inside |= {node for sub in more for node in sub.body - {sub.res}}
+    return sorted(subs, key=lambda sub: sub.add)
+
+
+def _sub_layers_from(
+    start: fx.Node,
+    bodies: Sequence[Sequence[str]],
+    known: Sequence[SubLayer],
+    layer: LayerGraph,
+    opaque: Collection[str],
+) -> list[SubLayer]:
+    """The sub-layers of a stream in the iterations, without any that shares Linears with others."""
+    groups = sub_layers_by_body(bodies, sub_layers(layer, opaque, start), layer)
+    used = {name for sub in known for name in _weights(sub, layer)}
+    return [sub for group in groups for sub in group if used.isdisjoint(_weights(sub, layer))]
+
+
+def _starts(bodies: Sequence[Sequence[str]], traced: RegionTrace, layer: LayerGraph) -> Iterator[list[fx.Node]]:
+    """What may be the residual stream before a call of an element: what it reads, without norms."""
+    elements = [element for body in bodies for element in body]
     for call in traced.calls:
-        if call.caller == "" and any(contains_name(element, call.name) for element in first):
-            values = [n for n in call.arguments.values() if isinstance(n, fx.Node)]
-            node = next((n for n in values if is_tensor(n) and gives_states(n)), None)
-            while node is not None:
-                starts[node] = None
-                is_norm = layer.op(node) is Op.NORM
-                source = node.args[0] if is_norm and node.args else layer.passes_through(node)
-                node = source if isinstance(source, fx.Node) and is_tensor(source) else None
-    return list(starts)
+        if call.caller != "" or not any(contains_name(element, call.name) for element in elements):
+            continue
+        values = [n for n in call.arguments.values() if isinstance(n, fx.Node)]
+        node = next((n for n in values if is_tensor(n) and gives_states(n)), None)
+        starts: list[fx.Node] = []
+        while node is not None:
+            starts.append(node)
+            is_norm = layer.op(node) is Op.NORM
+            source = node.args[0] if is_norm and node.args else layer.passes_through(node)
+            node = source if isinstance(source, fx.Node) and is_tensor(source) else None
+        if starts:
+            yield starts
 
 
 def contains_name(module: str, name: str) -> bool:
@@ -173,14 +209,19 @@ def sub_layers_by_body(
     groups: list[list[SubLayer]] = [[] for _ in bodies]
     seen = set[frozenset[str]]()
     for sub in subs:
-        weighted = {n for n in sub.body if is_weighted(n, layer) and not layer.is_norm(n)}
-        without = [n for n in sub.body if n.op == "call_module"]  # of a mixer without weights
-        weights = frozenset(str(n.target) for n in weighted or without)
+        weights = _weights(sub, layer)
         counts = Counter(i for name in weights for i, body in enumerate(bodies) if _in_body(name, body))
         if counts and weights not in seen:
             groups[counts.most_common(1)[0][0]].append(sub)
         seen.add(weights)
     return groups
+
+
+def _weights(sub: SubLayer, layer: LayerGraph) -> frozenset[str]:
+    """The modules and parameters with which a sub-layer computes, without norms."""
+    weighted = {n for n in sub.body if is_weighted(n, layer) and not layer.is_norm(n)}
+    without = [n for n in sub.body if n.op == "call_module"]  # of a mixer without weights
+    return frozenset(str(n.target) for n in weighted or without)
 
 
 def _in_body(name: str, body: Sequence[str]) -> bool:

@@ -32,6 +32,7 @@ from peftc.recognition.moe.matrices import Experts, Router
 from peftc.recognition.norms import NormFinder
 from peftc.recognition.residual_stream import Stream, has_several_streams, other_streams, stream_input, sublayer_output
 from peftc.recognition.token_mixing import (
+    are_alike,
     calls_kernel,
     is_weighted,
     mixes,
@@ -39,6 +40,7 @@ from peftc.recognition.token_mixing import (
     mixes_numbers,
     mixes_tokens,
     pools,
+    summands,
 )
 
 
@@ -72,7 +74,7 @@ class SubLayer:
 
     def set_linears(self, layer: LayerGraph, *others: fx.Node | None) -> None:
         """Lists the Linears without a role. `others`: those whose role is not in `projections`."""
-        roles = {p.node for p in self.projections.values()} | set(others)
+        roles = {p.node for p in self.projections.values()} | {*others, self.res}
         self.linears = [n for n in layer.linears(self.body) if n not in roles]
 
 
@@ -231,15 +233,19 @@ class _Finder:
         return any(map(self.stream.holds, body)) and (weighted or mixing or pools(body, self.stream))
 
     def parallel_parts(self, h: fx.Node) -> list[fx.Node]:
-        """The two summands of `h`, if exactly one of them contains an attention."""
+        """The two summands of `h`, if exactly one of them contains an attention; or those that the
+        modules of one list compute.
+        """
         # Seen in: CodeGen, Falcon, GPT-NeoX, GPT-J, Phi
         total = self.layer.stripped(h)
         operands = _operands(total) if self.layer.op(total) is Op.ADD else []
-        if len(operands) != 2 or not all(map(self.is_computed, operands)):
-            return []
-        bodies = [self.stream.body(o) for o in operands]
-        attends = [any(a.call in body for a in self.attentions) for body in bodies]
-        return operands if attends[0] != attends[1] else []
+        if len(operands) == 2 and all(map(self.is_computed, operands)):
+            bodies = [self.stream.body(o) for o in operands]
+            attends = [any(a.call in body for a in self.attentions) for body in bodies]
+            if attends[0] != attends[1]:
+                return operands
+        branches = summands(total, self.stream)
+        return branches if all(map(self.is_computed, branches)) and are_alike(branches, self.stream) else []
 
     def serial_attention_output(self, h: fx.Node) -> fx.Node | None:
         """The result of an attention, or of convolutions, if `h` is an ffn of that result alone."""

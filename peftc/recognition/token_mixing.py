@@ -1,6 +1,8 @@
 """Whether a computation mixes tokens: by attention, convolutions, scans or Linears along tokens."""
 
 import contextlib
+import re
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -190,3 +192,22 @@ def _without_features(tokens: torch.Tensor, linear: fx.Node, source: fx.Node, la
 
 def _ones(size: int, dims: FeatureDims) -> list[int]:
     return [dim for dim in range(size) if dim not in (*dims.tokens, *dims.features)]
+
+
+def summands(total: fx.Node, stream: Stream) -> list[fx.Node]:
+    """The values whose sum is `total`."""
+    node = stream.layer.stripped(total)
+    if stream.layer.op(node) is not Op.ADD or stream.holds(node):
+        return [total]
+    operands = [a for a in node.args[:2] if isinstance(a, fx.Node)]
+    return [value for operand in operands for value in summands(operand, stream)]
+
+
+def are_alike(branches: Sequence[fx.Node], stream: Stream) -> bool:
+    """Whether several values are computed by modules of their own whose names differ in numbers."""
+    # Seen in: no transformers model, but ViTs with several branches a layer
+    bodies = [[n for n in stream.body(branch) if not stream.holds(n)] for branch in branches]
+    names = [{str(n.target) for n in body if is_weighted(n, stream.layer)} for body in bodies]
+    patterns = [sorted(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in own) for own in names]
+    are_apart = sum(map(len, names)) == len(set[str]().union(*names))
+    return len(branches) > 1 and are_apart and all(pattern == patterns[0] != [] for pattern in patterns)

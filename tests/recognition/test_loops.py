@@ -5,6 +5,7 @@ has the loop, or the modules that it calls.
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -62,6 +63,25 @@ class InPlace(Nested):
         for norm, attn, _, ffn_norm, ffn in self.layers:  # pyright: ignore[reportGeneralTypeIssues]
             x += attn(norm(x))
             x.add_(ffn(ffn_norm(x)))
+        return x
+
+
+class Skips(Nested):
+    """The second iteration begins with a new stream: of fewer tokens, joined with earlier ones."""
+
+    modules_of_q = ("layers.0.1.q", "layers.1.1.q")
+
+    def build(self) -> None:
+        parts = [[combine, Attention(), Ffn()] for combine in (None, nn.Linear(2 * D, D))]
+        self.layers = nn.ModuleList([nn.ModuleList(part) for part in parts])  # pyright: ignore[reportArgumentType]
+
+    def loop(self, x: Tensor) -> Tensor:
+        skips = [x]
+        for combine, attn, ffn in self.layers:  # pyright: ignore[reportGeneralTypeIssues]
+            if combine is not None:
+                x = combine(torch.cat((skips.pop(), x), dim=-1))[:, 1:]
+            x = attn(x) + x
+            x = ffn(x) + x
         return x
 
 
@@ -175,7 +195,7 @@ class Records(Model):
         return x + 0.1 * hiddens.every[2] + 0.1 * hiddens.records[1].values
 
 
-@pytest.fixture(scope="module", params=[Nested, InPlace, SideBySide, Residuals, Pyramid, Records])
+@pytest.fixture(scope="module", params=[Nested, InPlace, SideBySide, Residuals, Pyramid, Records, Skips])
 def compiled(request: pytest.FixtureRequest) -> tuple[Model, Model, dict[str, Tensor]]:
     torch.manual_seed(0)
     model = request.param().double().eval()
@@ -192,6 +212,7 @@ def compiled(request: pytest.FixtureRequest) -> tuple[Model, Model, dict[str, Te
 def test_each_iteration_is_a_layer(compiled: tuple[Model, Model, dict[str, Tensor]]) -> None:
     _, base, sample = compiled
     sites = peftc.sites(base, sample=sample).sites
+    assert not [site.path for site in sites if site.module == "embed" and "layer" in site.path]
     roles = [site.path.partition("layer")[2] for site in sites if site.steps[-1][0] in ("q", "up", "down")]
     layers = getattr(base, "indices", (0, 0, 1, 1))  # of attention and ffn, in turn
     parts = (("attn.self.q",), ("ffn.up", "ffn.down")) * 2
@@ -252,6 +273,66 @@ class ListOfCaller(Nested):
 def test_a_list_that_a_leaf_changes_is_refused() -> None:
     """Outside of the graph it would stay as the trace has seen it."""
     model, sample = ListOfCaller().eval(), {"x": torch.randn(2, 5, 3)}
+    peftc.compile("peft 1  edit a at layer[*] { h += adapter(h, r=3) }", model, sample=sample)
     with pytest.raises(peftc.PeftcError, match="changes a list"):
-        peftc.compile("peft 1  edit a at layer[*] { h += adapter(h, r=3) }", model, sample=sample)
         model(**sample)
+
+
+class Branches(Model):
+    """Two attentions side by side, then two feed-forward networks."""
+
+    def build(self) -> None:
+        lists = [[nn.ModuleList([one(), one()]) for one in (Attention, Ffn)] for _ in range(2)]
+        self.layers = nn.ModuleList([nn.ModuleList(parts) for parts in lists])
+
+    def loop(self, x: Tensor) -> Tensor:
+        for attns, ffns in self.layers:  # pyright: ignore[reportGeneralTypeIssues]
+            x = sum(attn(x) for attn in attns) + x
+            x = sum(ffn(x) for ffn in ffns) + x
+        return x
+
+
+class TwoStreams(nn.Module):
+    """Each of two streams attends to the other: the loop's body has a sub-layer of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleList([Crossed(), Crossed()])])
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        for one, other in self.layers:  # pyright: ignore[reportGeneralTypeIssues]
+            x = one(x, y) + x
+            y = other(y, x) + y
+        return x, y
+
+
+class Crossed(Attention):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.o((self.q(x) @ self.k(y).transpose(1, 2)).softmax(-1) @ self.v(y))
+
+
+class Exchanges(Model):
+    def build(self) -> None:
+        self.stages = nn.ModuleList([TwoStreams(), TwoStreams()])
+
+    def loop(self, x: Tensor) -> Tensor:
+        first, second = x[:, :2].sin(), x[:, 2:].sin()
+        for stage in self.stages:
+            first, second = stage(first, second)
+        return torch.cat((first, second), dim=1)
+
+
+@pytest.mark.parametrize(
+    ("build", "roles"),
+    [(Branches, {"q": 4, "o": 4, "up": 4, "down": 4}), (Exchanges, {"q": 4, "o": 4})],
+    ids=["branches", "exchanges"],
+)
+def test_every_stream_and_branch_has_its_sub_layers(build: Callable[[], Model], roles: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model, sample = build().double().eval(), {"x": torch.randn(2, 5, 3, dtype=torch.float64)}
+    counts = Counter(site.steps[-1][0] for site in peftc.sites(model, sample=sample).sites)
+    assert {role: counts[role] for role in ("q", "o", "up", "down") if counts[role]} == roles
+    peftc.compile("peft 1  edit a at layer[*].attn { h += adapter(h, r=2) }", model, seed=0, sample=sample)
+    report = peftc.verify(model)
+    assert report.ok, str(report)
+    assert report.sites == 4
