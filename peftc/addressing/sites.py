@@ -356,13 +356,14 @@ def used_ties(table: SiteTable) -> list[list[str]]:
     """The groups of tied parameters, without names through which no forward reads the parameter.
 
     Such names belong to modules that no forward calls (a `shared` embedding next to those of the
-    stacks), and to modules around the called one (a head whose `bias` is that of its Linear).
+    stacks), to modules around the called one (a head whose `bias` is that of its Linear), and to
+    other names of a whole layer, or of what holds it (Enformer's `_trunk` and `transformer`).
     """
-    uncalled = {module.name for module in table.modules if not module.called}
+    called = {module.name for module in table.modules if module.called}
 
     def is_read(name: str, group: Iterable[str]) -> bool:
         module = name.rpartition(".")[0]
-        return module not in uncalled and not any(o.rpartition(".")[0].startswith(f"{module}.") for o in group)
+        return module in called and not any(o.rpartition(".")[0].startswith(f"{module}.") for o in group)
 
     return [[name for name in group if is_read(name, group)] for group in table.tied]
 

@@ -176,7 +176,8 @@ def test_an_edit_that_shares_parameters_with_one_that_stays_does_not_fold():
 
 @pytest.mark.parametrize("attribute", ["weight", "bias"])
 def test_a_weight_or_a_bias_that_is_tied_does_not_fold(attribute):
-    tied = ((f"model.encoder.layers.0.self_attn.q_proj.{attribute}", f"elsewhere.{attribute}"),)
+    modules = [f"model.{part}.layers.0.self_attn.q_proj" for part in ("encoder", "decoder")]
+    tied = (tuple(f"{module}.{attribute}" for module in modules),)
     edit = only_edit("edit e at encoder.layer[0].attn.q { h = 2 * h }", replace(BART, tied=tied))
     assert not edit.foldable
     assert f"`model.encoder.layers.0.self_attn.q_proj.{attribute}` is tied" in edit.reason
