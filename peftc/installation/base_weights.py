@@ -1,11 +1,12 @@
 """Weights of the base as `nn.Linear` stores them, whatever their layout."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 
 import torch
 from torch import nn
 
-from peftc.addressing.sites import WeightRef
+from peftc.addressing.sites import Site, WeightRef
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.modules.offload import offloaded_value
 from peftc.rewriting.legality.preconditions import missing_values
@@ -16,8 +17,12 @@ from peftc.runtime.parameters import as_matrix, dense, is_quantised, rows_of, st
 class BaseWeights(Mapping[str, torch.Tensor]):
     """Weights that the initial values of a form may depend on, read when the form asks for them."""
 
-    def __init__(self, model: nn.Module, weights: Mapping[str, WeightRef], form: str) -> None:
-        self.model, self.weights, self.form = model, weights, form
+    def __init__(self, model: nn.Module, site: Site, form: str) -> None:
+        self.model, self.site, self.form = model, site, form
+
+    @cached_property
+    def weights(self) -> dict[str, WeightRef]:
+        return {name: state.weight for name, state in self.site.states.items() if state.weight is not None}
 
     def __getitem__(self, key: str) -> torch.Tensor:
         ref = self.weights[key]

@@ -20,11 +20,13 @@ from peftc.modules.instance_forward import code_class
 from peftc.modules.offload import execution_device
 from peftc.planning import ir
 from peftc.planning.on_table import selects_positions
-from peftc.rewriting.edits import CONTAINER, SHARED, Container, Region, module_name
+from peftc.rewriting.edits import CONTAINER, SHARED, Region, empty_container, module_name
 from peftc.rewriting.legality.preconditions import check_forwards, check_loaded
 from peftc.rewriting.prompts import SEQUENCE
 from peftc.specialization.generated_class import GeneratedClass
 from peftc.tracing.bytecode import reachable_code
+
+ClassKey = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,10 @@ class FormSite:
 class InstallationBuilder:
     """Builds one installation. Nothing of the model changes before `apply`.
 
-    `present`: forms that the model has already, by saved name, or by dotted name if shared. `draw`:
-    whether new parameters get initial values; without it they are written before they are read.
+    `present`: forms that the model has already, by saved name, or by dotted name if shared.
+    `classes`: those that the model has already; `shared_classes`: those that equal models share.
+    `draw`: whether new parameters get initial values; without it they are written before they are
+    read.
     """
 
     def __init__(
@@ -53,11 +57,14 @@ class InstallationBuilder:
         installation: Installation,
         present: Mapping[str, FormModule],
         classes: Iterable[GeneratedClass],
+        shared_classes: dict[ClassKey, GeneratedClass],
         draw: bool = True,
     ) -> None:
         self.model, self.installation, self.present, self.draw = model, installation, present, draw
         unpatched = [c for c in classes if c.code == tuple(map(reachable_code, (c.base, *c.entered)))]
         self.classes = {class_key(c.base, c.inline, c.absent, c.entered, c.edits): c for c in unpatched}
+        self.shared_classes = shared_classes
+        self.copiers: dict[object, Callable[[], FormModule] | None] = {}
         self.seeds = {edit: spec.seed for spec in installation.specs for edit in spec.edits}
         self.modules: list[EditedModule] = []
         self.forms: dict[str, FormModule] = {}  # by saved name
@@ -67,12 +74,13 @@ class InstallationBuilder:
     def prepare(self, regions: list[Region]) -> None:
         """Makes classes and parameters. Raises: P411, P424, P426, P427, P527."""
         partly_loaded = len({p.is_meta for p in self.model.parameters()}) > 1
+        modules = dict(self.model.named_modules(remove_duplicate=False))
         for region in regions:
             self.sequences |= dict.fromkeys(region.position_sites, Sequence())
         checked = set[str]()
         for region in regions:
-            module = self.model.get_submodule(region.module)
-            check_forwards(region, self.model, checked)
+            module = modules[region.module]
+            check_forwards(region, modules, checked)
             if partly_loaded:
                 check_loaded(region.module, module)
             if CONTAINER in vars(module)["_modules"] or hasattr(module, CONTAINER):
@@ -83,30 +91,32 @@ class InstallationBuilder:
             self.installation.regions.append((region.module, cls))
 
     def generated_class(self, region: Region, module: nn.Module) -> GeneratedClass:
+        """One for all regions of a structure; without variants, also for other models."""
         base = code_class(module)
         absent = absent_members(module) if region.inline else frozenset[str]()
         entered = tuple(code_class(module.get_submodule(name)) for name in sorted(region.inline) if name)
         key = class_key(base, region.inline, absent, entered, region.edits)
-        if key not in self.classes:
+        classes = self.classes if region.inline or key in self.classes else self.shared_classes
+        if key not in classes:
             edits = tuple(region.edits)
-            self.classes[key] = GeneratedClass(base, region.inline, edits, base.__name__, absent, entered)
-        return self.classes[key]
+            classes[key] = GeneratedClass(base, region.inline, edits, base.__name__, absent, entered)
+        return classes[key]
 
     def container(self, region: Region, module: nn.Module) -> nn.Module:
         """The region's own modules: `peftc.<edit>.<site>.<form>`."""
-        root = Container()
+        root = empty_container()
         if region.position_sites:
             vars(root)[SEQUENCE] = self.sequences[region.position_sites[0]]
         for edit, site_edit in zip(region.edits, region.site_edits, strict=True):
             for instance in site_edit.instances:
                 at = FormSite(site_edit, instance, module)
-                path = f"{edit.edit_name}.{edit.slug}.{instance.key}"
-                if at.saved_name not in self.forms:
-                    self.forms[at.saved_name] = self.form(at)
-                add_module(root, path, self.forms[at.saved_name])
+                name = at.saved_name
+                if name not in self.forms:
+                    self.forms[name] = self.form(at)
+                root.child(edit.edit_name).child(edit.slug).add(instance.key, self.forms[name])
                 if instance.has_site_parameters:
-                    place = f"{region.module}.{CONTAINER}.{path}".lstrip(".")
-                    self.installation.form_modules.setdefault(at.saved_name, place)
+                    place = f"{region.module}.{CONTAINER}.{edit.edit_name}.{edit.slug}.{instance.key}".lstrip(".")
+                    self.installation.form_modules.setdefault(name, place)
         return root
 
     # Forms ----------------------------------------------------------------------------------------
@@ -160,17 +170,23 @@ class InstallationBuilder:
     def new_form(self, make: Callable[..., FormModule], name: str, at: FormSite, place: str) -> FormModule:
         """A form. Its initial values depend on seed, edit, site and parameter alone."""
         dtype, device = self.options(at.module)
-        form = make(at.instance, dtype=dtype, device=device)
+        key = make, id(at.instance), dtype, device  # the plan keeps the instance
+        copy = self.copiers.get(key)
+        form = make(at.instance, dtype=dtype, device=device) if copy is None else copy()
+        if key not in self.copiers:
+            self.copiers[key] = form.copier()
         # A form with an `initialise` of its own may set more than parameters.
         if self.draw or type(form).initialise is not FormModule.initialise:
-            weights = {n: s.weight for n, s in at.site_edit.site.states.items() if s.weight is not None}
-            base, seed = BaseWeights(self.model, weights, name), self.seeds[at.site_edit.edit]
+            base, seed = BaseWeights(self.model, at.site_edit.site, name), self.seeds[at.site_edit.edit]
             form.initialise(lambda parameter: seeded(f"{seed}/{name}.{parameter}"), base)
         form.fix(place)
         return form
 
     def options(self, module: nn.Module) -> tuple[torch.dtype, torch.device]:
         """The dtype and device of a module's floating-point parameters, else of the model's."""
+        own = next(iter(vars(module)["_parameters"].values()), None)  # mostly a weight
+        if own is not None and own.is_floating_point() and not own.is_meta:
+            return own.dtype, own.device
         parameters = chain(module.parameters(), self.model.parameters())
         first = next(parameters, None)
         dtype = next((p.dtype for p in chain([first], parameters) if p is not None and p.is_floating_point()), None)
@@ -192,14 +208,15 @@ class InstallationBuilder:
         for owner, form in self.shared.items():
             shared.add_module(shared_name(owner).rpartition(".")[2], form)
         for edited in self.modules:
-            edited.container.train(edited.module.training)
+            if self.present or not edited.module.training:
+                edited.container.train(edited.module.training)
         install_edits(self.model, self.installation, self.modules, shared if self.shared else None)
 
     def undo(self) -> None:
         remove_edits(self.model, self.modules)
 
 
-def class_key(*parts: Any) -> tuple[Any, ...]:
+def class_key(*parts: Any) -> ClassKey:
     """Equal for two regions exactly if they can share a generated class. The edits are last."""
     *others, edits = parts
     return (*others, *(edit.fingerprint for edit in edits))
@@ -209,15 +226,6 @@ def absent_members(module: nn.Module) -> frozenset[str]:
     """The members that are None here, and may be there in other modules of the class."""
     members = ((name, vars(m) | vars(m)["_modules"] | vars(m)["_parameters"]) for name, m in module.named_modules())
     return frozenset(f"{name}.{key}".lstrip(".") for name, values in members for key, v in values.items() if v is None)
-
-
-def add_module(root: nn.Module, path: str, module: nn.Module) -> None:
-    *parents, name = path.split(".")
-    for parent in parents:
-        if parent not in dict(root.named_children()):
-            root.add_module(parent, Container())
-        root = root.get_submodule(parent)
-    root.add_module(name, module)
 
 
 def shared_name(owner: str) -> str:

@@ -4,13 +4,12 @@ the latest models in this process for others of the same structure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
 
 from peftc.concurrency.context import CHOICE
@@ -23,16 +22,25 @@ from peftc.tracing.bytecode import reachable_code
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, type)
 TORCH = frozenset(vars(nn.Module()))  # what torch keeps in every module
+HOOKS = [key for key in TORCH if key.endswith(("_hooks", "_called"))]
 PEFTC = frozenset({"_peftc", CHOICE, "peftc_originals", "peftc_completeness"})
 
 
 MOST = 8  # analyses of other models that are kept
 
-_recent: list[tuple[object, tuple[Any, ...], Analysis]] = []  # the latest is last; a state has no hash
+_recent: list[tuple[object, ModelState, Analysis]] = []  # the latest is last; a state has no hash
 
 
 class NotComparable(Exception):
     """A model has an attribute whose changes cannot be seen."""
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """All that an analysis depends on. `flags`: `requires_grad` of all parameters and buffers."""
+
+    parts: tuple[Any, ...]
+    flags: tuple[bool, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,57 +49,90 @@ class CachedAnalysis:
 
     analysis: Analysis
     sample: Mapping[str, Any] | None
-    state: tuple[Any, ...] | None
+    state: ModelState | None
 
     @classmethod
     def of(cls, model: nn.Module, analysis: Analysis, sample: Mapping[str, Any] | None) -> CachedAnalysis:
         return cls(analysis, sample, state_of(model))
 
+    @classmethod
+    def after_edits(
+        cls, model: nn.Module, analysis: Analysis, sample: Mapping[str, Any] | None, before: ModelState | None
+    ) -> CachedAnalysis:
+        """That of a model which had a state when its edits were put in: they change flags alone."""
+        if before is None:
+            return cls.of(model, analysis, sample)
+        flags = tuple(t.requires_grad for _, m in own_modules(model) for _, t in tensors_of(m) if t is not None)
+        return cls(analysis, sample, replace(before, flags=flags))
+
     def is_valid(self, model: nn.Module, sample: Mapping[str, Any] | None) -> bool:
         return self.state is not None and is_same_sample(sample, self.sample) and state_of(model) == self.state
 
 
-def shared_analysis(source: ModelSource, sample: Mapping[str, Any] | None = None) -> Analysis:
-    """The analysis of a model, or of an earlier one in this process with an equal state."""
+def shared_analysis(source: ModelSource, sample: Mapping[str, Any] | None = None) -> tuple[Analysis, ModelState | None]:
+    """The analysis of a model, or of an earlier one in this process with an equal state; the state
+    of a module, if it is known.
+    """
     state = state_of(source.module) if MOST and source.module is not None and sample is None else None
     if state is None:
-        return analyse(source, sample)
+        return analyse(source, sample), None
     key = (source.id, source.kind, source.type, source.folder)
     entry = next((entry for entry in _recent if entry[:2] == (key, state)), None)
     if entry is None:
         entry = (key, state, analyse(source, sample))
     _recent[:] = [*(other for other in _recent if other is not entry), entry][-MOST:]
-    return entry[2]
+    return entry[2], state
 
 
-def state_of(model: nn.Module) -> tuple[Any, ...] | None:
-    """All that an analysis depends on: classes, code, attributes, layouts; None if unknown."""
+def state_of(model: nn.Module) -> ModelState | None:
+    """Classes, code, attributes and layouts of a model; None where one cannot be compared."""
     try:
         return _state(model)
     except NotComparable:
         return None
 
 
-def _state(model: nn.Module) -> tuple[Any, ...]:
+def own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a model without those of edits."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        if CONTAINER not in name or not (CONTAINER in (parts := name.split(".")) or parts[0] == SHARED):
+            yield name, module
+
+
+def tensors_of(module: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
+    """The parameters and buffers of a module itself."""
+    parameters, buffers = vars(module)["_parameters"], vars(module)["_buffers"]
+    return [*parameters.items(), *buffers.items()] if buffers else parameters.items()
+
+
+def class_without_edits(cls: type[Any]) -> type[Any]:
+    """The class that a module had before it got a generated one, or an overlay."""
+    while (own := vars(cls)).keys() & {"_peftc_under", "_peftc_kind"}:
+        cls = own["_peftc_under"] if "_peftc_under" in own else own["_peftc_kind"].base
+    return cls
+
+
+def _state(model: nn.Module) -> ModelState:
     numbers: dict[int, int] = {}  # of objects that several modules share
     memories: dict[int, int] = {}
+    codes: dict[type, tuple[Any, ...]] = {}
 
     def number(thing: object) -> int:
         return numbers.setdefault(id(thing), len(numbers))
 
-    config, code_of = getattr(model, "config", None), cache(reachable_code)
+    config = getattr(model, "config", None)
     state: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), comparable(config)]
-    for name, module in model.named_modules(remove_duplicate=False):
-        if CONTAINER in (parts := name.split(".")) or parts[0] == SHARED:
-            continue
-        own = vars(module)
-        if any(own[key] for key in TORCH if key.endswith(("_hooks", "_called"))):
+    flags: list[bool] = []
+    for name, module in own_modules(model):
+        own, cls = vars(module), class_without_edits(type(module))
+        if any(map(own.get, HOOKS)):
             raise NotComparable
+        if cls not in codes:
+            codes[cls] = reachable_code(cls)
         attributes = [(key, value) for key, value in own.items() if key not in TORCH and key not in PEFTC]
-        generated = getattr(type(module), "_peftc_kind", None)
-        state += [name, number(module), type(module), code_of(type(module) if generated is None else generated.base)]
+        state += [name, number(module), cls]
         state += [(key, number(value) if value is config else comparable(value)) for key, value in attributes]
-        for key, tensor in [*own["_parameters"].items(), *own["_buffers"].items()]:
+        for key, tensor in tensors_of(module):
             if tensor is None:
                 state.append((key, None))
             elif type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
@@ -99,8 +140,9 @@ def _state(model: nn.Module) -> tuple[Any, ...]:
             else:
                 memory = memories.setdefault(storage_id(tensor), len(memories))
                 layout = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
-                state.append((key, number(tensor), memory, layout, tensor.requires_grad))
-    return tuple(state)
+                state.append((key, number(tensor), memory, layout))
+                flags.append(tensor.requires_grad)
+    return ModelState((*state, *codes.values()), tuple(flags))
 
 
 def comparable(value: Any) -> Any:

@@ -13,7 +13,8 @@ from peftc.cache.entries import write_table
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names
 from peftc.fakes.tensors import fake_copy
-from peftc.installation.cached_analysis import CachedAnalysis, shared_analysis
+from peftc.installation.cached_analysis import CachedAnalysis, ModelState, shared_analysis
+from peftc.installation.compilations import compilation_of, plan_on
 from peftc.installation.completeness import active_installation, complete_installation
 from peftc.installation.edited_classes import strip
 from peftc.installation.journal import Journal
@@ -24,11 +25,8 @@ from peftc.models.samples import check_sample
 from peftc.models.skeleton import check_runs, stop_notes
 from peftc.models.sources import ModelSource, resolve
 from peftc.planning.lowering_context import DEFAULT_TASK
-from peftc.planning.on_table import plan_on_table
 from peftc.planning.planner import PlanResult
 from peftc.recognition.analysis import Analysis, ModelLike
-from peftc.rewriting.prompts import prompt_and_position_errors
-from peftc.semantics.checks.spec import with_origin
 from peftc.syntax import ast
 
 
@@ -42,6 +40,7 @@ class CompiledModel:
         self, module: nn.Module, sample: Mapping[str, Any] | None = None, analysis: Analysis | None = None
     ) -> None:
         self.module = module
+        self.state: ModelState | None = None  # of the module without edits, if the analysis compared it
         if analysis is not None:
             self.analysis = analysis
         check_sample(sample)
@@ -74,7 +73,8 @@ class CompiledModel:
         cached = self.installation.analysis if is_installed(self.module) else None
         if cached is not None and cached.is_valid(self.module, self.sample):
             return cached.analysis
-        return analyse_base(self.module, self.sample)
+        analysis, self.state = base_analysis(self.module, self.sample)
+        return analysis
 
     def plan(self, spec: ast.Spec, tasks: tuple[str, ...] | None = None) -> PlanResult:
         """An expanded spec, planned on the base. `tasks`: those of the model without it."""
@@ -144,8 +144,7 @@ class CompiledModel:
         reinstall(
             self.module,
             specs,
-            joint,
-            self.analysis.structure,
+            compilation_of(self.analysis, joint),
             sample=self.sample,
             tasks=(tasks or (DEFAULT_TASK,)) if has_tasks(joint) else (),
             requires_grad=requires_grad,
@@ -155,19 +154,10 @@ class CompiledModel:
             journal=journal,
         )
         if self.analysis.structure.model is not self.module:
-            self.installation.analysis = CachedAnalysis.of(self.module, self.analysis, self.sample)
+            known = (self.module, self.analysis, self.sample)
+            self.installation.analysis = CachedAnalysis.after_edits(*known, self.state)
+            self.state = None  # from now on something may change the module
         return self.module
-
-
-def plan_on(analysis: Analysis, spec: ast.Spec, tasks: tuple[str, ...] = ()) -> PlanResult:
-    """The plan of an expanded spec. Raises: as `make_plan`, with notes on the model; P418, P422."""
-    planned = plan_on_table(analysis.table, spec, tasks)
-    statements = {s.name: s for s in spec.statements if isinstance(s, ast.Edit)}
-    errors = prompt_and_position_errors(planned.site_edits, analysis.structure)
-    wrong = [with_origin(d, statements[edit], spec) for edit, d in errors]
-    if wrong:
-        raise PeftcError(wrong)
-    return planned
 
 
 def analyse_base(
@@ -177,13 +167,24 @@ def analyse_base(
     cache: bool = False,
 ) -> Analysis:
     """The analysis of a model as it is without edits. `cache`: keeps the table of a named model."""
+    return base_analysis(model, sample, trust_remote_code, cache)[0]
+
+
+def base_analysis(
+    model: ModelLike | ModelSource,
+    sample: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    cache: bool = False,
+) -> tuple[Analysis, ModelState | None]:
+    """As `analyse_base`, with the state of a model without edits if it is known."""
     check_sample(sample)
-    if isinstance(model, nn.Module) and is_installed(model):
+    edited = isinstance(model, nn.Module) and is_installed(model)
+    if isinstance(model, nn.Module) and edited:
         sample = sample or installation_of(model).sample
         model = strip(fake_copy(model, whole=True))
     source = model if isinstance(model, ModelSource) else resolve(model, trust_remote_code)
     try:
-        analysis = shared_analysis(source, sample)
+        analysis, state = shared_analysis(source, sample)
     except PeftcError:
         raise
     except Exception as error:  # whatever the model's own code raises, or an analysis that fails on it
@@ -194,4 +195,4 @@ def analyse_base(
     if cache and source.request is not None and sample is None:
         classes = {type(source.config), *map(type, analysis.structure.model.modules())}
         write_table(source.request, analysis.table, classes)
-    return analysis
+    return analysis, None if edited else state

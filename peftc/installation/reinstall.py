@@ -13,6 +13,7 @@ from peftc.forms.module import FormModule
 from peftc.forms.tasked_module import Chosen
 from peftc.installation.base_weights import refuse_quantised
 from peftc.installation.builder import InstallationBuilder
+from peftc.installation.compilations import Compilation
 from peftc.installation.completeness import ORIGINALS, active_installation, module_at
 from peftc.installation.edited_classes import (
     common_rows,
@@ -27,8 +28,6 @@ from peftc.installation.journal import Journal, transaction
 from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed
 from peftc.modules.offload import offloaded_error, offloaded_parameters
 from peftc.planning.planner import PlanResult
-from peftc.recognition.layers import ModelStructure
-from peftc.rewriting.assembly import regions_of
 from peftc.rewriting.edits import SHARED
 from peftc.rewriting.legality.preconditions import missing_values
 from peftc.rewriting.prompts import SEQUENCE
@@ -52,11 +51,12 @@ class Snapshot:
         self.sequences = [(m, vars(m)[SEQUENCE]) for m in inner if SEQUENCE in vars(m)]  # the new edits replace them
         self.modules = edited_parts(model, self.record) if self.record else []
         self.shared = vars(model)["_modules"].get(SHARED)
-        self.requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
-        self.gradients = {name: p.grad for name, p in model.named_parameters()}
+        parameters = dict(model.named_parameters())
+        self.requires_grad = {name: p.requires_grad for name, p in parameters.items()}
+        self.gradients = {name: p.grad for name, p in parameters.items()}
         self.base_requires_grad = self.record.requires_grad if self.record else self.requires_grad
         added = {id(p) for form in self.forms.values() for p in form.parameters()}
-        self.base_parameters = {n: p for n, p in model.named_parameters() if id(p) not in added}
+        self.base_parameters = {n: p for n, p in parameters.items() if id(p) not in added}
 
     def detach(self) -> None:
         if self.record is not None:
@@ -105,8 +105,7 @@ class TrainedParameters:
 def reinstall(
     model: nn.Module,
     specs: tuple[InstalledSpec, ...],
-    planned: PlanResult,
-    structure: ModelStructure,
+    compilation: Compilation,
     *,
     sample: Mapping[str, Any] | None,
     tasks: tuple[str, ...],
@@ -116,23 +115,23 @@ def reinstall(
     draw: bool = True,
     journal: Journal | None = None,
 ) -> None:
-    """Leaves the model with `specs`, planned together as `planned`, and with no other edits.
+    """Leaves the model with `specs`, planned together in `compilation`, and with no other edits.
 
     The first spec freezes the base. `finish` may be interrupted; it writes new parameters: all of
     them if they are not drawn.
     """
-    before = Snapshot(model)
+    before, planned = Snapshot(model), compilation.planned
     trained = TrainedParameters(before, planned)
     flags = dict(requires_grad or before.base_requires_grad)
     chosen = Chosen(tasks, before.choice)
     installation = Installation(specs, planned, [], flags, trained.originals, {}, chosen, sample)
     classes = (edited.cls for edited in before.modules)
-    builder = InstallationBuilder(model, installation, before.forms, classes, draw)
+    builder = InstallationBuilder(model, installation, before.forms, classes, compilation.classes, draw)
     with transaction(journal) as (own, deferral):
         own.steps += [before.attach, trained.undo, builder.undo]
         before.detach()
         with deferral.interruptible():
-            builder.prepare(regions_of(planned.site_edits, structure))
+            builder.prepare(compilation.regions)
         builder.apply()
         trained.set_requires_grad()
         with deferral.interruptible():

@@ -27,7 +27,7 @@ from peftc.recognition.unplaced.modules import unplaced_modules
 ModelLike = str | PathLike[str] | PretrainedConfig | nn.Module
 
 
-@dataclass
+@dataclass(eq=False)
 class Analysis:
     """A model taken apart: its skeleton's traced layers, and the table of its sites."""
 

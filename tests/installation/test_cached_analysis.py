@@ -71,13 +71,13 @@ CHANGES = [patch_class, patch_code, patch_function, patch_instance, replace_modu
 def analyses(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """One entry for each analysis."""
     count = list[None]()
-    analyse = compiled_model.analyse_base
+    analyse = compiled_model.base_analysis
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         count.append(None)
         return analyse(*args, **kwargs)
 
-    monkeypatch.setattr(compiled_model, "analyse_base", counted)
+    monkeypatch.setattr(compiled_model, "base_analysis", counted)
     return count
 
 
@@ -161,3 +161,38 @@ def test_an_edited_class_is_generated_anew_when_its_code_was_patched(monkeypatch
     for name, generated in installation_of(model).regions:
         if name.endswith("attn"):
             assert generated is not before[name]
+
+
+def test_equal_models_share_a_plan_and_the_classes_that_no_call_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has parameters of its own, and computes what it computes alone."""
+    monkeypatch.setattr(cached_analysis, "MOST", 0)
+    alone = [peftc.compile(spec, zoo.build("llama"), seed=1) for spec in (FIRST, INSIDE)]
+    monkeypatch.setattr(cached_analysis, "MOST", 8)
+    monkeypatch.setattr(cached_analysis, "_recent", [])
+    for spec, other in zip((FIRST, INSIDE), alone, strict=True):
+        models = [peftc.compile(spec, zoo.build("llama"), seed=1) for _ in range(2)]
+        records = list(map(installation_of, models))
+        assert records[0].planned is records[1].planned
+        for (name, one), (_, two) in zip(*(record.regions for record in records), strict=True):
+            assert (one is two) == (not one.inline), name
+        parameters = [dict(peftc.parameters(model)) for model in (*models, other)]
+        assert all(a is not b for a, b in zip(parameters[0].values(), parameters[1].values(), strict=True))
+        for name, parameter in parameters[2].items():
+            assert torch.equal(parameters[0][name], parameter)
+            assert torch.equal(parameters[1][name], parameter)
+        with torch.no_grad():
+            for parameter in parameters[0].values():
+                parameter += 1
+        assert torch.equal(outputs(models[1]), outputs(other))
+        peftc.remove(models[0])
+        assert torch.equal(outputs(models[1]), outputs(other))
+        assert torch.equal(outputs(models[0]), outputs(zoo.build("llama")))
+
+
+def test_specs_that_differ_in_their_text_alone_have_spans_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached_analysis, "MOST", 8)
+    monkeypatch.setattr(cached_analysis, "_recent", [])
+    model = zoo.build("llama")
+    texts = [FIRST, FIRST.replace("\n", "\n\n# comment\n", 1)]
+    hashes = [peftc.plan(text, model).spec.sha256 for text in texts]
+    assert hashes[0] != hashes[1]

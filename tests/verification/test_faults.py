@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 import peftc
 from peftc.addressing.sites import Site
-from peftc.installation import compiled_model, reinstall
+from peftc.installation import compilations, compiled_model
 from peftc.planning import ir
 from peftc.rewriting import insert
 from peftc.verification import Verification, checks
@@ -28,6 +29,12 @@ def model(name: str = "llama", **options: Any) -> nn.Module:
     return zoo.build(name, torch.float64, **({"num_hidden_layers": 2} if name in ("llama", "bert") else {}), **options)
 
 
+@pytest.fixture(autouse=True)
+def own_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled with a fault stays in its test."""
+    monkeypatch.setattr(compilations, "_recent", WeakKeyDictionary())
+
+
 def codes(report: Verification) -> set[str]:
     return {finding.code for finding in report.findings}
 
@@ -38,12 +45,12 @@ def verified(spec: str, name: str = "llama", **options: Any) -> Verification:
 
 def move_edits(monkeypatch: pytest.MonkeyPatch, change: Callable[[ir.SiteEdit], ir.SiteEdit]) -> None:
     """Moves edits to other sites, for the rewriter only."""
-    original = reinstall.regions_of
+    original = compilations.regions_of
 
     def regions_of(site_edit: Iterable[ir.SiteEdit], anatomy: Any) -> Any:
         return original([change(one) for one in site_edit], anatomy)
 
-    monkeypatch.setattr(reinstall, "regions_of", regions_of)
+    monkeypatch.setattr(compilations, "regions_of", regions_of)
 
 
 def rewritten(monkeypatch: pytest.MonkeyPatch, term: Callable[[Any, Any, Any], Any]) -> None:

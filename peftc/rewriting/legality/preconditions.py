@@ -14,14 +14,15 @@ from peftc.tracing.operations import enter_context, exit_context
 from peftc.tracing.patches import is_gradient_context
 
 
-def check_forwards(region: Region, model: nn.Module, checked: set[str]) -> None:
+def check_forwards(region: Region, modules: Mapping[str, nn.Module], checked: set[str]) -> None:
     """Checks a region's module, the modules that are inlined in it, and its parents.
 
-    Args: `checked`: the parents that need no further check, of all regions.
+    Args: `modules`: of the model, by name. `checked`: the parents that need no further check, of
+    all regions.
 
     Raises: P424 (an instance's `forward` hides the class's), P426 (hooks), P427 (script, export).
     """
-    module = model.get_submodule(region.module)
+    module = modules[region.module]
     check_forward(region.module, module)
     for inner in sorted(region.inline - {""}):
         name, entered = f"{region.module}.{inner}".lstrip("."), module.get_submodule(inner)
@@ -36,7 +37,7 @@ def check_forwards(region: Region, model: nn.Module, checked: set[str]) -> None:
         if name in checked:
             break  # and so are its parents
         checked.add(name)
-        outer = model.get_submodule(name)
+        outer = modules[name]
         forward = instance_forward(outer)
         if forward is not None and forward.function is None and not forward.wraps:
             raise PeftcError(hidden_forward(name, outer))
