@@ -51,6 +51,7 @@ def move_edits(monkeypatch: pytest.MonkeyPatch, change: Callable[[ir.SiteEdit], 
         return original([change(one) for one in site_edit], anatomy)
 
     monkeypatch.setattr(compilations, "regions_of", regions_of)
+    monkeypatch.setattr(compilations, "_recent", WeakKeyDictionary())
 
 
 def rewritten(monkeypatch: pytest.MonkeyPatch, term: Callable[[Any, Any, Any], Any]) -> None:
@@ -218,13 +219,13 @@ def test_rows_of_another_role(role: str, monkeypatch: pytest.MonkeyPatch) -> Non
     values.
     """
     other = {"q": "k", "k": "v", "v": "q"}[role]
-    original = compiled_model.analyse_base
+    original = compiled_model.base_analysis
 
-    def analyse_base(*args: Any, **kwargs: Any) -> Any:
-        report = original(*args, **kwargs)
+    def base_analysis(*args: Any, **kwargs: Any) -> Any:
+        report, state = original(*args, **kwargs)
         sites = {site.path: site for site in report.table.sites}
-        report.table = replace(report.table, sites=tuple(wrong(site, sites) for site in report.table.sites))
-        return report
+        table = replace(report.table, sites=tuple(wrong(site, sites) for site in report.table.sites))
+        return replace(report, table=table), state
 
     def wrong(site: Site, sites: dict[str, Site]) -> Site:
         return (
@@ -233,7 +234,7 @@ def test_rows_of_another_role(role: str, monkeypatch: pytest.MonkeyPatch) -> Non
             else site
         )
 
-    monkeypatch.setattr(compiled_model, "analyse_base", analyse_base)
+    monkeypatch.setattr(compiled_model, "base_analysis", base_analysis)
     report = verified(f"peft 1\nedit e at layer[*].attn.{role} {{ h += lora(x, r=2) }}\n", "gpt2")
     assert codes(report) == {"P606"}
     assert report.findings[0].site == f"decoder.layer[0].attn.self.{role}"
