@@ -197,6 +197,7 @@ def compile(
     tasks: Sequence[str] | None = None,
     trust_remote_code: bool = False,
     verify: bool = False,
+    cache: bool = True,
 ) -> nn.Module:
     """Changes `model` in place as `spec` says, and returns it.
 
@@ -223,6 +224,8 @@ def compile(
         tasks: the tasks for which edits `per task` have parameters; `peftc.task` chooses one.
         trust_remote_code: as in `plan`.
         verify: runs `peftc.verify` on the result, and undoes the compilation if it fails.
+        cache: keeps what needs a trace in the user's cache folder, or reads it from there, for
+            edits at the boundaries of modules in models of transformers' own classes.
 
     Returns:
         The model, the same object if it was a module.
@@ -240,7 +243,7 @@ def compile(
     flat = prefixed(flat_spec(spec, settings, include), prefix)
     compiled = CompiledModel.active(model, joint_sample(sample, samples))
     names = task_names(tasks, compiled.tasks)
-    planned = compiled.plan(flat, names)
+    planned = compiled.first_plan(flat, names) if cache else compiled.plan(flat, names)
     require_tasks(tasks, planned)
     if planned.failed_expectations:
         raise PeftcError(planned.failed_expectations)

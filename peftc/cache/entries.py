@@ -1,7 +1,8 @@
-"""Cached site tables, one file each. Whatever is wrong with a file, it is as if there were none.
+"""Entries of the cache, one file each: site tables, and compilations. Whatever is wrong with a
+file, it is as if there were none.
 
 A file is a line with the sha256 of the rest, and the rest: JSON with the whole key, the records of
-the source files that the trace has used, and the table.
+the source files that the trace has used, and what it was made for.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from peftc.addressing.sites import SiteTable
 from peftc.cache.environment import are_pristine, environment, is_unchanged, source_records
@@ -22,6 +23,7 @@ from peftc.cache.location import cache_folder
 from peftc.cache.table_json import decode_table, encode_table
 from peftc.models.names import Request
 
+T = TypeVar("T")
 FORMAT = 1
 _MAX_BYTES = 64_000_000  # of a file
 _MAX_FILES = 300
@@ -29,38 +31,58 @@ _MAX_FILES = 300
 
 def read_table(request: Request) -> SiteTable | None:
     """The cached table of a model, or None."""
-    folder = cache_folder()
-    if folder is None:
-        return None
-    with suppress(OSError, ValueError, TypeError, LookupError, RecursionError, AttributeError):
-        key = _text(_key(request))
-        entry = json.loads(_content(_file(folder, key)))
-        if _text(entry["key"]) == key and is_unchanged(entry["files"]) and are_pristine(entry["classes"]):
-            return decode_table(entry["table"])
-    return None
+    return read(table_key(request), lambda entry: decode_table(entry["table"]))
 
 
 def write_table(request: Request, table: SiteTable, classes: Iterable[type]) -> None:
     """Keeps the table of a trace. `classes`: of the model's modules and its configuration."""
+
+    def content() -> dict[str, Any]:
+        data = encode_table(table)
+        if decode_table(json.loads(json.dumps(data))) != table:
+            raise ValueError
+        return {"table": data}
+
+    write(lambda: table_key(request), content, classes)
+
+
+def table_key(request: Request) -> dict[str, Any]:
+    """All that the table depends on and that is known without a trace."""
+    model = {"name": request.name, "head": request.head, "values": request.values}
+    return {"format": FORMAT, **model, "environment": environment()}
+
+
+def read(key: Mapping[str, Any], decode: Callable[[Mapping[str, Any]], T]) -> T | None:
+    """What `decode` makes of the entry of a key; None if there is none, or anything has changed."""
+    folder = cache_folder()
+    if folder is None:
+        return None
+    with suppress(OSError, ValueError, TypeError, LookupError, RecursionError, AttributeError):
+        text = _text(key)
+        entry = json.loads(_content(_file(folder, text)))
+        if _text(entry["key"]) == text and is_unchanged(entry["files"]) and are_pristine(entry["classes"]):
+            return decode(entry)
+    return None
+
+
+def write(
+    make_key: Callable[[], Mapping[str, Any]], make_content: Callable[[], Mapping[str, Any]], classes: Iterable[type]
+) -> None:
+    """Keeps an entry. Nothing is kept, in silence, where a file or a class is not as it should be.
+
+    Args: `make_content`: the rest of the entry; may raise a ValueError for what is not to be kept.
+    `classes`: those that the entry depends on.
+    """
     folder, used = cache_folder(), {base for cls in classes for base in cls.__mro__ if base.__module__ != "builtins"}
     if folder is None or not are_pristine((cls.__module__, cls.__qualname__) for cls in used):
         return
     with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
-        data = encode_table(table)
-        if decode_table(json.loads(json.dumps(data))) != table:
-            return
-        key = _key(request)
+        content, key = make_content(), make_key()
         names = sorted([cls.__module__, cls.__qualname__] for cls in used)
-        body = _text({"key": key, "files": source_records(used), "classes": names, "table": data}).encode()
+        body = _text({"key": key, "files": source_records(used), "classes": names, **content}).encode()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _replace(_file(folder, _text(key)), hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
         _prune(folder)
-
-
-def _key(request: Request) -> dict[str, Any]:
-    """All that the table depends on and that is known without a trace."""
-    model = {"name": request.name, "head": request.head, "values": request.values}
-    return {"format": FORMAT, **model, "environment": environment()}
 
 
 def _text(value: Any) -> str:

@@ -119,14 +119,19 @@ def are_pristine(classes: Iterable[Sequence[str]]) -> bool:
     All functions of the classes, and of transformers' modules of models, are from the files of
     these libraries or Python's. What has not been imported has not been patched.
     """
-    roots = tuple(os.path.dirname(origin) + os.sep for origin in map(_origin, LIBRARIES + _DECORATORS) if origin)
-    roots += (os.path.dirname(os.__file__) + os.sep, "<frozen")
+    roots = library_folders()
     loaded = [(sys.modules[module], name) for module, name in classes if module in sys.modules]
     modules = {module for module, _ in loaded if module.__name__.startswith("transformers.models.")}
     functions = ((value, name) for module in modules for name, value in list(vars(module).items()))
     if not all(_is_from(value, name, roots) for value, name in functions if isinstance(value, FunctionType)):
         return False
     return all(_is_own(getattr(module, name, None), module, name, roots) for module, name in loaded)
+
+
+def library_folders() -> tuple[str, ...]:
+    """How the names of files of these libraries, and of Python's, begin."""
+    folders = (os.path.dirname(origin) + os.sep for origin in map(_origin, LIBRARIES + _DECORATORS) if origin)
+    return (*folders, os.path.dirname(os.__file__) + os.sep, "<frozen")
 
 
 def _is_own(cls: object, module: ModuleType, name: str, roots: tuple[str, ...]) -> bool:

@@ -36,7 +36,7 @@ Runs = list[list[Any]]  # the number of a text, and the module, path and number 
 
 def encode_table(table: SiteTable) -> dict[str, Any]:
     """The table as JSON data."""
-    data = {field.name: _encode(getattr(table, field.name)) for field in fields(table) if field.name not in _REPEATED}
+    data = {field.name: encode(getattr(table, field.name)) for field in fields(table) if field.name not in _REPEATED}
     layers = {site.root: prefix for site in table.sites if (prefix := _layer_path(site)) is not None}
     texts: dict[str, int] = {}
     sites = _fold(
@@ -52,7 +52,7 @@ def decode_table(data: Mapping[str, Any]) -> SiteTable:
     if {*data} != {*names, "texts"}:
         raise ValueError
     repeated: dict[str, Any] = {name: tuple(_unfold(data[name], data["texts"])) for name in _REPEATED}
-    table = SiteTable(**{name: _decode(data[name]) for name in names - repeated.keys()}, **repeated)
+    table = SiteTable(**{name: decode(data[name]) for name in names - repeated.keys()}, **repeated)
     kinds = {**dict.fromkeys(_TEXTS, str), **dict.fromkeys(_COUNTS, int)}
     items = ((getattr(table, name), kind) for name, kind in kinds.items())
     parts = chain(items, ((site, Site) for site in table.sites), ((module, ModuleInfo) for module in table.modules))
@@ -61,33 +61,35 @@ def decode_table(data: Mapping[str, Any]) -> SiteTable:
     return table
 
 
-def _encode(value: Any) -> Any:
+def encode(value: Any) -> Any:
+    """A value of a table as JSON data. Raises: TypeError for any other."""
     if is_dataclass(value):
         number = _NUMBERS[type(value)]
-        return [number, *(_encode(getattr(value, name)) for name in _FIELDS[number])]
+        return [number, *(encode(getattr(value, name)) for name in _FIELDS[number])]
     if isinstance(value, tuple):
-        return [_TUPLE, *map(_encode, value)]
+        return [_TUPLE, *map(encode, value)]
     if isinstance(value, frozenset):
-        return [_SET, *sorted(map(_encode, value))]
+        return [_SET, *sorted(map(encode, value))]
     if isinstance(value, Mapping):
-        return {str(key): _encode(item) for key, item in value.items()}
+        return {str(key): encode(item) for key, item in value.items()}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(type(value))
 
 
-def _decode(value: Any) -> Any:
+def decode(value: Any) -> Any:
+    """The value of JSON data. Raises: as `decode_table`."""
     if type(value) is list:
         number, *items = value
         if number == _TUPLE:
-            return tuple([_decode(item) if type(item) in (list, dict) else item for item in items])
+            return tuple([decode(item) if type(item) in (list, dict) else item for item in items])
         if number == _SET:
-            return frozenset(map(_decode, items))
+            return frozenset(map(decode, items))
         if len(items) != len(_FIELDS[number]) or number < 0:
             raise ValueError
-        return _CLASSES[number](*[_decode(item) if type(item) in (list, dict) else item for item in items])
+        return _CLASSES[number](*[decode(item) if type(item) in (list, dict) else item for item in items])
     if type(value) is dict:
-        return {key: _decode(item) for key, item in cast(dict[str, Any], value).items()}
+        return {key: decode(item) for key, item in cast(dict[str, Any], value).items()}
     return value
 
 
@@ -118,7 +120,7 @@ def _fold(
 ) -> Runs:
     runs: Runs = []
     for layer, group in groupby(items, layer_of):
-        text = json.dumps([_encode(item) for item in group], ensure_ascii=False, separators=(",", ":"))
+        text = json.dumps([encode(item) for item in group], ensure_ascii=False, separators=(",", ":"))
         path, number = layers.get(layer, ("", 0))
         folded = _with_marks(text, layer, path, number) if layer else text
         if _without_marks(folded, layer, path, number) != text:
@@ -129,7 +131,7 @@ def _fold(
 
 def _unfold(runs: Runs, texts: list[str]) -> Iterator[Any]:
     for number, layer, path, index in runs:
-        yield from map(_decode, json.loads(_without_marks(texts[number], layer, path, index)))
+        yield from map(decode, json.loads(_without_marks(texts[number], layer, path, index)))
 
 
 def _with_marks(text: str, module: str, path: str, number: int) -> str:

@@ -69,19 +69,31 @@ class CachedAnalysis:
         return self.state is not None and is_same_sample(sample, self.sample) and state_of(model) == self.state
 
 
-def shared_analysis(source: ModelSource, sample: Mapping[str, Any] | None = None) -> tuple[Analysis, ModelState | None]:
-    """The analysis of a model, or of an earlier one in this process with an equal state; the state
-    of a module, if it is known.
-    """
-    state = state_of(source.module) if MOST and source.module is not None and sample is None else None
+def known_state(source: ModelSource, sample: Mapping[str, Any] | None = None) -> ModelState | None:
+    """The state of a source by which its analysis is shared; None where it is not."""
+    return state_of(source.module) if MOST and source.module is not None and sample is None else None
+
+
+def shared_analysis(
+    source: ModelSource, sample: Mapping[str, Any] | None = None, state: ModelState | None = None
+) -> Analysis:
+    """The analysis of a model, or of an earlier one in this process with an equal state."""
     if state is None:
-        return analyse(source, sample), None
-    key = (source.id, source.kind, source.type, source.folder)
-    entry = next((entry for entry in _recent if entry[:2] == (key, state)), None)
+        return analyse(source, sample)
+    entry = recent_analysis(source, state)
     if entry is None:
-        entry = (key, state, analyse(source, sample))
+        entry = (source_key(source), state, analyse(source, sample))
     _recent[:] = [*(other for other in _recent if other is not entry), entry][-MOST:]
-    return entry[2], state
+    return entry[2]
+
+
+def recent_analysis(source: ModelSource, state: ModelState) -> tuple[object, ModelState, Analysis] | None:
+    """The entry of an earlier model in this process with an equal state."""
+    return next((entry for entry in _recent if entry[:2] == (source_key(source), state)), None)
+
+
+def source_key(source: ModelSource) -> object:
+    return (source.id, source.kind, source.type, source.folder)
 
 
 def state_of(model: nn.Module) -> ModelState | None:

@@ -4,6 +4,7 @@ equal state share it: the plan, the regions, and the generated classes that no c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -29,13 +30,17 @@ class Compilation:
     """A plan on a model, the regions that it edits, and the classes of those without variants."""
 
     planned: PlanResult
-    structure: ModelStructure
+    make_regions: Callable[[], list[Region]]
     classes: dict[tuple[Any, ...], GeneratedClass] = field(default_factory=dict[tuple[Any, ...], GeneratedClass])
 
     @cached_property
     def regions(self) -> list[Region]:
         """Raises: as `regions_of`."""
-        return regions_of(self.planned.site_edits, self.structure)
+        return self.make_regions()
+
+    @classmethod
+    def of(cls, planned: PlanResult, structure: ModelStructure) -> Compilation:
+        return cls(planned, lambda: regions_of(planned.site_edits, structure))
 
 
 _recent: WeakKeyDictionary[Analysis, list[tuple[object, Compilation]]] = WeakKeyDictionary()  # the latest is last
@@ -48,7 +53,7 @@ def plan_on(analysis: Analysis, spec: ast.Spec, tasks: tuple[str, ...] = ()) -> 
     recent = _recent.setdefault(analysis, [])
     entry = next((entry for entry in recent if entry[0] == key), None)
     if entry is None:
-        entry = (key, Compilation(new_plan(analysis, spec, tasks), analysis.structure))
+        entry = (key, Compilation.of(new_plan(analysis, spec, tasks), analysis.structure))
     recent[:] = [*(other for other in recent if other is not entry), entry][-MOST:]
     return entry[1].planned
 
@@ -66,4 +71,4 @@ def new_plan(analysis: Analysis, spec: ast.Spec, tasks: tuple[str, ...]) -> Plan
 def compilation_of(analysis: Analysis, planned: PlanResult) -> Compilation:
     """That of a plan, which others on the same analysis may have used."""
     own = (compilation for _, compilation in _recent.get(analysis, ()) if compilation.planned is planned)
-    return next(own, None) or Compilation(planned, analysis.structure)
+    return next(own, None) or Compilation.of(planned, analysis.structure)

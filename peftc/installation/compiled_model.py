@@ -13,14 +13,15 @@ from peftc.cache.entries import write_table
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names
 from peftc.fakes.tensors import fake_copy
-from peftc.installation.cached_analysis import CachedAnalysis, ModelState, shared_analysis
-from peftc.installation.compilations import compilation_of, plan_on
+from peftc.installation.cached_analysis import CachedAnalysis, ModelState, known_state, recent_analysis, shared_analysis
+from peftc.installation.compilations import Compilation, compilation_of, plan_on
 from peftc.installation.completeness import active_installation, complete_installation
 from peftc.installation.edited_classes import strip
 from peftc.installation.journal import Journal
 from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed, joint_spec
 from peftc.installation.reinstall import Step, reinstall, uninstall
 from peftc.installation.spec_names import check_spec_conflicts, has_tasks, with_note
+from peftc.installation.stored_compilations import Storage
 from peftc.models.samples import check_sample
 from peftc.models.skeleton import check_runs, stop_notes
 from peftc.models.sources import ModelSource, resolve
@@ -41,6 +42,8 @@ class CompiledModel:
     ) -> None:
         self.module = module
         self.state: ModelState | None = None  # of the module without edits, if the analysis compared it
+        self.storage: Storage | None = None  # of the first compilation
+        self.stored: Compilation | None = None
         if analysis is not None:
             self.analysis = analysis
         check_sample(sample)
@@ -73,12 +76,22 @@ class CompiledModel:
         cached = self.installation.analysis if is_installed(self.module) else None
         if cached is not None and cached.is_valid(self.module, self.sample):
             return cached.analysis
-        analysis, self.state = base_analysis(self.module, self.sample)
+        analysis, self.state = base_analysis(self.module, self.sample, state=self.state)
         return analysis
 
     def plan(self, spec: ast.Spec, tasks: tuple[str, ...] | None = None) -> PlanResult:
         """An expanded spec, planned on the base. `tasks`: those of the model without it."""
         return plan_on(self.analysis, spec, self.tasks if tasks is None else tasks)
+
+    def first_plan(self, spec: ast.Spec, tasks: tuple[str, ...]) -> PlanResult:
+        """As `plan`; of a module without specs, by what another process has stored, if it has."""
+        if not self.specs and not vars(self).keys() & {"analysis"}:
+            source = resolve(self.module)
+            self.state = known_state(source, self.sample)
+            if self.state is not None and recent_analysis(source, self.state) is None:
+                self.storage = Storage.of(source, self.state, spec, tasks)
+                self.stored = None if self.storage is None else self.storage.read(spec, tasks)
+        return self.plan(spec, tasks) if self.stored is None else self.stored.planned
 
     def replan(self, specs: Iterable[InstalledSpec], tasks: tuple[str, ...] | None = None) -> tuple[InstalledSpec, ...]:
         """Specs whose text or tasks have changed, with the plan of each."""
@@ -141,10 +154,15 @@ class CompiledModel:
             return uninstall(self.module, requires_grad, values, journal)
         tasks = self.tasks if tasks is None else tasks
         joint = joint or self.plan(joint_spec(one.spec for one in specs), tasks)
+        stored = self.stored if self.stored is not None and self.stored.planned is joint else None
+        compilation = stored or compilation_of(self.analysis, joint)
+        if stored is None and self.storage is not None:
+            self.storage.write(compilation, self.analysis.table)
+            self.storage = None
         reinstall(
             self.module,
             specs,
-            compilation_of(self.analysis, joint),
+            compilation,
             sample=self.sample,
             tasks=(tasks or (DEFAULT_TASK,)) if has_tasks(joint) else (),
             requires_grad=requires_grad,
@@ -153,11 +171,16 @@ class CompiledModel:
             draw=draw,
             journal=journal,
         )
+        if stored is None:
+            self.keep_analysis()
+        return self.module
+
+    def keep_analysis(self) -> None:
+        """Keeps the analysis for later changes."""
         if self.analysis.structure.model is not self.module:
             known = (self.module, self.analysis, self.sample)
             self.installation.analysis = CachedAnalysis.after_edits(*known, self.state)
             self.state = None  # from now on something may change the module
-        return self.module
 
 
 def analyse_base(
@@ -175,8 +198,9 @@ def base_analysis(
     sample: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     cache: bool = False,
+    state: ModelState | None = None,
 ) -> tuple[Analysis, ModelState | None]:
-    """As `analyse_base`, with the state of a model without edits if it is known."""
+    """As `analyse_base`, with the state of a model without edits, if it is known or can be."""
     check_sample(sample)
     edited = isinstance(model, nn.Module) and is_installed(model)
     if isinstance(model, nn.Module) and edited:
@@ -184,7 +208,8 @@ def base_analysis(
         model = strip(fake_copy(model, whole=True))
     source = model if isinstance(model, ModelSource) else resolve(model, trust_remote_code)
     try:
-        analysis, state = shared_analysis(source, sample)
+        state = known_state(source, sample) if state is None else state
+        analysis = shared_analysis(source, sample, state)
     except PeftcError:
         raise
     except Exception as error:  # whatever the model's own code raises, or an analysis that fails on it

@@ -1,0 +1,155 @@
+"""Compilations that other processes can use: the site table, and how edits rewrite which modules.
+
+Only regions are stored that are edited at their boundaries, such as Linears with LoRA: their
+classes need no trace. Everything else is made anew: the plan, generated classes and parameters.
+A stored compilation was free of errors, and so is a model with the same state. Source files,
+versions and patches are compared as those of tables are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from peftc.addressing.sites import SiteTable
+from peftc.cache.entries import FORMAT, read, write
+from peftc.cache.environment import environment
+from peftc.cache.location import cache_folder
+from peftc.cache.table_json import decode, decode_table, encode, encode_table
+from peftc.installation.cached_analysis import ModelState, NotComparable
+from peftc.installation.compilations import Compilation
+from peftc.installation.state_text import StateText, state_text
+from peftc.models.sources import ModelSource
+from peftc.planning import ir
+from peftc.planning.on_table import needs_graphs, plan_on_table
+from peftc.rewriting.anchors import Anchor
+from peftc.rewriting.edits import Region, RegionEdit, RegionState
+from peftc.syntax import ast
+from peftc.syntax.printer import print_spec
+
+MOST = 8  # compilations that are kept in this process
+
+_recent: list[tuple[object, Compilation]] = []  # the latest is last
+_BOUNDARIES = ("in", "out")
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Where the compilation of a spec onto a model is stored. `key`: all that it depends on."""
+
+    key: Mapping[str, Any]
+    classes: frozenset[type]
+
+    @classmethod
+    def of(
+        cls, source: ModelSource, state: ModelState | None, spec: ast.Spec, tasks: tuple[str, ...]
+    ) -> Storage | None:
+        """None if there is no cache, or the model has code that may change."""
+        if state is None or cache_folder() is None:
+            return None
+        try:
+            text: StateText = state_text(state)
+        except NotComparable:
+            return None
+        model = [source.id, source.kind, source.type, str(source.folder)]
+        printed = hashlib.sha256(print_spec(spec).encode()).hexdigest()
+        key = {"format": FORMAT, "compilation": [model, text.sha256, printed, tasks], "environment": environment()}
+        return cls(key, text.classes)
+
+    def read(self, spec: ast.Spec, tasks: tuple[str, ...]) -> Compilation | None:
+        """What an earlier compilation has stored, for this spec."""
+        source = (self.key, spec.source, [getattr(s, "origin", None) for s in spec.statements])
+        entry = next((entry for entry in _recent if entry[0] == source), None)
+        if entry is None:
+            stored = read(self.key, lambda entry: (decode_table(entry["table"]), entry["regions"], entry["edits"]))
+            compilation = None if stored is None else _decoded(*stored, spec, tasks)
+            if compilation is None:
+                return None
+            entry = (source, compilation)
+        _recent[:] = [*(other for other in _recent if other is not entry), entry][-MOST:]
+        return entry[1]
+
+    def write(self, compilation: Compilation, table: SiteTable) -> None:
+        """Stores a compilation that came of a trace, if all regions are edited at boundaries."""
+        planned = compilation.planned
+        if needs_graphs(planned.site_edits):
+            return
+        with suppress(ValueError, TypeError, LookupError):
+            regions, edits = _encoded(compilation.regions, planned.site_edits)
+
+            def content() -> dict[str, Any]:
+                return {"table": encode_table(table), "regions": regions, "edits": edits}
+
+            write(lambda: self.key, content, self.classes)
+
+
+def _decoded(
+    table: SiteTable, regions: Iterable[Any], edits: list[Any], spec: ast.Spec, tasks: tuple[str, ...]
+) -> Compilation | None:
+    planned = plan_on_table(table, spec, tasks)
+    with suppress(ValueError, TypeError, LookupError):
+        return Compilation(planned, lambda: list(_decoded_regions(regions, edits, planned.site_edits)))
+    return None
+
+
+def _encoded(regions: Iterable[Region], site_edits: tuple[ir.SiteEdit, ...]) -> tuple[list[Any], list[Any]]:
+    """Regions, and the states of edits, each once. Raises: ValueError for what is not stored."""
+    numbers = {id(one): number for number, one in enumerate(site_edits)}
+    texts: dict[str, int] = {}
+    data: list[Any] = []
+    rows: list[Any] = []
+    for region in regions:
+        if region.inline or region.position_sites:
+            raise ValueError
+        row: list[Any] = [region.module]
+        for edit, site_edit in zip(region.edits, region.site_edits, strict=True):
+            states = [[name, *_encoded_state(state)] for name, state in edit.states.items()]
+            one = [edit.slug, states, dict(edit.functions)]
+            if (number := texts.setdefault(repr(one), len(texts))) == len(data):
+                data.append(one)
+            row += [numbers[id(site_edit)], number]
+        rows.append(row)
+    return rows, data
+
+
+def _encoded_state(state: RegionState) -> list[Any]:
+    anchor = None if state.anchor is None else _encoded_anchor(state.anchor)
+    names = [list(map(_encoded_anchor, anchors)) for anchors in (state.definitions, state.aliases)]
+    plain = (state.rows, state.size, state.flat, state.image, state.dims, state.kernel, state.weight, state.overwritten)
+    return [anchor, *names, *map(encode, plain)]
+
+
+def _encoded_anchor(anchor: Anchor) -> list[Any]:
+    if anchor.kind not in _BOUNDARIES or not all(isinstance(part, str | int) for part in anchor.key):
+        raise ValueError(anchor)
+    return [anchor.kind, anchor.module, *anchor.key]
+
+
+def _decoded_regions(regions: Iterable[Any], edits: list[Any], site_edits: tuple[ir.SiteEdit, ...]) -> Iterable[Region]:
+    known: dict[object, RegionEdit] = {}
+    data = [(slug, {name: _decoded_state(*parts) for name, *parts in states}, fs) for slug, states, fs in edits]
+    for module, *row in regions:
+        own: list[tuple[RegionEdit, ir.SiteEdit]] = []
+        for number, which in zip(row[::2], row[1::2], strict=True):
+            p, (slug, states, functions) = site_edits[number], data[which]
+            key = which, p.edit, id(p.assigns), id(p.lets)
+            if key not in known:
+                keys = tuple(instance.key for instance in p.instances)
+                known[key] = RegionEdit(p.edit, slug, p.assigns, states, functions, keys, p.lets)
+            own.append((known[key], p))
+        yield Region(module, frozenset(), [edit for edit, _ in own], [p for _, p in own])
+
+
+def _decoded_state(anchor: Any, definitions: Any, aliases: Any, *plain: Any) -> RegionState:
+    rows, size, flat, image, dims, kernel, weight, overwritten = map(decode, plain)
+    first, others = (tuple(map(_decoded_anchor, anchors)) for anchors in (definitions, aliases))
+    own = None if anchor is None else _decoded_anchor(anchor)
+    return RegionState(own, rows, size, flat, image, dims, kernel, weight, first, others, overwritten)
+
+
+def _decoded_anchor(data: list[Any]) -> Anchor:
+    kind, module, *key = data
+    return Anchor(kind, module, tuple(key))
