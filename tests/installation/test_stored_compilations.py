@@ -1,0 +1,170 @@
+"""Another process compiles by what the first has stored, and by nothing that may have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.bart.modeling_bart import BartDecoderLayer
+from transformers.models.llama import modeling_llama
+
+import peftc
+from peftc.installation import cached_analysis, stored_compilations
+from peftc.installation.record import installation_of
+from peftc.recognition.analysis import analyse
+from tests import zoo
+
+QV = "peft 1\nedit a at layer[*].attn.q | layer[*].attn.v { h += lora(x, r=2) }\n"
+WEIGHTS = "peft 1\nedit w at layer[*].ffn.down { w += lowrank(r=2) }\nedit n at layer[*].ffn { h += lora(x, r=2) }\n"
+INSIDE = "peft 1\nedit k at layer[*].attn { kv = concat(prefix(len=2), kv) }\n"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PEFTC_CACHE", str(tmp_path))
+    monkeypatch.setattr(cached_analysis, "MOST", 8)
+    return tmp_path / "sites"
+
+
+@pytest.fixture
+def analyses(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One entry for each analysis."""
+    count = list[None]()
+
+    def counted(*args: Any) -> Any:
+        count.append(None)
+        return analyse(*args)
+
+    monkeypatch.setattr(cached_analysis, "analyse", counted)
+    return count
+
+
+def compiled(spec: str, name: str, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], object] = bool) -> nn.Module:
+    """A compiled model, as in a new process."""
+    monkeypatch.setattr(cached_analysis, "_recent", [])
+    monkeypatch.setattr(stored_compilations, "_recent", [])
+    model = zoo.build(name)
+    change(model)
+    return peftc.compile(spec, model, seed=0)
+
+
+def outputs(model: nn.Module, name: str) -> Tensor:
+    return model(**zoo.inputs(name, model))[0]
+
+
+@pytest.mark.parametrize("name", ["llama", "bart", "gpt2", "t5"])
+def test_a_stored_compilation_is_the_new_one(name: str, analyses: list[None], monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [compiled(QV, name, monkeypatch) for _ in range(2)]
+    assert len(analyses) == 1
+    new, stored = map(installation_of, models)
+    assert new.planned.plan == stored.planned.plan
+    assert [one.site for one in new.site_edits] == [one.site for one in stored.site_edits]
+    for (module, one), (other, two) in zip(new.regions, stored.regions, strict=True):
+        assert module == other
+        assert one.source == two.source
+        assert [asdict(e)["states"] for e in one.edits] == [asdict(e)["states"] for e in two.edits]
+    assert new.form_modules == stored.form_modules
+    with torch.no_grad():
+        for model in models:
+            for parameter in dict(peftc.parameters(model)).values():
+                parameter.fill_(0.1)
+    assert torch.equal(*(outputs(model, name) for model in models))
+    peftc.compile(WEIGHTS.replace("edit n", "edit other"), models[1], seed=0, name="second")
+    assert torch.equal(outputs(peftc.remove(models[1]), name), outputs(zoo.build(name), name))
+
+
+def test_what_is_edited_inside_is_traced_anew(analyses: list[None], monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        compiled(INSIDE, "llama", monkeypatch)
+    assert len(analyses) == 2
+
+
+def shorten(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.write_bytes(path.read_bytes()[:-9])
+
+
+def replace_text(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.write_text(path.read_text().replace('"a"', '"b"').replace("q_proj", "v_proj"))
+
+
+def make_folders(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+        path.mkdir()
+
+
+@pytest.mark.parametrize("damage", [shorten, replace_text, make_folders])
+def test_a_damaged_entry_is_as_none(
+    damage: Callable[[Path], None], own_cache: Path, analyses: list[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = compiled(QV, "llama", monkeypatch)
+    assert list(own_cache.iterdir())
+    damage(own_cache)
+    assert torch.equal(outputs(compiled(QV, "llama", monkeypatch), "llama"), outputs(first, "llama"))
+    assert len(analyses) == 2
+
+
+def change_class(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: x)
+
+
+def change_code(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rotated(x: Tensor) -> Tensor:
+        return x
+
+    monkeypatch.setattr(modeling_llama.rotate_half, "__code__", rotated.__code__)
+
+
+def exchange_functions(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are of the library."""
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", BartDecoderLayer.forward)
+
+
+def replace_module(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.model.layers[0].mlp.act_fn = nn.Tanh()
+
+
+def own_module(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(nn.Tanh):
+        pass
+
+    model.model.layers[0].mlp.act_fn = Own()
+
+
+def add_hook(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+
+
+def change_config(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.config._attn_implementation = "eager"
+
+
+CHANGES = [change_class, change_code, exchange_functions, replace_module, own_module, add_hook, change_config]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_entry_is_used_where_anything_differs(
+    change: Callable[[Any, pytest.MonkeyPatch], None], analyses: list[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled(QV, "llama", monkeypatch)
+    try:
+        compiled(QV, "llama", monkeypatch, lambda model: change(model, monkeypatch))
+    except peftc.PeftcError:
+        assert change is exchange_functions  # a model that does not run
+    assert len(analyses) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(
+    own_cache: Path, analyses: list[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_cache.parent.joinpath("sites").write_text("")
+    for _ in range(2):
+        compiled(QV, "llama", monkeypatch)
+    assert len(analyses) == 2
