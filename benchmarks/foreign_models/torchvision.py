@@ -73,6 +73,12 @@ MAXVIT = both(
     )
 )
 
+# The convolutions before them are one more sum with the stream, or before the stream where they are
+# strided: a mixer, or no sub-layer.
+MBCONV_NORMS: Roles = {
+    "mixer.norm": tuple(f"blocks.{{i}}.layers.MBconv.layers.{n}.weight" for n in ("pre_norm", "conv_a.1", "conv_b.1"))
+}
+
 CASES = (
     # MultiheadAttention in a Sequential whose children have names: encoder_layer_0, …
     case(
@@ -113,6 +119,6 @@ CASES = (
     case(
         "maxvit",
         from_class("maxvit", "MaxVit", (32, 32), 8, 4, [16, 16], [2, 1], 8, 0.0),
-        Stack(("0.layers.0", "0.layers.1", "1.layers.0"), MAXVIT),
+        Stack(("0.layers.0", "0.layers.1", "1.layers.0"), MAXVIT, optional=MBCONV_NORMS),
     ),
 )

@@ -135,6 +135,17 @@ class LayerGraph:
             node = source
         return node
 
+    def first_of_final_linears(self, h: fx.Node) -> fx.Node:
+        """The first of the consecutive Linears at the end of `h`; `h` if it ends with none."""
+        # Seen in: Zamba, Zamba 2
+        node = self.stripped(h)
+        while self.is_linear(node) and (source := self.input_of(node)) is not None:
+            before = self.stripped(source)
+            if not self.is_linear(before):
+                return node
+            node = before
+        return h
+
     def consumer_linear(self, node: fx.Node, within: set[fx.Node]) -> fx.Node | None:
         """The nearest Linear downstream of a value; of several, one that no other one reads."""
         seen: set[fx.Node] = set()

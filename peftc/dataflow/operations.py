@@ -212,7 +212,7 @@ def has_side_effects(node: fx.Node) -> bool:
         return node.op == "call_module"
     if WRITES in node.meta or is_in_place(node) or node.target in (attention, segment):
         return True
-    return op_of(node) in (Op.DROPOUT, Op.CACHE) or name_of(node) in ("append", "pop", "setdefault")
+    return op_of(node) in (Op.DROPOUT, Op.CACHE) or name_of(node) in ("append", "pop", "setdefault", "_assert")
 
 
 def module_op(module: nn.Module) -> Op:

@@ -6,6 +6,7 @@ the dtype of `q`, `torch.zeros_like(x)` the shape of `x`. Walks follow values on
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftc.dataflow.nodes import example, first_input, is_tensor, nodes_in, output_of, shape
-from peftc.dataflow.operations import LAYOUT, OF_FIRST, Op, is_in_place, op_of
+from peftc.dataflow.operations import LAYOUT, OF_FIRST, SCALE, Op, is_in_place, op_of
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy
 from peftc.tracing.operations import new_version
@@ -42,6 +43,19 @@ def upstream(node: fx.Node, stop: Callable[[fx.Node], bool] = lambda _: False) -
 def reaches(source: fx.Node, node: fx.Node) -> bool:
     """Whether `node` is computed from `source`."""
     return any(n is source for n in upstream(node, lambda n: n is source))
+
+
+def without_gates(node: fx.Node, end: fx.Node) -> Iterator[fx.Node]:
+    """What `node` is computed from, back to `end`, without factors that many entries share."""
+    # Seen in: MaxViT (squeeze and excitation)
+    nodes, seen = [node], {end}
+    for current in nodes:  # which grows
+        yield current
+        operands = [n for n in value_operands(current) if n not in seen]
+        if op_of(current) in SCALE:
+            operands = [n for n in operands if prod(shape(n)) == prod(shape(current))]
+        nodes += operands
+        seen.update(operands)
 
 
 def value_operands(node: fx.Node) -> list[fx.Node]:

@@ -72,6 +72,17 @@ class Stream:
             source = same or next(streams, _overwritten(source))
         return source is not None
 
+    def moves(self, node: fx.Node) -> bool:
+        """Whether `node` is the stream with its entries in another order: flattened, transposed,
+        rolled, cut into windows or put together again.
+        """
+        # Seen in: no transformers model, but DaViT, MaxViT, Swin with windows around a whole layer
+        source: fx.Node | None = node
+        while source is not None and not self.holds(source):
+            same = self.layer.passes_through(source) or self._affine(source)
+            source = same or (first_input(source) if op_of(source) in (Op.PERMUTE, Op.ROLL) else None)
+        return source is not None and shape(node) != () and source is not node
+
     def _affine(self, node: fx.Node) -> fx.Node | None:
         """The operand of a norm, a scale or a bias."""
         # Seen in: nearly all

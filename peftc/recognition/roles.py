@@ -19,7 +19,7 @@ from peftc.dataflow.features import source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_tensor, nodes_in, output_of, shape
 from peftc.dataflow.operations import Op
-from peftc.dataflow.values import reaches, upstream, value_operands
+from peftc.dataflow.values import reaches, upstream, value_operands, without_gates
 from peftc.recognition.attention.patterns import Attention, attentions, value_mixtures
 from peftc.recognition.attention.projections import (
     nodes_up_to_linears,
@@ -91,10 +91,8 @@ def sub_layers(layer: LayerGraph, opaque: Collection[str] = (), first: fx.Node |
     if sides:  # again, and what another stream has added belongs to no body
         finder = _Finder(layer, Stream(first, layer, opaque, sides), finder.attentions)
         subs = finder.along_stream()
-    if not subs and (start := finder.stream_replacement()) is not None:
-        subs = [finder.sub_layer(start, first, start)]
-        finder.stream.values.append(start)
-        subs += finder.along_stream()
+    if not subs and (restart := finder.stream_replacement(first)) is not None:
+        finder, subs = restart
     if len(subs) > 1 and not any(s.kind == "ffn" for s in subs) and subs[-1].kind == "mixer":
         _relabel_local_mixer(subs[-1], finder.stream)
     apart: list[Stream] = []  # streams with sub-layers of their own
@@ -151,15 +149,33 @@ class _Finder:
                 self.stream.values.append(add)
         return subs
 
-    def stream_replacement(self) -> fx.Node | None:
-        """An attention's result that replaces the stream: a sum adds to it what depends on it."""
-        # Seen in: Hiera, Inkling 2
+    def stream_replacement(self, first: fx.Node) -> tuple["_Finder", list[SubLayer]] | None:
+        """The stream that replaces that of the layer's input, and its sub-layers. It begins with
+        what the first attention is added to; else with an attention's result, to which a sum adds
+        what depends on it.
+        """
+        # Seen in: Hiera, Inkling 2; the strided blocks of MaxViT
+        for add in self.sums:
+            operands = [a for a in _operands(add) if shape(a) == shape(add)]
+            for start, other in itertools.permutations(operands, 2):
+                if self._attends(other) and not self._attends(start) and self.is_computed(start):
+                    is_new = reaches(start, other)
+                    finder = _Finder(self.layer, Stream(start if is_new else first, self.layer, self.stream.opaque))
+                    finder.stream.values += [] if is_new else [start]
+                    return finder, finder.along_stream()
         for add in reversed(self.sums):
             operands = [a for a in _operands(add) if is_tensor(a)]
             for start, other in itertools.permutations(operands, 2):
-                if reaches(start, other) and any(a.call in self.stream.body(start) for a in self.attentions):
-                    return start
+                if reaches(start, other) and self._attends(start):
+                    sub = self.sub_layer(start, first, start)
+                    self.stream.values.append(start)
+                    return self, [sub, *self.along_stream()]
         return None
+
+    def _attends(self, node: fx.Node) -> bool:
+        """Whether a value is computed with an attention, from the stream."""
+        body = self.stream.body(node)
+        return any(a.call in body for a in self.attentions)
 
     def added_by(self, add: fx.Node) -> list[SubLayer]:
         """The sub-layers that a sum adds to the stream: none, one, or two (parallel or serial)."""
@@ -173,13 +189,18 @@ class _Finder:
             if not parts and (out := self.serial_attention_output(h)) is not None:
                 first = self.sub_layer(add, res, out)
                 self.stream.values.append(out)
-                return [first, self.sub_layer(add, res, _first_of_final_linears(h, self.layer))]
+                return [first, self.sub_layer(add, res, self.layer.first_of_final_linears(h))]
             return [self.sub_layer(add, res, part) for part in parts or [h]]
         return []
 
     def join_stream(self, res: fx.Node, h: fx.Node) -> None:
-        """Tokens that are put beside those of the stream go on with it, if the sum is of both."""
+        """The stream goes on in another layout, and with tokens that are put beside its own, if the
+        sum is of both.
+        """
         # Seen in: no transformers model, but the single streams of Flux
+        if self.stream.moves(res) and not self.stream.holds(h) and self.is_computed(h):
+            self.stream.values.append(res)
+            return
         start = self.layer.stripped(res)
         is_join = self.layer.op(start) is Op.JOIN and not self.stream.holds(res)
         same = [n for n in value_operands(start) if shape(n)[-1:] == shape(start)[-1:]] if is_join else []
@@ -259,8 +280,7 @@ class _Finder:
         behind = set(upstream(h, lambda n: n is out)) - {out}
         if out is None or any(map(self.stream.holds, behind)):
             return None
-        # not the Linears that compute a gate
-        linears = [n for n in self.layer.linears(behind) if reaches(out, n)]
+        linears = [n for n in self.layer.linears(set(without_gates(h, out))) if reaches(out, n)]
         return out if len(linears) > 1 else None
 
     def sub_layer(self, add: fx.Node, res: fx.Node, h: fx.Node) -> SubLayer:
@@ -311,18 +331,6 @@ def has_softmax_mixture(body: Collection[fx.Node], layer: LayerGraph) -> bool:
 
 def _operands(add: fx.Node) -> list[fx.Node]:
     return [a for a in add.args[:2] if isinstance(a, fx.Node)]
-
-
-def _first_of_final_linears(h: fx.Node, layer: LayerGraph) -> fx.Node:
-    """The first of the consecutive Linears at the end of `h`; `h` if it ends with none."""
-    # Seen in: Zamba, Zamba 2
-    node = layer.stripped(h)
-    while layer.is_linear(node) and (source := layer.input_of(node)) is not None:
-        before = layer.stripped(source)
-        if not layer.is_linear(before):
-            return node
-        node = before
-    return h
 
 
 def _set_attention_roles(sub: SubLayer, stream: Stream, earlier: Collection[fx.Node] = ()) -> None:

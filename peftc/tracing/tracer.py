@@ -93,6 +93,8 @@ class RegionTracer(TracerBase):
         arguments = tuple(map(self.create_arg, args)), self.create_arg(dict(kwargs))
         node = self.create_node(kind, target, *arguments, name or OUT_OF_PLACE_NAMES.get(target))
         self.mutations.record(node, value, versions_before)
+        if target is torch._assert:  # pyright: ignore[reportPrivateUsage]
+            return None  # whatever it is called with
         return self.guard(node, "is", value) if self.specializes(node, value) else ConcreteProxy(node, self, value)
 
     def compute(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:

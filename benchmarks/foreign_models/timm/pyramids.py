@@ -29,6 +29,13 @@ def interleaved(at: str) -> Roles:
 WINDOWS: dict[str, Any] = {"patch_size": 4, "embed_dim": 8, "depths": (2, 2), "num_heads": (1, 2), "window_size": 4}
 PYRAMID = {"0.blocks.0": 8, "0.blocks.1": 8, "1.blocks.0": 16, "1.blocks.1": 16}
 
+
+def channels(at: str, width: int) -> Roles:
+    """DaViT's attention over channels: its packed rows are the values, the queries, the keys."""
+    roles = block(at, width)
+    return roles | {"attn.q": roles["attn.k"], "attn.k": roles["attn.v"], "attn.v": roles["attn.q"]}
+
+
 CASES = (
     Case(
         "timm/swin",
@@ -58,8 +65,12 @@ CASES = (
         "timm",
         created("davit_tiny", None, depths=(1, 1), embed_dims=(8, 16), num_heads=(2, 2), window_size=4),
         image(64),
-        stages(block, "stages.{i}", {"0.blocks.0.0": 8, "0.blocks.0.1": 8, "1.blocks.0.0": 16, "1.blocks.0.1": 16}),
-        source="Each block is a Sequential of attention over windows and attention over channels, two layers.",
+        (
+            *stages(block, "stages.{i}", {"0.blocks.0.0": 8, "1.blocks.0.0": 16}),
+            *stages(channels, "stages.{i}", {"0.blocks.0.1": 8, "1.blocks.0.1": 16}),
+        ),
+        source="Each block is a Sequential of attention over windows and attention over channels, two layers. The "
+        "latter is softmax(k' v) q': the operands that are compared are called k and v, and what is mixed q.",
     ),
     Case(
         "timm/nest",

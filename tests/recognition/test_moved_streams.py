@@ -1,0 +1,105 @@
+"""Residual streams that change their layout, or begin anew, inside of a layer: states of sub-layers
+are compared with hooks.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import peftc
+from tests.layers import Layers
+
+D, SIDE = 8, 4
+SPEC = """peft 1
+edit a at layer[*].attn { h += linear(h, bias=false) }
+edit f at layer[*].ffn { h += linear(x, bias=false) }
+"""
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return self.proj((q @ k.transpose(-1, -2)).softmax(-1) @ v)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.attn = nn.LayerNorm(D), nn.LayerNorm(D), Attention()
+        self.mlp = nn.Sequential(nn.Linear(D, 16), nn.GELU(), nn.Linear(16, D))
+
+
+class Transposed(Block):
+    """DaViT: an image between the layers and its sub-layers, which add to flat tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, c, h, w = x.shape
+        y = x.flatten(2).transpose(1, 2)
+        y = y + self.attn(self.norm1(y))
+        y = y.transpose(1, 2).view(b, c, h, w).flatten(2).transpose(1, 2)
+        y = y + self.mlp(self.norm2(y))
+        return y.transpose(1, 2).view(b, c, h, w)
+
+
+class Windows(Block):
+    """MaxViT of torchvision: both sub-layers add to windows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, c, h, w = x.shape
+        y = x.reshape(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 3, 5, 1).reshape(b, -1, 4, c)
+        torch._assert(y.shape[1] % 2 == 0, "an odd number of windows")
+        y = y + self.attn(self.norm1(y))
+        y = y + self.mlp(self.norm2(y))
+        return y.view(b, h // 2, w // 2, 2, 2, c).permute(0, 5, 1, 3, 2, 4).reshape(b, c, h, w)
+
+
+class Strided(Block):
+    """The convolutions of MaxViT: attention is added to what replaces the layer's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short, self.long = nn.Conv2d(D, D, 1), nn.Conv2d(D, D, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (self.short(x) + self.long(x)).permute(0, 2, 3, 1).flatten(1, 2)
+        y = y + self.attn(self.norm1(y))
+        y = y + self.mlp(self.norm2(y))
+        return y.transpose(1, 2).view(x.shape)
+
+
+class ProjectedResidual(Block):
+    """Hiera: neither operand of the first sum is the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x.flatten(2).transpose(1, 2))
+        y = self.short(y) + self.attn(y)
+        y = y + self.mlp(self.norm2(y))
+        return y.transpose(1, 2).view(x.shape)
+
+
+@pytest.mark.parametrize("layer", [Transposed, Windows, Strided, ProjectedResidual])
+def test_states_are_those_of_modules(layer: type[Block]) -> None:
+    torch.manual_seed(0)
+    model, inputs = Layers(layer(), layer()).double().eval(), {"x": torch.randn(2, D, SIDE, SIDE).double()}
+    peftc.compile(SPEC, model, seed=0, sample=inputs)
+    parameters = list(peftc.parameters(model).items())
+    for _, parameter in parameters:
+        nn.init.normal_(parameter, std=0.3)
+    edited = model(**inputs)
+    peftc.remove(model)
+    weights = {name: p.detach() for name, p in parameters}
+    for i, block in enumerate(model.layers):
+        attn, ffn = (next(w for name, w in weights.items() if f"layer[{i}].{at}" in name) for at in ("attn", "ffn"))
+        block.attn.register_forward_hook(lambda _, args, h, w=attn: h + h @ w.T)
+        block.mlp.register_forward_hook(lambda _, args, h, w=ffn: h + args[0] @ w.T)
+    torch.testing.assert_close(edited, model(**inputs), rtol=0, atol=1e-10)
