@@ -173,25 +173,39 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
         return
     arguments = observe(model, sample, mode, seen.candidates, {loop.caller for loop in loops}).arguments
     types: dict[object, LayerType | str] = {}
+
+    def kind_of(caller: str, bodies: Sequence[Sequence[str]]) -> LayerType | str:
+        """The type of a module, of which the iterations are entered."""
+        key, values = arguments[caller]
+        if (key, bodies) not in types:
+            types[key, bodies] = trace_layer(model.get_submodule(caller), values, mode, bodies)
+        return types[key, bodies]
+
     members: dict[str, list[_Layer]] = {}
     accepted: list[Loop] = []
     for loop in loops:
         if loop.caller not in arguments or any(loop.holds(inner.caller) for inner in accepted):
             continue
-        key, values = arguments[loop.caller]
-        bodies = tuple(tuple(relative_name(part, loop.caller) for part in body) for body in loop.bodies)
-        if (key, bodies) not in types:
-            types[key, bodies] = trace_layer(model.get_submodule(loop.caller), values, mode, bodies)
-        kind = types[key, bodies]
+        kind = kind_of(loop.caller, loop.bodies_in_caller())
         if isinstance(kind, str):
             structure.untraced |= {loop.place(body): kind for body in loop.bodies if loop.caller not in stages}
         elif len(kind.subs) > 1:
-            kind.first = loop.caller
             accepted.append(loop)
-            names = [loop.place(body) for body in loop.bodies]
-            members[loop.lists[0]] = [
-                (name, part, loop.caller) for name, part in zip(names, _bodies(kind, bodies), strict=True) if part.subs
-            ]
+    for loop in accepted:
+        # Loops of one module are in one graph, since one edit may be in several of them.
+        # Seen in: Perceiver AR
+        beside = [other for other in accepted if other.caller == loop.caller]
+        kind = kind_of(loop.caller, tuple(body for other in beside for body in other.bodies_in_caller()))
+        if isinstance(kind, str):
+            structure.untraced |= {loop.place(body): kind for body in loop.bodies}
+            continue
+        kind.first = loop.caller
+        names = [loop.place(body) for body in loop.bodies]
+        members[loop.lists[0]] = [
+            (name, part, loop.caller)
+            for name, part in zip(names, _bodies(kind, loop.bodies_in_caller()), strict=True)
+            if part.subs
+        ]
     replaced = {name for name in layers for loop in accepted if loop.holds(name) or contains_name(name, loop.caller)}
     for stack in structure.stacks:
         pairs = zip(stack.layers, stack.kinds, strict=True)

@@ -45,6 +45,11 @@ class Loop:
         """Whether a module is one of the elements, or in one."""
         return any(contains_name(part, name) for body in self.bodies for part in body)
 
+    def bodies_in_caller(self) -> tuple[tuple[str, ...], ...]:
+        """The bodies by the names that the caller has for their elements."""
+        start = len(self.caller) + 1 if self.caller else 0
+        return tuple(tuple(name[start:] for name in body) for body in self.bodies)
+
     def place(self, body: tuple[str, ...]) -> str:
         """The smallest module that contains an iteration's elements."""
         return body[0] if len(body) == 1 else self.caller

@@ -322,10 +322,32 @@ class Exchanges(Model):
         return torch.cat((first, second), dim=1)
 
 
+class InTurn(Model):
+    """Two loops in one forward, the second over lists of another kind."""
+
+    def build(self) -> None:
+        self.first = nn.ModuleList([nn.ModuleList([Attention(), Ffn()]) for _ in range(2)])
+        self.second = nn.ModuleList([nn.ModuleList([Crossed(), Ffn()]) for _ in range(2)])
+
+    def loop(self, x: Tensor) -> Tensor:
+        prefix, x = x[:, :2], x[:, 2:]
+        for attn, ffn in self.second:  # pyright: ignore[reportGeneralTypeIssues]
+            x = attn(x, torch.cat((prefix, x), 1)) + x
+            x = ffn(x) + x
+        for attn, ffn in self.first:  # pyright: ignore[reportGeneralTypeIssues]
+            x = attn(x) + x
+            x = ffn(x) + x
+        return x
+
+
 @pytest.mark.parametrize(
     ("build", "roles"),
-    [(Branches, {"q": 4, "o": 4, "up": 4, "down": 4}), (Exchanges, {"q": 4, "o": 4})],
-    ids=["branches", "exchanges"],
+    [
+        (Branches, {"q": 4, "o": 4, "up": 4, "down": 4}),
+        (Exchanges, {"q": 4, "o": 4}),
+        (InTurn, {"q": 4, "o": 4, "up": 4, "down": 4}),
+    ],
+    ids=["branches", "exchanges", "in turn"],
 )
 def test_every_stream_and_branch_has_its_sub_layers(build: Callable[[], Model], roles: dict[str, int]) -> None:
     torch.manual_seed(0)
