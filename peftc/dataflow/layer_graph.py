@@ -60,7 +60,7 @@ class LayerGraph:
     def normalization(self, node: fx.Node) -> Normalization | None:
         """The norm that code of the layer computes itself, up to a node."""
         if node not in self._norms:
-            self._norms[node] = normalization(node)
+            self._norms[node] = normalization(node, self.is_plain_norm)
         return self._norms[node]
 
     def input_of(self, linear: fx.Node) -> fx.Node | None:
@@ -106,10 +106,15 @@ class LayerGraph:
 
     def is_norm(self, node: fx.Node) -> bool:
         """Whether a node calls a norm, or ends one with a weight in the layer's own code."""
-        if node.op == "call_module":
-            return self.op(node) is Op.NORM
-        norm = self.normalization(node)
-        return norm is not None and norm.weight is not None and not any(self._goes_on(node, u) for u in node.users)
+        own = self.normalization(node)
+        is_norm = self.op(node) is Op.NORM if node.op == "call_module" else own is not None and own.weight is not None
+        return is_norm and not any(self._goes_on(node, user) for user in node.users)
+
+    def is_plain_norm(self, node: fx.Node) -> bool:
+        """Whether a node calls a norm without parameters, whose result code may scale."""
+        # Seen in: no transformers model, but x-transformers
+        module = self.module(node)
+        return module is not None and module_op(module) is Op.NORM and not any(True for _ in module.parameters())
 
     def norm_name(self, norm: fx.Node) -> str:
         """The module of a norm, or the parameter by which code of the layer scales."""

@@ -5,7 +5,7 @@ does. The mean and the scale are sums over features of x, and depend on nothing 
 """
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -34,13 +34,18 @@ class Normalization:
     bias: MatrixPart | None = None
 
 
-def normalization(result: fx.Node) -> Normalization | None:
-    """The norm that ends with an operation; None for any other operation."""
+def normalization(result: fx.Node, is_plain: Callable[[fx.Node], bool]) -> Normalization | None:
+    """The norm that ends with an operation; None for any other operation. `is_plain`: whether a
+    node calls a norm without parameters.
+    """
     if op_of(result) not in _ENDS:
         return None
     norm, statistics, is_scaled, node = Normalization(result), list[fx.Node](), False, result
-    while is_tensor(node) and op_of(node) in _STEPS:
+    while is_tensor(node) and (op_of(node) in _STEPS or is_plain(node)):
         norm.nodes.add(node)
+        if is_plain(node):
+            norm.x = first_input(node) or node
+            return norm
         if op_of(node) is Op.NORM:
             return _with_function(norm, node)
         count = len(statistics)
