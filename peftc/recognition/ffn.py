@@ -7,7 +7,8 @@ from torch import fx
 from peftc.addressing.sites import Slice
 from peftc.dataflow.features import is_affine, is_only_layout, source_linears
 from peftc.dataflow.layer_graph import LayerGraph
-from peftc.dataflow.operations import Op
+from peftc.dataflow.operations import LAYOUT, Op
+from peftc.dataflow.values import upstream
 
 Source = tuple[fx.Node, Slice | None]
 
@@ -48,6 +49,17 @@ def _gated(operands: dict[fx.Node, Source], layer: LayerGraph) -> dict[str, Proj
         direct = [is_direct(operand, linear, layer) for operand, (linear, _) in operands.items()]
         if any(direct):
             break
+    if not any(direct):
+        one, other = operands
+        direct = _is_layout_of_common_part(one, other, layer)
     if direct[0] == direct[1]:
         return {}
     return {"up" if d else "gate": Projection(*source) for d, source in zip(direct, operands.values(), strict=True)}
+
+
+def _is_layout_of_common_part(one: fx.Node, other: fx.Node, layer: LayerGraph) -> list[bool]:
+    """For each of two values, whether it is nothing but entries of what both are computed from."""
+    # Seen in: no transformers model, but Sana (an activation and a convolution before the halves)
+    behind = [set(upstream(n, layer.is_linear)) for n in (one, other)]
+    own = [nodes - behind[1 - i] for i, nodes in enumerate(behind)]
+    return [all(layer.op(n) in (*LAYOUT, Op.ITEM, Op.CAST) for n in nodes) for nodes in own]

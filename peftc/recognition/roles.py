@@ -20,6 +20,7 @@ from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_tensor, nodes_in, output_of, shape
 from peftc.dataflow.operations import Op
 from peftc.dataflow.values import reaches, upstream, value_operands, without_gates
+from peftc.recognition.attention.linear_attention import linear_attentions
 from peftc.recognition.attention.patterns import Attention, attentions, value_mixtures
 from peftc.recognition.attention.projections import (
     nodes_up_to_linears,
@@ -130,12 +131,17 @@ def _relabel_local_mixer(sub: SubLayer, stream: Stream) -> None:
         sub.set_linears(stream.layer)
 
 
+def _all_attentions(layer: LayerGraph) -> list[Attention]:
+    known = attentions(layer)
+    return [*known, *linear_attentions(layer, known)]
+
+
 class _Finder:
     """Follows a residual stream through a layer; `stream.values` grows by each sum on it."""
 
     def __init__(self, layer: LayerGraph, stream: Stream, known: list[Attention] | None = None) -> None:
         self.layer, self.stream = layer, stream
-        self.attentions = attentions(layer) if known is None else known
+        self.attentions = _all_attentions(layer) if known is None else known
         self.sums = [n for n in layer.graph.nodes if layer.op(n) is Op.ADD and is_tensor(n)]
         self.earlier = set[fx.Node]()  # Linears with a role in a sub-layer so far
 

@@ -32,6 +32,7 @@ from peftc.recognition.token_mixing import is_weighted
 
 T = TypeVar("T")
 TRANSPOSED = MatrixLayout((1, 0), 1)
+CALLS = ("interface", "function")
 ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -227,7 +228,7 @@ class LayerSites:
         call = attention.call.name
         for name, node in zip("qkv", (attention.q, attention.k, attention.v), strict=True):
             sizes = shape(node)
-            if len(sizes) == 4 and attention.sort != "written" and separates(node, -1, self.graph):
+            if len(sizes) == 4 and attention.sort in CALLS and separates(node, -1, self.graph):
                 rows = shapes.Rows(sizes[1], sizes[3], "queries" if name == "q" else "keys")
                 states[name] = State(name, rows, ActivationRef(f"{call}.{name}"))
         if (pair := pair_shape(attention, q_width, self.graph)) is not None:

@@ -23,10 +23,11 @@ from peftc.tracing.operations import attention
 @dataclass(frozen=True, eq=False)
 class Attention:
     """One attention. `call`: of the interface or of PyTorch's function; of a written-out attention
-    its softmax, with `scores` the product of queries and keys.
+    its softmax, with `scores` the product of queries and keys; of a linear one, without a softmax,
+    its second product, with `scores` the first.
     """
 
-    sort: Literal["interface", "function", "written"]
+    sort: Literal["interface", "function", "written", "linear"]
     call: fx.Node
     q: fx.Node
     k: fx.Node

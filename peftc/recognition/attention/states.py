@@ -13,6 +13,8 @@ from peftc.recognition.attention.patterns import Attention
 
 def attention_heads(attention: Attention) -> fx.Node | None:
     """The result of an attention as (batch, tokens, heads, d_head)."""
+    if attention.sort == "linear":
+        return None
     q, v, users = shape(attention.q), shape(attention.v), [attention.out]
     for _ in range(4):
         if len(users) != 1 or len(q) != 4 or len(v) != 4:
@@ -25,6 +27,8 @@ def attention_heads(attention: Attention) -> fx.Node | None:
 
 def pair_shape(attention: Attention, q_width: int | None, layer: LayerGraph) -> shapes.KeyValue | None:
     """The rows that can be joined to keys and values; None where none can."""
+    if attention.sort == "linear":
+        return None  # no softmax shares weights between joined rows and the others
     if attention.sort == "written":
         return joined_shape(attention, q_width, layer)
     k, v = shape(attention.k), shape(attention.v)
