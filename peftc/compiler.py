@@ -177,7 +177,7 @@ def design(
     Source: He et al. 2022, arXiv:2110.04366, Table 1.
     """
     flat, sample = flat_spec(spec, settings, include), joint_sample(sample, samples)
-    site_edits = plan_edits(flat, model, sample, trust_remote_code=trust_remote_code).site_edits
+    site_edits = plan_edits(flat, model, sample, trust_remote_code=trust_remote_code).site_edits.representatives
     edits = dict.fromkeys(one.edit for one in site_edits)
     return tuple(design_of([one for one in site_edits if one.edit == edit]) for edit in edits)
 

@@ -22,6 +22,7 @@ from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.installation.contents import InstalledRegion
 from peftc.planning.report import plan
 from peftc.planning.report.design import Design
+from peftc.planning.report.plan_sites import PlanSite, PlanSiteRange, PlanSites
 from peftc.verification.report import Check, Finding, NotWitnessed, Verification, VerifiedEdit
 
 HEAD = """# Python API
@@ -60,7 +61,9 @@ RESULTS: dict[str, tuple[type, ...]] = {
         plan.PlanSpec,
         plan.PlanModel,
         plan.PlanEdit,
-        plan.PlanSite,
+        PlanSites,
+        PlanSite,
+        PlanSiteRange,
         plan.PlanTotals,
         plan.PlanExpectation,
         plan.PlanUnread,

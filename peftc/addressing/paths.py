@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 
 from peftc.addressing.site_list import Block, Place, show_steps, site_list
 from peftc.addressing.sites import Site, SiteTable, Steps
@@ -285,20 +286,22 @@ def index_ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in ranges)
 
 
-def compress_paths(paths: Sequence[str]) -> list[tuple[str, int]]:
+def compress_paths(paths: Sequence[str], counts: Iterable[int] = repeat(1)) -> list[tuple[str, int]]:
     """Patterns, each with the number of its paths, in the order of their first path.
+
+    `counts`: how many paths each one stands for.
 
     Paths that differ in their first number become one pattern, `model.layers.{0..11}.fc1`; patterns
     with one parent become one, `….attn.self.{q, v}`.
     """
     patterns: dict[tuple[str, str], list[int]] = defaultdict(list)
-    counts = Counter[tuple[str, str]]()
-    for path in paths:
+    totals = Counter[tuple[str, str]]()
+    for path, count in zip(paths, counts, strict=False):
         match = _NUMBER.search(path)
         key = (path[: match.start()], path[match.end() :]) if match else (path, "")
         patterns[key] += [int(match.group())] if match else []
-        counts[key] += 1
-    return _merge_siblings([(_pattern(*key, numbers), counts[key]) for key, numbers in patterns.items()])
+        totals[key] += count
+    return _merge_siblings([(_pattern(*key, numbers), totals[key]) for key, numbers in patterns.items()])
 
 
 def _pattern(before: str, after: str, numbers: Sequence[int]) -> str:

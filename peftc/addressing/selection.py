@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from peftc.addressing.site_list import Place, SiteList
-from peftc.addressing.sites import Site
+from peftc.addressing.sites import Site, Steps
 
 Items = Mapping[tuple[int, int], frozenset[int]]  # (block, item) -> the numbers of its networks
 
@@ -60,6 +60,15 @@ class Selection:
                 members = [item for item in group if item in items]
                 for number in template.items[group[0]].all_numbers if members else ():
                     yield from (Place(block, item, number) for item in members if number in items[item])
+
+    def layers(self) -> set[Steps]:
+        """The steps of the layers that it has sites in."""
+        layers: set[Steps] = set()
+        for block, item in self.items:
+            layer, site = self.sites.blocks[block].layer, self.sites.blocks[block].template.items[item].site
+            steps = site.steps if layer is None else layer.steps
+            layers |= {steps[: i + 1] for i, (name, _) in enumerate(steps) if name == "layer"}
+        return layers
 
     @property
     def paths(self) -> list[str]:

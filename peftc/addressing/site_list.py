@@ -233,6 +233,18 @@ class SiteList(Sequence[Site]):
         """The site of the first layer, and the first network, that differs in names alone."""
         return self.blocks[place.block].template.items[place.item].site
 
+    def network(self, place: Place) -> str:
+        """The dotted name of the network's module."""
+        block = self.blocks[place.block]
+        numbers = block.template.items[place.item].numbers
+        assert numbers is not None
+        name = numbers.modules[place.number]
+        return (
+            name
+            if not block.template.layer or not block.layer
+            else Renaming(block.template.layer, block.layer).module(name)
+        )
+
     # Lookup
 
     @cached_property

@@ -370,6 +370,28 @@ def used_ties(table: SiteTable) -> list[list[str]]:
 
 def numel(entries: Iterable[RowRange | EntryChoice]) -> int:
     """The number of entries in the union. Choices with different keys are taken to be disjoint."""
+    return weighted_numel(dict.fromkeys(entries, 1))
+
+
+def weighted_numel(entries: Mapping[RowRange | EntryChoice, int]) -> int:
+    """The same, where each stands for a number of others in other layers, or networks.
+
+    Entries with different numbers are disjoint.
+    """
+    weights = sorted(set(entries.values()))
+    total, selected, most = (
+        (
+            sum(weight * size for weight, size in zip(weights, sizes, strict=True))
+            for sizes in zip(*(_sizes([one for one, n in entries.items() if n == w]) for w in weights), strict=True)
+        )
+        if weights
+        else (0, 0, 0)
+    )
+    return min(total + selected, most)
+
+
+def _sizes(entries: Iterable[RowRange | EntryChoice]) -> tuple[int, int, int]:
+    """The entries that are whole rows, those that are selected beside them, and all that may be."""
     whole: set[RowRange] = set()
     counts: dict[tuple[str, ...], int] = {}
     candidates: dict[tuple[str, ...], set[RowRange]] = defaultdict(set)
@@ -381,7 +403,7 @@ def numel(entries: Iterable[RowRange | EntryChoice]) -> int:
             candidates[item.key].add(item.rows)
     total = _union(whole)
     selected = sum(min(count, _union(whole | candidates[key]) - total) for key, count in counts.items())
-    return min(total + selected, _union(whole.union(*candidates.values())))
+    return total, selected, _union(whole.union(*candidates.values()))
 
 
 def _union(ranges: Iterable[RowRange]) -> int:

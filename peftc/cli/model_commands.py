@@ -41,7 +41,7 @@ def run_compile(args: Namespace) -> int:
     flat = expand(spec, parse_settings(args.set), args.include)
     analysis = analyse_base(args.model, trust_remote_code=args.trust_remote_code)
     result, files = compile_skeleton(flat, default_name(spec), analysis, args.seed, args.tasks)
-    show(lambda _: render_plan(result.plan, result.site_edits))
+    show(lambda _: render_plan(result.plan, result.site_edits.representatives))
     report(result.warnings, args)
     if args.strict and result.warnings:
         return 1

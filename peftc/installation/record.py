@@ -1,6 +1,6 @@
 """What was done to a model: the specs on it, and enough to undo each. Kept in the model."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,7 +64,7 @@ class Installation:
         return self.task.variable
 
     @property
-    def site_edits(self) -> tuple[ir.SiteEdit, ...]:
+    def site_edits(self) -> Sequence[ir.SiteEdit]:
         return self.planned.site_edits
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 from peftc.addressing.sites import Site
@@ -138,7 +138,7 @@ class Assign:
 
 @dataclass(frozen=True, eq=False)
 class SiteEdit:
-    """One edit at one site."""
+    """One edit at one site, or at one of `count` sites that are alike."""
 
     edit: str
     site: Site
@@ -146,6 +146,7 @@ class SiteEdit:
     instances: tuple[FormInstance, ...] = ()
     lets: tuple[tuple[int, Term], ...] = ()  # (i, term): computed once, just before equation i
     parameter_site: Site | None = None  # the site that owns the parameters, if it is another of the module
+    count: int = 1
 
     @property
     def owner_path(self) -> str:
@@ -189,8 +190,18 @@ def subterms(term: Term) -> Iterator[Term]:
 
 
 def _with_site(site_edit: SiteEdit, site: Site) -> SiteEdit:
-    """The edit with the same parameters and the frozen modules of another site."""
+    """The edit with the same parameters at another site."""
+    return replace(at_sites(site_edit)(site), parameter_site=site_edit.parameter_site or site_edit.site)
 
+
+def at_sites(site_edit: SiteEdit) -> Callable[[Site], SiteEdit]:
+    """The edit at another site, with the frozen modules of that site."""
+    if any(isinstance(term, FrozenCall) for term in site_edit.terms()):
+        return partial(_at_site, site_edit)
+    return lambda site: replace(site_edit, site=site, count=1)
+
+
+def _at_site(site_edit: SiteEdit, site: Site) -> SiteEdit:
     @cache  # by identity: what a `let` binds stays one object
     def copy(term: Term) -> Term:
         match term:
@@ -207,8 +218,7 @@ def _with_site(site_edit: SiteEdit, site: Site) -> SiteEdit:
 
     assigns = tuple(replace(assign, value=copy(assign.value)) for assign in site_edit.assigns)
     lets = tuple((i, copy(term)) for i, term in site_edit.lets)
-    owner = site_edit.parameter_site or site_edit.site
-    return replace(site_edit, site=site, assigns=assigns, lets=lets, parameter_site=owner)
+    return replace(site_edit, site=site, assigns=assigns, lets=lets, count=1)
 
 
 def combine_shapes(op: str, left: Shape, right: Shape) -> Shape | None:

@@ -169,13 +169,15 @@ class FormInstances:
 
 def count_parameters(site_edits: Iterable[SiteEdit]) -> Count:
     """Parameters with a gradient, and in the saved adapter. What sites share counts once."""
-    counts: dict[object, Count] = {}
+    counts: dict[object, tuple[int, Count]] = {}
     for site_edit in site_edits:
         for instance in site_edit.instances:
             if instance.has_site_parameters:
                 count = instance.form.count(instance.args, instance.dims)
                 for task, _ in instance.task_suffixes():
-                    counts.setdefault((site_edit.edit, site_edit.site.path, instance.key, task), count)
+                    key = (site_edit.edit, site_edit.site.path, instance.key, task)
+                    counts.setdefault(key, (site_edit.count, count))
             for owner in instance.owners():
-                counts.setdefault(owner, instance.common_count(owner))
-    return Count(sum(count.trained for count in counts.values()), sum(count.stored for count in counts.values()))
+                counts.setdefault(owner, (1, instance.common_count(owner)))
+    trained = sum(times * count.trained for times, count in counts.values())
+    return Count(trained, sum(times * count.stored for times, count in counts.values()))

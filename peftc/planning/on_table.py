@@ -1,6 +1,5 @@
 """Plans by the table of sites alone, as far as they go: without the graphs of layers."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from peftc.addressing.sites import SiteTable
@@ -9,6 +8,7 @@ from peftc.forms.shapes import Tokens
 from peftc.planning import ir
 from peftc.planning.lowering_context import DEFAULT_TASK
 from peftc.planning.planner import PlanResult, make_plan
+from peftc.planning.representatives import SiteEdits
 from peftc.syntax import ast
 
 
@@ -21,9 +21,10 @@ def plan_on_table(table: SiteTable, spec: ast.Spec, tasks: tuple[str, ...] = ())
         raise PeftcError(replace(d, notes=(*d.notes, *notes.get(d.code, ()))) for d in error.diagnostics) from error
 
 
-def needs_graphs(site_edits: Sequence[ir.SiteEdit]) -> bool:
+def needs_graphs(site_edits: SiteEdits) -> bool:
     """Whether the graphs decide if the edits can stand: those of prompts and of positions."""
-    return any(is_prompt(one) or any(map(selects_positions, one.instances)) for one in site_edits)
+    edits = site_edits.representatives
+    return any(is_prompt(one) or any(map(selects_positions, one.instances)) for one in edits)
 
 
 def is_prompt(site_edit: ir.SiteEdit) -> bool:

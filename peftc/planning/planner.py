@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from peftc.addressing.sites import EntryChoice, RowRange, Site, SiteTable, UntracedModule, numel
+from peftc.addressing.selection import Selection
+from peftc.addressing.sites import EntryChoice, RowRange, Site, SiteTable, UntracedModule, numel, weighted_numel
 from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.diagnostics.suggestions import for_sites, plural
 from peftc.forms import FORMS
@@ -22,14 +23,16 @@ from peftc.planning.report.plan import (
     PlanEdit,
     PlanExpectation,
     PlanModel,
-    PlanSite,
     PlanSpec,
     PlanTotals,
     PlanUnread,
 )
+from peftc.planning.report.plan_sites import PlanSites
+from peftc.planning.report.site_ranges import ranges_of
+from peftc.planning.representatives import Representatives, SiteEdits
 from peftc.planning.selection.module_sites import SharedModules, edits_parameters, other_parameters, parameter_sites
 from peftc.planning.selection.selector_errors import untraced_in_layers, untraced_warning
-from peftc.planning.selection.selectors import coverage_warnings, resolve
+from peftc.planning.selection.selectors import coverage_warnings, select
 from peftc.planning.selection.train import TrainTarget, resolve_train
 from peftc.planning.selection.unplaced_warnings import unplaced_warnings
 from peftc.semantics.checks.spec import with_origin
@@ -44,7 +47,7 @@ class PlanResult(NamedTuple):
     """A plan and what the compiler needs beyond it."""
 
     plan: Plan
-    site_edits: tuple[SiteEdit, ...]  # every edit at every site, in the order of the spec
+    site_edits: SiteEdits  # every edit at every site, in the order of the spec
     trained_parameters: Mapping[str, str]  # `<statement>/<dotted name>` -> dotted name of a base parameter
     failed_expectations: tuple[Diagnostic, ...]
     warnings: tuple[Diagnostic, ...]  # such as uneven coverage
@@ -58,32 +61,56 @@ def make_plan(
     Args: `source`: the text that the plan names and hashes; by default that of the spec.
     Raises: P1xx, P201-P205, P214, P301-P309 and what forms refuse: all errors of the spec at once.
     """
-    planner = _Planner(spec, table, source or spec.source, tasks)
-    edits, trains = planner.edits(), planner.trains()
-    planner.stop_at_errors()
-    plan = planner.plan(edits, trains)
-    plan = planner.with_expectations(plan)
-    planner.stop_at_errors()
-    site_edits = tuple(site_edit for _, site_edits in edits for site_edit in site_edits)
-    first = {name: target.name for target in reversed(trains.values()) for name in target.parameters}
-    names = {f"{statement}/{name}": name for name, statement in first.items()}
-    return PlanResult(plan, site_edits, names, tuple(planner.failed_expectations), tuple(planner.warnings))
+    try:
+        return Planner(spec, table, source or spec.source, tasks).result()
+    except EverySiteNeeded:
+        return Planner(spec, table, source or spec.source, tasks, single=True).result()
+
+
+class EverySiteNeeded(Exception):
+    """A plan depends on sites one by one: they share parameters, or there are errors to count."""
 
 
 @dataclass
-class _Planner:
+class Planner:
+    """Plans with one site for all that are alike. `single`: with every site."""
+
     spec: ast.Spec
     table: SiteTable
     source: Source
     tasks: tuple[str, ...]
+    single: bool = False
     errors: list[Diagnostic] = field(default_factory=list[Diagnostic])
     failed_expectations: list[Diagnostic] = field(default_factory=list[Diagnostic])
     warnings: list[Diagnostic] = field(default_factory=list[Diagnostic])
     untraced: dict[UntracedModule, None] = field(default_factory=dict[UntracedModule, None])  # in edited layers
 
+    def result(self) -> PlanResult:
+        edits, trains = self.edits(), self.trains()
+        self.stop_at_errors()
+        plan = self.with_expectations(self.plan(edits, trains))
+        self.stop_at_errors()
+        selections = [(site_edits, self.selections[edit.name]) for edit, site_edits in edits if site_edits]
+        first = {name: target.name for target in reversed(trains.values()) for name in target.parameters}
+        names = {f"{statement}/{name}": name for name, statement in first.items()}
+        site_edits = SiteEdits(selections, self.representatives)
+        return PlanResult(plan, site_edits, names, tuple(self.failed_expectations), tuple(self.warnings))
+
     @cached_property
     def shared_modules(self) -> SharedModules:
         return SharedModules(self.table)
+
+    @cached_property
+    def selections(self) -> Mapping[str, Selection]:
+        """What each edit or `train` statement selects, by its name."""
+        statements = [s for s in self.spec.statements if isinstance(s, ast.Edit | ast.Train)]
+        selections = ((s.name, self.attempt(s, select, s.selector, self.table)) for s in statements)
+        return {name: selection for name, selection in selections if selection}
+
+    @cached_property
+    def representatives(self) -> Representatives:
+        single = self.single or any(isinstance(statement, ast.Train) for statement in self.spec.statements)
+        return Representatives(self.table, list(self.selections.values()), single)
 
     # Resolution and lowering
 
@@ -95,6 +122,8 @@ class _Planner:
         groups = {edit.name: groups_of(edit_sites) for edit, edit_sites in sites}
         context = LoweringContext(self.table, self.tasks, self.shared_forms(), groups=groups)
         edits = [(edit, self.lower(edit, edit_sites, context)) for edit, edit_sites in sites]
+        if not self.single and not all(is_independent(one) for _, site_edits in edits for one in site_edits):
+            raise EverySiteNeeded
         sharers = sharers_of((site_edit for _, site_edits in edits for site_edit in site_edits), context.shared)
         if sharers and not self.errors:
             context = LoweringContext(self.table, self.tasks, context.shared, sharers, groups)
@@ -109,7 +138,10 @@ class _Planner:
         if not sites or not edits_parameters(edit):
             return sites
         parameters = self.attempt(edit, parameter_sites, edit, sites, self.table)
-        self.warn(edit, other_parameters(edit, sites, self.table) if parameters else ())
+        others = other_parameters(edit, sites, self.table) if parameters else ()
+        if others and not self.single:
+            raise EverySiteNeeded
+        self.warn(edit, others)
         return parameters or []
 
     def lower(self, edit: ast.Edit, sites: Sequence[Site], context: LoweringContext) -> list[SiteEdit]:
@@ -119,11 +151,12 @@ class _Planner:
         for site in sites:
             key = lowering_key(site)
             if (same := known.get(key)) is not None:
-                site_edits.append(replace(same, site=site))
+                site_edits.append(replace(same, site=site, count=self.representatives.count(site)))
                 continue
             try:
-                site_edits.append(lower_edit(edit, site, context))
-                if is_independent(site_edits[-1]):
+                site_edit = lower_edit(edit, site, context)
+                site_edits.append(replace(site_edit, count=self.representatives.count(site)))
+                if is_independent(site_edit) and not names_modules(site_edit):
                     known[key] = site_edits[-1]
             except PeftcError as error:
                 for diagnostic in error.diagnostics:
@@ -145,14 +178,16 @@ class _Planner:
         return targets
 
     def sites(self, statement: ast.Edit | ast.Train) -> list[Site]:
-        selector = statement.selector
-        sites = self.attempt(statement, resolve, selector, self.table)
-        sites = sites and self.attempt(statement, self.shared_modules.merge, sites, selector)
+        """The representatives of the sites that a statement selects."""
+        selector, selection = statement.selector, self.selections.get(statement.name)
+        if selection is None:
+            return []
+        sites = self.attempt(statement, self.shared_modules.merge, self.representatives.of(selection), selector)
         if not sites:
             return []
         self.warn(statement, coverage_warnings(selector, self.table))
         self.warn(statement, unplaced_warnings(selector, self.table))
-        untraced = [module for module in untraced_in_layers(sites, self.table) if module not in self.untraced]
+        untraced = [module for module in untraced_in_layers(selection, self.table) if module not in self.untraced]
         if untraced:
             self.untraced |= dict.fromkeys(untraced)
             self.warn(statement, (untraced_warning(selector, untraced),))
@@ -176,10 +211,10 @@ class _Planner:
     def plan(self, edits: Lowered, trains: dict[str, TrainTarget]) -> Plan:
         foldability = check_foldability([site_edits for _, site_edits in edits], self.table)
         entries = {
-            edit.name: _edit_entry(edit, site_edits, fold)
+            edit.name: _edit_entry(edit, site_edits, fold, self.plan_sites(one.site for one in site_edits))
             for (edit, site_edits), fold in zip(edits, foldability, strict=True)
         }
-        entries |= {name: _train_entry(target) for name, target in trains.items()}
+        entries |= {name: _train_entry(target, self.plan_sites(target.sites)) for name, target in trains.items()}
         names = [s.name for s in self.spec.statements if isinstance(s, ast.Edit | ast.Train)]
         table = self.table
         return Plan(
@@ -206,6 +241,10 @@ class _Planner:
                 self.failed_expectations.extend(self.locate(statement, filter(None, (failure,))))
         return plan.model_copy(update={"expectations": tuple(outcomes)})
 
+    def plan_sites(self, sites: Iterable[Site]) -> PlanSites:
+        """The sites, and what else they are of, that these represent."""
+        return PlanSites(ranges_of(self.representatives, sites))
+
     # Diagnostics
 
     def attempt(self, statement: ast.Statement, stage: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
@@ -228,6 +267,8 @@ class _Planner:
 
     def stop_at_errors(self) -> None:
         """Raises all errors in the order of the text; equal ones in several lines as one."""
+        if self.errors and not self.single:
+            raise EverySiteNeeded  # they say how many sites they are at
         if self.errors:
             groups: dict[Diagnostic, list[Diagnostic]] = defaultdict(list)
             by_place = sorted(self.errors, key=lambda e: e.span.start if e.span else 0)
@@ -243,9 +284,14 @@ def lowering_key(site: Site) -> object:
 
 
 def is_independent(site_edit: SiteEdit) -> bool:
-    """Whether an edit names no module of its site, and shares no parameters with other sites."""
-    alone = not site_edit.site.shared_with and all(instance.owner is None for instance in site_edit.instances)
-    return alone and not any(isinstance(term, FrozenCall) for term in site_edit.terms())
+    """Whether an edit shares no parameters with other sites."""
+    alone = site_edit.count == 1 or not site_edit.site.shared_with
+    return alone and all(instance.owner is None for instance in site_edit.instances)
+
+
+def names_modules(site_edit: SiteEdit) -> bool:
+    """Whether an edit depends on modules of its site, or of others that are one with it."""
+    return bool(site_edit.site.shared_with) or any(isinstance(term, FrozenCall) for term in site_edit.terms())
 
 
 def _in_lines(errors: Sequence[Diagnostic]) -> Diagnostic:
@@ -257,14 +303,14 @@ def _in_lines(errors: Sequence[Diagnostic]) -> Diagnostic:
     return replace(first, notes=(*first.notes, note))
 
 
-def _edit_entry(edit: ast.Edit, site_edits: Sequence[SiteEdit], fold: Foldability) -> PlanEdit:
+def _edit_entry(edit: ast.Edit, site_edits: Sequence[SiteEdit], fold: Foldability, sites: PlanSites) -> PlanEdit:
     count = count_parameters(site_edits)
     return PlanEdit(
         name=edit.name,
-        sites=_plan_sites(site_edit.site for site_edit in site_edits),
+        sites=sites,
         trained=count.trained,
         stored=count.stored,
-        changed=numel(fold.changed),
+        changed=weighted_numel(fold.changed),
         served=0 if fold.foldable else count.stored,
         foldable=fold.foldable,
         reason=fold.reason,
@@ -272,15 +318,11 @@ def _edit_entry(edit: ast.Edit, site_edits: Sequence[SiteEdit], fold: Foldabilit
     )
 
 
-def _plan_sites(sites: Iterable[Site]) -> tuple[PlanSite, ...]:
-    return tuple(PlanSite(path=use.path, module=use.module) for site in sites for use in site.uses)
-
-
-def _train_entry(target: TrainTarget) -> PlanEdit:
+def _train_entry(target: TrainTarget, sites: PlanSites) -> PlanEdit:
     total = numel(target.ranges)
     return PlanEdit(
         name=target.name,
-        sites=_plan_sites(target.sites),
+        sites=sites,
         trained=total,
         stored=total,
         changed=total,
@@ -294,7 +336,9 @@ def _train_entry(target: TrainTarget) -> PlanEdit:
 def _totals(edits: Lowered, foldability: Sequence[Foldability], trains: Iterable[TrainTarget], base: int) -> PlanTotals:
     """Counts over the whole plan: shared parameters and entries of the base count once."""
     base_ranges = frozenset[RowRange]().union(*(target.ranges for target in trains))
-    changed = frozenset[RowRange | EntryChoice](base_ranges).union(*(fold.changed for fold in foldability))
+    changed: dict[RowRange | EntryChoice, int] = dict.fromkeys(base_ranges, 1)
+    for fold in foldability:
+        changed |= fold.changed
     folds = list(zip(edits, foldability, strict=True))
     count = count_parameters(site_edit for _, site_edits in edits for site_edit in site_edits)
     served = count_parameters(e for (_, site_edits), fold in folds if not fold.foldable for e in site_edits)
@@ -302,6 +346,6 @@ def _totals(edits: Lowered, foldability: Sequence[Foldability], trains: Iterable
         base=base,
         trained=count.trained + numel(base_ranges),
         stored=count.stored + numel(base_ranges),
-        changed=numel(changed),
+        changed=weighted_numel(changed),
         served=served.stored,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -12,6 +12,10 @@ from peftc.addressing.site_list import SiteList
 from peftc.addressing.sites import Site, SiteTable
 from peftc.diagnostics import PeftcError
 from peftc.explore import parse_selector
+from peftc.planning.ir import Assign, FrozenCall, SiteEdit, subterms
+from peftc.planning.lowering_context import DEFAULT_TASK
+from peftc.planning.planner import Planner, PlanResult, make_plan
+from peftc.planning.report.plan import Plan
 from peftc.planning.selection.selectors import coverage_warnings, resolve
 from peftc.recognition.analysis import Analysis, analyse
 from peftc.recognition.layers import Stack
@@ -19,6 +23,8 @@ from peftc.recognition.moe.matrices import ExpertModules
 from peftc.recognition.moe.states import linear_states
 from peftc.recognition.non_layer_sites import qualified
 from peftc.recognition.site_builder import LayerSites, with_own_graph
+from peftc.semantics.expand import expand
+from peftc.syntax import parse_text
 from tests import zoo
 from tests.experts import models as experts
 
@@ -134,3 +140,97 @@ def outcome(text: str, table: SiteTable) -> object:
         return resolve(selector, table), coverage_warnings(selector, table)
     except PeftcError as error:
         return error.diagnostics
+
+
+SPECS = {
+    "lora": "edit a at layer[*].attn.q | layer[*].attn.v { h += lora(x, r=2, alpha=4) }",
+    "some layers": "edit a at layer[*].attn.o - layer[1].attn.o { h += lora(x, r=2) }"
+    " edit b at layer[0..1].ffn.down { w = magnitude(w + lowrank(r=2)) }",
+    "blocked": "edit a at layer[*].ffn { h += 4 * adapter(x, r=3, act=relu) } edit b at layer[*].ffn.down"
+    " { h += lora(x, r=2) } edit c at layer[0].ffn.up { h += lora(x, r=2) }",
+    "experts": "edit a at layer[*].ffn.experts[*].up { w += lowrank(r=2) }"
+    " edit b at layer[*].ffn.experts[0..1].up | layer[1].ffn.experts[*].down { w += sparse(density=0.5) }"
+    " edit c at layer[*].ffn.experts[1..2].down { w += lowrank(r=1) }",
+    "norms": "edit a at layer[*].ffn.norm { wb += sparse(density=0.3) }"
+    " edit b at layer[*].attn.norm | embed { h *= vector() }",
+    "frozen": "edit a at layer[*].ffn { h += adapter(norm(h + res), r=2, act=relu) }",
+    "prefix": "edit a at layer[*].attn { kv = concat(prefix(len=3), kv) } edit b at layer[-1].attn { h *= vector() }",
+    "select": "edit a at layer[*].attn.q { w += sparse(density=0.4) }"
+    " edit b at layer[*].attn.q | head { w += sparse(density=0.7) }",
+    "shared": "let A = shared(adapter(r=2)) edit a at layer[*].ffn { h += A(h) }",
+    "named": 'edit a at "**.*up*" | layer[*].attn.q { wb += sparse(density=0.2) }',
+    "train": "train t = [b] at ** edit a at layer[*].attn.q { h += lora(x, r=2) }",
+    "layers": "edit a at layer[*] { h += adapter(x, r=2) } edit b at layer[1..].ffn.hidden { h *= vector() }",
+    "wrong": "edit a at layer[*].ffn | layer[*].attn.q { h += c } edit b at layer[*].ffn { h += lora(x, r=4096) }",
+    "twice": "edit a at layer[*].ffn { h = 2 * h } edit b at layer[1..].ffn { h = 3 * h }",
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_plan_is_that_of_each_site(name: str, spec: str) -> None:
+    table = analysis(name).table
+    flat = expand(parse_text(f"peft 1 {SPECS[spec]}"))
+    source = flat.source
+    kinds, single, plain = (
+        plan_of(lambda: make_plan(flat, table)),
+        plan_of(lambda: Planner(flat, table, source, (DEFAULT_TASK,), single=True).result()),
+        plan_of(lambda: make_plan(flat, one_by_one(table))),
+    )
+    assert kinds == single
+    assert without_ranges(kinds) == without_ranges(plain)
+
+
+def plan_of(make: Callable[[], PlanResult]) -> tuple[object, ...]:
+    """All that is in a plan, at every site; or what is wrong."""
+    try:
+        result = make()
+    except PeftcError as error:
+        return (error.diagnostics,)
+    assert Plan.model_validate_json(result.plan.model_dump_json()) == result.plan
+    assert len(result.site_edits) == len(list(result.site_edits))
+    site_edits = [
+        (
+            one.edit,
+            one.site,
+            one.parameter_site,
+            one.count,
+            [shown(a) for a in one.assigns],
+            one.instances and keys(one),
+        )
+        for one in result.site_edits
+    ]
+    return result.plan, site_edits, result.trained_parameters, result.failed_expectations, result.warnings
+
+
+def keys(one: SiteEdit) -> list[object]:
+    return [(i.key, i.form.name, i.args, i.dims, i.owner, i.index, i.tasks) for i in one.instances]
+
+
+def shown(assign: Assign) -> object:
+    modules = [term.module for term in subterms(assign.value) if isinstance(term, FrozenCall)]
+    return assign.state, [(type(term), term.shape) for term in subterms(assign.value)], modules
+
+
+def without_ranges(result: tuple[object, ...]) -> tuple[object, ...]:
+    """The same with each site in the plan, which has no ranges where no layers are known."""
+    plan, *others = result
+    if not isinstance(plan, Plan):
+        return result
+    edits = [edit.model_dump(exclude={"sites"}) for edit in plan.edits]
+    sites = [sorted((site.path, site.module) for site in edit.sites) for edit in plan.edits]
+    return plan.model_dump(exclude={"edits"}), edits, sites, *others
+
+
+def test_experts_are_one_range() -> None:
+    plan = make_plan(expand(parse_text(f"peft 1 {SPECS['experts']}")), analysis("mixtral").table).plan
+    assert plan.model_dump()["edits"][0]["sites"] == [
+        {
+            "path": "decoder.layer[{layer}].ffn.experts[{number}].up",
+            "module": "model.layers.{layer}.mlp.experts",
+            "layers": (0, 2),
+            "numbers": (0, 3),
+        }
+    ]
+    assert [len(edit.sites) for edit in plan.edits] == [12, 10, 6]
+    assert plan.edits[0].sites[5].path == "decoder.layer[1].ffn.experts[1].up"

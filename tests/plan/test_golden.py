@@ -101,7 +101,7 @@ def test_json_has_these_keys_and_reads_back():
     }
     assert list(data["totals"]) == ["base", "trained", "stored", "changed", "served"]
     assert data["expectations"][0] == {"text": "foldable(qv)", "holds": True}
-    assert data["format_version"] == "1.0"
+    assert data["format_version"] == "2.0"
     assert Plan.model_validate_json(plan.model_dump_json()) == plan
     with pytest.raises(ValueError, match="extra"):
         Plan.model_validate({**data, "more": 1})

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from peftc.addressing.sites import INPUT, Site, WeightRef, parameter_name
 from peftc.forms.shapes import Ids, Tokens, Weight
 from peftc.planning.ir import Arithmetic, Concat, Constant, FormCall, FrozenCall, Read, SiteEdit, Term
+
+
+class SitesByPath(Protocol):
+    """Sites by path: those of a table, or a mapping."""
+
+    def get(self, path: str, /) -> Site | None: ...
+
 
 Matrix = Literal["zero", "identity", "other"]
 Side = Literal["weight", "output", "input"]
@@ -50,7 +57,7 @@ class AffineStructure:
 
 def fold_reason(
     site_edit: SiteEdit,
-    sites: Mapping[str, Site],
+    sites: SitesByPath,
     tied: Collection[Collection[str]] = (),
     overlaps: Collection[Collection[str]] = (),
     edited: Collection[str] = (),
@@ -226,7 +233,7 @@ class FoldTarget:
         return frozenset(map(parameter_name, self.refs))
 
 
-def fold_target(site_edit: SiteEdit, sites: Mapping[str, Site]) -> FoldTarget | str:
+def fold_target(site_edit: SiteEdit, sites: SitesByPath) -> FoldTarget | str:
     """What the edit folds into, or the reason why there is no such Linear. `sites`: by path."""
     states = {assign.state for assign in site_edit.assigns}
     site, last = site_edit.site, site_edit.site.steps[-1][0]

@@ -2,8 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from peftc.addressing.site_list import site_list
 from peftc.addressing.sites import EntryChoice, Parameters, RowRange, SiteTable, Slice, WeightRef, used_ties
 from peftc.forms.shapes import Weight
 from peftc.planning.foldability.affine import (
@@ -21,7 +22,7 @@ from peftc.planning.ir import Arithmetic, Constant, FormCall, FormInstance, Read
 class Foldability:
     foldable: bool
     reason: str  # into what and by which rank, or the sub-expression or edit that prevents it
-    changed: frozenset[RowRange | EntryChoice] = frozenset()
+    changed: Mapping[RowRange | EntryChoice, int] = field(default_factory=dict)  # entries, and for how many each stands
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +66,7 @@ def check_foldability(
 
 
 def _site_folds(site_edits: Sequence[SiteEdit], order: int, table: SiteTable) -> Iterator[_SiteFold]:
-    sites, ties = {site.path: site for site in table.sites}, used_ties(table)
+    sites, ties = site_list(table), used_ties(table)
     for site_edit in site_edits:
         uses = [(use, fold_target(use, sites)) for use in site_edit.uses()]
         targets = [target for _, target in uses if isinstance(target, FoldTarget)]
@@ -79,15 +80,21 @@ def _foldability(folds: Sequence[_SiteFold], parameters: Parameters) -> Foldabil
     reasons = [(fold.path, fold.reason) for fold in folds if fold.reason is not None]
     if reasons:
         path, reason = reasons[0]
-        some = f" (at {len(reasons)} of {len(folds)} sites, such as {path})" if len(reasons) < len(folds) else ""
+        stay = sum(fold.site_edit.count for fold in folds if fold.reason is not None)
+        every = sum(fold.site_edit.count for fold in folds)
+        some = f" (at {stay} of {every} sites, such as {path})" if stay < every else ""
         return Foldability(False, f"{reason}{some}")
     targets = [(fold.site_edit, fold.target) for fold in folds if fold.target is not None]
-    changed = (entries for site_edit, target in targets for entries in changed_entries(site_edit, target, parameters))
+    changed = {
+        entries: site_edit.count
+        for site_edit, target in targets
+        for entries in changed_entries(site_edit, target, parameters)
+    }
     names = list(dict.fromkeys(_name(target) for _, target in targets))
     text = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
     ranks = {rank(site_edit) for site_edit, target in targets if target.side != "input"}
     one_rank = next(iter(ranks)) if len(ranks) == 1 and len({t.side for _, t in targets}) == 1 else None
-    return Foldability(True, f"into {text}" + (f", rank {one_rank}" if one_rank else ""), frozenset(changed))
+    return Foldability(True, f"into {text}" + (f", rank {one_rank}" if one_rank else ""), changed)
 
 
 def _name(target: FoldTarget) -> str:
@@ -117,6 +124,7 @@ def _blocked(folds: Sequence[Sequence[_SiteFold]]) -> dict[int, str]:
             others = [*by_module[fold.site_edit.site.root], *by_module[module]]
             if (other := next((other for other in others if _between(other, fold)), None)) is not None:
                 blocked[order] = f"`{other.site_edit.edit}`, which does not fold, stands between it and the weight"
+                break
     return blocked
 
 

@@ -4,7 +4,6 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -13,12 +12,9 @@ from rich.text import Text
 from peftc.addressing.paths import compress_paths
 from peftc.addressing.sites import UntracedModule
 from peftc.planning.ir import FormInstance, SiteEdit
+from peftc.planning.report.plan_sites import PlanSites, Record
 from peftc.planning.selection.selector_errors import reason_lines
 from peftc.semantics.vocabulary import PLAN_COUNTS
-
-
-class Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class PlanSpec(Record):
@@ -51,24 +47,12 @@ class PlanModel(Record):
     fingerprint_version: int = 1  # of plans that do not say
 
 
-class PlanSite(Record):
-    """A site of an edit.
-
-    Attributes:
-        path: such as `encoder.layer[0].attn.self`.
-        module: the dotted name of the module that computes it.
-    """
-
-    path: str
-    module: str
-
-
 class PlanEdit(Record):
     """One edit or `train` statement, with counts in parameters.
 
     Attributes:
         name: of the edit.
-        sites: where it stands.
+        sites: where it stands: a sequence of `PlanSite`; in JSON, a list of `PlanSiteRange`.
         trained: parameters with a gradient.
         stored: parameters in the saved adapter.
         changed: entries of the base that differ after folding; an upper bound when a method selects
@@ -80,7 +64,7 @@ class PlanEdit(Record):
     """
 
     name: str
-    sites: tuple[PlanSite, ...]
+    sites: PlanSites
     trained: int
     stored: int
     changed: int
@@ -149,7 +133,7 @@ class Plan(Record):
         pydantic.ValidationError: unknown or missing keys in the JSON.
     """
 
-    format_version: Literal["1.0"] = "1.0"
+    format_version: Literal["2.0"] = "2.0"
     spec: PlanSpec
     model: PlanModel
     edits: tuple[PlanEdit, ...]
@@ -234,8 +218,10 @@ def _edit(edit: PlanEdit, site_edits: Sequence[SiteEdit]) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column(overflow="fold")
-    for label, paths in (("at", [site.path for site in edit.sites]), ("in", [site.module for site in edit.sites])):
-        lines = [f"{path} × {count}" if count > 1 else path for path, count in compress_paths(paths)]
+    patterns = edit.sites.patterns()
+    counts = [pattern.total for pattern in patterns]
+    for label, paths in (("at", [one.path for one in patterns]), ("in", [one.module for one in patterns])):
+        lines = [f"{path} × {count}" if count > 1 else path for path, count in compress_paths(paths, counts)]
         table.add_row(label, Text("\n".join(lines)))
     if shapes := dict.fromkeys(_mapping(instance) for s in site_edits for instance in s.instances):
         table.add_row("shapes", Text("\n".join(shapes)))

@@ -8,7 +8,7 @@ from itertools import accumulate
 from math import prod
 
 from peftc.addressing.paths import stack_steps
-from peftc.addressing.site_list import Place, SiteList
+from peftc.addressing.site_list import Place, SiteList, site_list
 from peftc.addressing.sites import (
     INPUT,
     OUTPUT,
@@ -140,7 +140,7 @@ def parameter_sites(edit: ast.Edit, sites: Sequence[Site], table: SiteTable) -> 
     """A site for each weight and bias, tied ones once, in model order. Raises: P205."""
     if errors := [error for site in sites if (error := _no_parameters(edit, site, table)) is not None]:
         raise PeftcError(for_sites(errors, " of this edit"))
-    parts = [_parameter_site(site, name) for site in sites for name in PARAMETERS if name in site.states]
+    parts = [parameter_site(site, name) for site in sites for name in PARAMETERS if name in site.states]
     return list(_merge_tied(parts, table))
 
 
@@ -175,20 +175,20 @@ def _no_parameters(edit: ast.Edit, site: Site, table: SiteTable) -> Diagnostic |
     return Diagnostic("P205", message, edit.selector.span, label="no `wb` here", notes=notes, help=help_)
 
 
-def _parameter_site(site: Site, name: str) -> Site:
+def parameter_site(site: Site, name: str) -> Site:
     return replace(
         site,
         path=f"{site.path}.{name}",
         steps=(*site.steps, (name, None)),
         states={name: site.states[name]},
         frozen_modules={},
-        shared_with=tuple(_parameter_site(other, name) for other in site.shared_with),
+        shared_with=tuple(parameter_site(other, name) for other in site.shared_with),
     )
 
 
 def _merge_tied(sites: Sequence[Site], table: SiteTable) -> Iterator[Site]:
     """Merges the sites of a tied parameter into one, if possible one that is in the table."""
-    parameters, known = Parameters(table), {site.path for site in table.sites}
+    parameters, listed = Parameters(table), site_list(table)
     used = {name for group in used_ties(table) for name in group}
     groups: dict[object, list[Site]] = defaultdict(list)
     for site in sites:
@@ -198,7 +198,7 @@ def _merge_tied(sites: Sequence[Site], table: SiteTable) -> Iterator[Site]:
         groups[parameters.canonical(ref), part, *shapes, ref.transposed].append(site)
     for group in groups.values():
         readers = [site for site in group if parameter_name(_weight(site)) in used] or group
-        readers.sort(key=lambda site: site.path.rpartition(".")[0] not in known)
+        readers.sort(key=lambda site: listed.find(site.path.rpartition(".")[0]) is None)
         yield replace(readers[0], shared_with=tuple(use for site in readers for use in site.uses)[1:])
 
 

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from peftc.addressing.paths import BRANCHES, SitePaths, StepList, compress_paths, glob_pattern, stack_steps
-from peftc.addressing.sites import Site, SiteTable, Steps, UnplacedModule, UntracedModule
+from peftc.addressing.selection import Selection
+from peftc.addressing.sites import SiteTable, Steps, UnplacedModule, UntracedModule
 from peftc.diagnostics import Diagnostic, Span
 from peftc.diagnostics.suggestions import first_names, join_names, nearest, plural
 from peftc.semantics.vocabulary import STACK_CHOICE_HELP
@@ -232,9 +233,8 @@ def reason_lines(modules: Iterable[UntracedModule | UnplacedModule]) -> list[str
     ]
 
 
-def untraced_in_layers(sites: Iterable[Site], table: SiteTable) -> UntracedModules:
-    ends = ((site.steps, i) for site in sites for i, (name, _) in enumerate(site.steps) if name == "layer")
-    layers = {steps[: i + 1] for steps, i in ends} if table.untraced else set[Steps]()
+def untraced_in_layers(selection: Selection, table: SiteTable) -> UntracedModules:
+    layers = selection.layers() if table.untraced else set[Steps]()
     return tuple(module for module in table.untraced if module.steps in layers)
 
 

@@ -1,0 +1,177 @@
+"""Which sites of a spec are alike, so that a plan computes with one of them and counts the others.
+
+Layers are alike if they are of one kind, and every edit selects the same sites in them; networks of
+a layer, such as experts, if every edit selects the same sites in them. A layer with a parameter or
+a module that is also used elsewhere is like no other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
+from typing import overload
+
+from peftc.addressing.selection import Selection
+from peftc.addressing.site_list import Place, site_list
+from peftc.addressing.sites import Site, SiteTable
+from peftc.planning.ir import SiteEdit, at_sites
+from peftc.planning.selection.module_sites import parameter_site
+from peftc.planning.selection.selectors import ordered
+
+
+class Representatives:
+    """One site for all that are alike. `single`: every site stands for itself alone."""
+
+    def __init__(self, table: SiteTable, selections: Sequence[Selection], single: bool = False) -> None:
+        self.table, self.sites, self.single = table, site_list(table), single
+        self.modules = {site.module for selection in selections for site in selection.others.values()}
+        self.members: dict[int, list[int]] = {}  # blocks, by the first that is like them
+        self.networks: dict[tuple[int, int], dict[int, list[int]]] = {}  # by block and item: numbers, by the first
+        signatures: dict[object, int] = {}
+        choices = [_by_block(selection) for selection in selections]
+        for block in sorted({block for choice in choices for block in choice}):
+            parts = tuple(tuple(choice.get(block, ())) for choice in choices)
+            first = signatures.setdefault(self._signature(block, parts), block)
+            self.members.setdefault(first, []).append(block)
+            if first == block:
+                self._add_networks(block, parts)
+
+    def _signature(self, block: int, parts: object) -> object:
+        if self.single or self._is_unique(block):
+            return block
+        template, layer = self.sites.blocks[block].template, self.sites.blocks[block].layer
+        return id(template), None if layer is None else layer.runs, parts
+
+    def _add_networks(self, block: int, parts: Sequence[_Part]) -> None:
+        """The networks that are alike, of each list of networks in a block."""
+        template = self.sites.blocks[block].template
+        for group in template.groups:
+            alike: dict[object, list[int]] = defaultdict(list)
+            chosen = [numbers for part in parts for item, numbers in part if item in group]
+            for number in template.items[group[0]].all_numbers if chosen else ():
+                is_own = self.single or self._is_unique(block)
+                alike[number if is_own else tuple(number in numbers for numbers in chosen)].append(number)
+            numbers = {members[0]: members for members in alike.values()}
+            self.networks |= {(block, item): numbers for item in group}
+
+    @cached_property
+    def _shared_names(self) -> frozenset[str]:
+        """Names of modules and parameters with uses elsewhere, of modules that are edited by name,
+        and of all modules around them.
+        """
+        table = self.table
+        groups = (table.tied, table.overlaps, table.shared_modules, table.cross_layer_calls, table.external_reads)
+        names = self.modules.union(chain.from_iterable(chain.from_iterable(groups)))
+        return frozenset(prefix for name in names for prefix in _prefixes(name))
+
+    def _is_unique(self, block: int) -> bool:
+        """Whether a block is of sites outside layers, of a body of a loop, or used elsewhere."""
+        layer, template = self.sites.blocks[block].layer, self.sites.blocks[block].template
+        if layer is None or any(item.site.parts for item in template.items):
+            return True
+        return layer.module in self._shared_names
+
+    def of(self, selection: Selection) -> list[Site]:
+        """The representatives of the sites of a selection, in order."""
+        items = {
+            key: numbers.intersection(self.networks[key])
+            for key, numbers in selection.items.items()
+            if key[0] in self.members
+        }
+        return ordered(Selection(self.sites, items, selection.others), self.table)
+
+    def count(self, site: Site) -> int:
+        """How many sites a representative stands for."""
+        place = self.place(site)
+        return 1 if place is None else len(self.alike_blocks(place)) * len(self.alike_numbers(place))
+
+    def alike_blocks(self, place: Place) -> Sequence[int]:
+        """The blocks that are like that of a place; it alone if it is not the first of them."""
+        return self.members.get(place.block, (place.block,))
+
+    def alike_numbers(self, place: Place) -> Sequence[int]:
+        return self.networks.get(place[:2], {}).get(place.number, (place.number,))
+
+    def place(self, site: Site) -> Place | None:
+        """The place of a site, or of the one that has it as a parameter; None for other modules."""
+        if (place := self.sites.find(site.path)) is None and len(site.steps) > 1:
+            place = self.sites.find(site.path.rpartition(".")[0])
+        return place
+
+    def places(self, site: Site) -> Iterator[Place]:
+        """The places of all sites that a representative stands for."""
+        if (place := self.place(site)) is not None:
+            for block in self.alike_blocks(place):
+                yield from (Place(block, place.item, number) for number in self.alike_numbers(place))
+
+    def site(self, representative: Site, place: Place) -> Site:
+        """The site at a place, of those that a representative stands for."""
+        site = self.sites.at(place)
+        is_parameter = self.sites.find(representative.path) is None
+        return parameter_site(site, representative.steps[-1][0]) if is_parameter else site
+
+    def expand(self, site_edits: Sequence[SiteEdit], selection: Selection) -> list[SiteEdit]:
+        """An edit at all its sites, in order. `site_edits`: those at representatives."""
+        if all(one.count == 1 for one in site_edits):
+            return list(site_edits)
+        modules = {info.name: i for i, info in enumerate(self.table.modules)} if selection.others else {}
+
+        def position(site: Site) -> tuple[int, int]:
+            place = self.place(site)
+            return modules.get(site.module, -1), -1 if place is None else self.sites.order(place)
+
+        result: list[tuple[tuple[int, int], SiteEdit]] = []
+        for one in site_edits:
+            if one.count == 1:
+                result.append((min(map(position, one.site.uses)), one))
+                continue
+            copy = at_sites(one)
+            sites = (self.site(one.site, place) for place in self.places(one.site))
+            result += ((position(site), copy(site)) for site in sites)
+        return [one for _, one in sorted(result, key=lambda pair: pair[0])]
+
+
+class SiteEdits(Sequence[SiteEdit]):
+    """Every edit at every site, in the order of the spec; made when someone asks for one.
+
+    `representatives` has one for all sites that are alike.
+    """
+
+    def __init__(self, edits: Iterable[tuple[Sequence[SiteEdit], Selection]], of: Representatives) -> None:
+        self._edits, self._of = tuple(edits), of
+        self.representatives = tuple(one for site_edits, _ in self._edits for one in site_edits)
+
+    @cached_property
+    def _all(self) -> tuple[SiteEdit, ...]:
+        return tuple(one for site_edits, selection in self._edits for one in self._of.expand(site_edits, selection))
+
+    def __len__(self) -> int:
+        return sum(one.count for one in self.representatives)
+
+    def __iter__(self) -> Iterator[SiteEdit]:
+        return iter(self._all)
+
+    @overload
+    def __getitem__(self, index: int) -> SiteEdit: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[SiteEdit, ...]: ...
+    def __getitem__(self, index: int | slice) -> SiteEdit | tuple[SiteEdit, ...]:
+        return self._all[index]
+
+
+_Part = Sequence[tuple[int, frozenset[int]]]  # what a selection has of a block: items, each with numbers
+
+
+def _by_block(selection: Selection) -> Mapping[int, list[tuple[int, frozenset[int]]]]:
+    blocks: dict[int, list[tuple[int, frozenset[int]]]] = defaultdict(list)
+    for (block, item), numbers in sorted(selection.items.items(), key=lambda one: one[0]):
+        blocks[block].append((item, numbers))
+    return blocks
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
