@@ -1,7 +1,8 @@
 """A `SiteTable` as JSON data, and back.
 
 A dataclass is a list of the number of its class and its fields, a tuple a list that begins with -1.
-Of layers of one kind the text is stored once, with a mark in the place of each layer's own names.
+Sites are stored once for each kind of layer, as their list has them. Of the modules of layers of
+one kind the text is stored once, with a mark in the place of each layer's own names.
 """
 
 from __future__ import annotations
@@ -14,21 +15,27 @@ from itertools import chain, groupby
 from typing import Any, cast
 
 from peftc.addressing import sites
+from peftc.addressing.renaming import LayerName
+from peftc.addressing.site_list import Block, Numbers, SiteList, Template, TemplateSite, site_list
 from peftc.addressing.sites import ModuleInfo, Site, SiteTable
 from peftc.forms import shapes
 
-_CLASSES: tuple[type[Any], ...] = tuple(
-    cls
-    for module in (shapes, sites)
-    for cls in vars(module).values()
-    if isinstance(cls, type) and is_dataclass(cls) and cls is not SiteTable
+_CLASSES: tuple[type[Any], ...] = (
+    *(
+        cls
+        for module in (shapes, sites)
+        for cls in vars(module).values()
+        if isinstance(cls, type) and is_dataclass(cls) and cls is not SiteTable
+    ),
+    LayerName,
+    Numbers,
 )
 _NUMBERS = {cls: number for number, cls in enumerate(_CLASSES)}
 _FIELDS = tuple(tuple(field.name for field in fields(cls)) for cls in _CLASSES)
 _TUPLE, _SET = -1, -2
 # Marks of a layer's module, path and number: JSON has no such characters outside of escapes.
 _MODULE, _PATH, _NUMBER = "\x01", "\x02", "\x03"
-_REPEATED = ("sites", "modules")
+_SITES, _MODULES = "sites", "modules"
 _TEXTS, _COUNTS = ("model_id", "model_type", "fingerprint"), ("parameters", "d_model", "fingerprint_version")
 
 Runs = list[list[Any]]  # the number of a text, and the module, path and number of a layer
@@ -36,14 +43,13 @@ Runs = list[list[Any]]  # the number of a text, and the module, path and number 
 
 def encode_table(table: SiteTable) -> dict[str, Any]:
     """The table as JSON data."""
-    data = {field.name: encode(getattr(table, field.name)) for field in fields(table) if field.name not in _REPEATED}
-    layers = {site.root: prefix for site in table.sites if (prefix := _layer_path(site)) is not None}
+    names = [field.name for field in fields(table) if field.name not in (_SITES, _MODULES)]
+    sites = site_list(table)
+    layers = {layer.module: (layer.path, layer.steps[-1][1] or 0) for b in sites.blocks if (layer := b.layer)}
     texts: dict[str, int] = {}
-    sites = _fold(
-        table.sites, lambda site: site.root if _layer_path(site) == layers.get(site.root) else "", layers, texts
-    )
     modules = _fold(table.modules, lambda module: _layer_of(module.name, layers), layers, texts)
-    return {**data, "sites": sites, "modules": modules, "texts": list(texts)}
+    data = {name: encode(getattr(table, name)) for name in names}
+    return {**data, _SITES: _encode_sites(sites), _MODULES: modules, "texts": list(texts)}
 
 
 def decode_table(data: Mapping[str, Any]) -> SiteTable:
@@ -51,18 +57,52 @@ def decode_table(data: Mapping[str, Any]) -> SiteTable:
     names = {field.name for field in fields(SiteTable)}
     if {*data} != {*names, "texts"}:
         raise ValueError
-    repeated: dict[str, Any] = {name: tuple(_unfold(data[name], data["texts"])) for name in _REPEATED}
-    table = SiteTable(**{name: decode(data[name]) for name in names - repeated.keys()}, **repeated)
+    sites, modules = _decode_sites(data[_SITES]), tuple(_unfold(data[_MODULES], data["texts"]))
+    others = {name: decode(data[name]) for name in names - {_SITES, _MODULES}}
+    table = SiteTable(**others, sites=sites, modules=modules)
     kinds = {**dict.fromkeys(_TEXTS, str), **dict.fromkeys(_COUNTS, int)}
     items = ((getattr(table, name), kind) for name, kind in kinds.items())
-    parts = chain(items, ((site, Site) for site in table.sites), ((module, ModuleInfo) for module in table.modules))
-    if any(type(part) is not kind for part, kind in parts):
+    if any(type(part) is not kind for part, kind in chain(items, ((module, ModuleInfo) for module in modules))):
         raise ValueError
     return table
 
 
+def _encode_sites(sites: SiteList) -> dict[str, Any]:
+    """The templates, and the template and the layer of each block."""
+    templates = {id(block.template): block.template for block in sites.blocks}
+    numbers = {key: i for i, key in enumerate(templates)}
+    return {
+        "templates": [_encode_template(template) for template in templates.values()],
+        "blocks": [[numbers[id(block.template)], encode(block.layer)] for block in sites.blocks],
+    }
+
+
+def _encode_template(template: Template) -> list[Any]:
+    networks = {id(item.numbers): item.numbers for item in template.items if item.numbers is not None}
+    index = {key: i for i, key in enumerate(networks)}
+    items = [[encode(item.site), index.get(id(item.numbers), -1)] for item in template.items]
+    return [encode(template.layer), items, list(map(encode, networks.values()))]
+
+
+def _decode_sites(data: Any) -> SiteList:
+    templates = list(map(_decode_template, data["templates"]))
+    blocks = [Block(templates[number], decode(layer)) for number, layer in data["blocks"]]
+    if any(type(block.layer) not in (LayerName, type(None)) for block in blocks):
+        raise ValueError
+    return SiteList(blocks)
+
+
+def _decode_template(data: Any) -> Template:
+    layer, items, networks = data
+    numbers = (*map(decode, networks), None)  # the last is that of -1
+    template = Template(decode(layer), tuple(TemplateSite(decode(site), numbers[i]) for site, i in items))
+    parts = ((template.layer, LayerName | None), *((n, Numbers | None) for n in numbers))
+    if any(not isinstance(part, kind) for part, kind in parts) or any(type(i.site) is not Site for i in template.items):
+        raise ValueError
+    return template
+
+
 def encode(value: Any) -> Any:
-    """A value of a table as JSON data. Raises: TypeError for any other."""
     if is_dataclass(value):
         number = _NUMBERS[type(value)]
         return [number, *(encode(getattr(value, name)) for name in _FIELDS[number])]
@@ -94,15 +134,6 @@ def decode(value: Any) -> Any:
 
 
 # Layers of one kind
-
-
-def _layer_path(site: Site) -> tuple[str, int] | None:
-    """The path of a site's layer, and its number."""
-    for length, (name, number) in enumerate(site.steps, 1):
-        if name == "layer" and number is not None:
-            parts = (step if at is None else f"{step}[{at}]" for step, at in site.steps[:length])
-            return ".".join(parts), number
-    return None
 
 
 def _layer_of(module: str, layers: Mapping[str, Any]) -> str:

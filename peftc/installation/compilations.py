@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from peftc.diagnostics import PeftcError
-from peftc.planning.on_table import plan_on_table
+from peftc.planning.on_table import needs_graphs, plan_on_table
 from peftc.planning.planner import PlanResult
 from peftc.recognition.analysis import Analysis
 from peftc.recognition.layers import ModelStructure
@@ -60,11 +60,11 @@ def plan_on(analysis: Analysis, spec: ast.Spec, tasks: tuple[str, ...] = ()) -> 
 
 def new_plan(analysis: Analysis, spec: ast.Spec, tasks: tuple[str, ...]) -> PlanResult:
     planned = plan_on_table(analysis.table, spec, tasks)
-    statements = {s.name: s for s in spec.statements if isinstance(s, ast.Edit)}
-    errors = prompt_and_position_errors(planned.site_edits, analysis.structure)
-    wrong = [with_origin(d, statements[edit], spec) for edit, d in errors]
-    if wrong:
-        raise PeftcError(wrong)
+    if needs_graphs(planned.site_edits):
+        statements = {s.name: s for s in spec.statements if isinstance(s, ast.Edit)}
+        errors = prompt_and_position_errors(planned.site_edits, analysis.structure)
+        if wrong := [with_origin(d, statements[edit], spec) for edit, d in errors]:
+            raise PeftcError(wrong)
     return planned
 
 

@@ -9,7 +9,7 @@ versions and patches are compared as those of tables are.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -95,7 +95,7 @@ def _decoded(
     return None
 
 
-def _encoded(regions: Iterable[Region], site_edits: tuple[ir.SiteEdit, ...]) -> tuple[list[Any], list[Any]]:
+def _encoded(regions: Iterable[Region], site_edits: Sequence[ir.SiteEdit]) -> tuple[list[Any], list[Any]]:
     """Regions, and the states of edits, each once. Raises: ValueError for what is not stored."""
     numbers = {id(one): number for number, one in enumerate(site_edits)}
     texts: dict[str, int] = {}
@@ -128,7 +128,7 @@ def _encoded_anchor(anchor: Anchor) -> list[Any]:
     return [anchor.kind, anchor.module, *anchor.key]
 
 
-def _decoded_regions(regions: Iterable[Any], edits: list[Any], site_edits: tuple[ir.SiteEdit, ...]) -> Iterable[Region]:
+def _decoded_regions(regions: Iterable[Any], edits: list[Any], site_edits: Sequence[ir.SiteEdit]) -> Iterable[Region]:
     known: dict[object, RegionEdit] = {}
     data = [(slug, {name: _decoded_state(*parts) for name, *parts in states}, fs) for slug, states, fs in edits]
     for module, *row in regions:

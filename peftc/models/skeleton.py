@@ -15,7 +15,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.model_line import model_line
 from peftc.diagnostics.suggestions import join_names
 from peftc.fakes.data_answers import fake_data_answers
-from peftc.fakes.tensors import fake_copy, fake_mode
+from peftc.fakes.tensors import fake_copy, fake_mode, make_fake
 from peftc.models.names import error_summary
 from peftc.models.samples import further_samples
 from peftc.models.sources import ModelSource
@@ -95,7 +95,7 @@ def skeleton(source: ModelSource) -> nn.Module:
         head, weight = model.get_output_embeddings(), model.get_input_embeddings().weight
         if isinstance(head, nn.Module) and isinstance(weight, torch.Tensor) and head.weight is weight:
             head.weight = nn.Parameter(torch.empty_like(weight))
-    return fake_copy(model)
+    return make_fake(model)
 
 
 def check_runs(source: ModelSource, sample: Mapping[str, Any] | None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -298,6 +298,7 @@ class Recorder:
         self.model, self.mode, self.record = model, mode, SampleForward(candidates=set(candidates))
         self.names = {id(m): n for n, m in model.named_modules()}
         self.keys = set[str]()
+        self.structure_key = cache(structure_key)  # of modules that do not change during a call
         self.layers, self.modules = list[str](), list[str]()  # those that are running, the innermost last
 
     def run(self, call: Callable[[], Any], run_all: bool = False, before: SampleForward | None = None) -> SampleForward:
@@ -305,7 +306,7 @@ class Recorder:
         handles = [m.register_forward_pre_hook(self.enter, with_kwargs=True) for m in self.model.modules()]
         handles += [m.register_forward_hook(self.leave) for m in self.model.modules()]
         skippable = [] if run_all else [self.model.get_submodule(n) for n in record.candidates]
-        skipping = skip_repeated(self.model, skippable, record=record)
+        skipping = skip_repeated(self.model, skippable, self.structure_key, record)
         try:
             with self.mode, uses, fake_data_answers(), torch.no_grad(), skipping, self.direct_calls():
                 call()
@@ -361,12 +362,12 @@ class Recorder:
             return
         if name in record.candidates:
             arguments = bind_arguments(type(module).forward, module, args, kwargs)
-            key = f"{structure_key(module)} {arguments_key(arguments)}"
+            key = f"{self.structure_key(module)} {arguments_key(arguments)}"
             record.layers[name] = (key, fake_copy(arguments, self.mode) if key not in self.keys else {})
             self.keys.add(key)
         if name in self.others:
             arguments = bind_arguments(type(module).forward, module, args, kwargs)
-            key = f"{structure_key(module)} {arguments_key(arguments)}"
+            key = f"{self.structure_key(module)} {arguments_key(arguments)}"
             record.arguments[name] = (key, fake_copy(arguments, self.mode))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -18,6 +18,7 @@ import peftc
 from peftc.cli.main import main
 from peftc.cli.model_commands import forwards, snake_case
 from peftc.filesystem.atomic import MARKER, write_folder
+from peftc.planning.report.plan_sites import PlanSiteRange, PlanSites
 from tests import zoo
 from tests.cli.compile_folder import SPEC, Out, contents, texts
 
@@ -97,7 +98,7 @@ def test_the_spec_is_expanded_and_the_plan_is_its_plan(written: Path, arguments:
     assert spec.count("r=3") == 2
     again = peftc.plan(spec, arguments[-1])
     assert [(e.name, e.trained, len(e.sites)) for e in again.edits] == [
-        (e["name"], e["trained"], len(e["sites"])) for e in plan["edits"]
+        (e["name"], e["trained"], len(PlanSites(PlanSiteRange(**one) for one in e["sites"]))) for e in plan["edits"]
     ]
     assert plan["totals"] == again.totals.model_dump()
 
