@@ -30,7 +30,7 @@ _CLASSES: tuple[type[Any], ...] = (
     LayerName,
     Numbers,
 )
-_NUMBERS = {cls: number for number, cls in enumerate(_CLASSES)}
+_NUMBERS: dict[type[Any], int] = {cls: number for number, cls in enumerate(_CLASSES)}
 _FIELDS = tuple(tuple(field.name for field in fields(cls)) for cls in _CLASSES)
 _TUPLE, _SET = -1, -2
 # Marks of a layer's module, path and number: JSON has no such characters outside of escapes.

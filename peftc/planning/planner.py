@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, ParamSpec, TypeVar
 
+from peftc.addressing.parameter_ranges import EntryChoice, RowRange, numel, weighted_numel
 from peftc.addressing.selection import Selection
-from peftc.addressing.sites import EntryChoice, RowRange, Site, SiteTable, UntracedModule, numel, weighted_numel
+from peftc.addressing.sites import Site, SiteTable, UntracedModule
 from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.diagnostics.suggestions import for_sites, plural
 from peftc.forms import FORMS

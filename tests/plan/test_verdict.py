@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from peftc.addressing.sites import EntryChoice, RowRange, numel
+from peftc.addressing.parameter_ranges import EntryChoice, RowRange, numel
 from tests.plan import tables
 from tests.plan.specs import only_edit, planned, refused
 

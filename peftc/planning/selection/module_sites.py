@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import accumulate
 from math import prod
 
+from peftc.addressing.parameter_ranges import Parameters
 from peftc.addressing.paths import stack_steps
 from peftc.addressing.site_list import Place, SiteList, site_list
 from peftc.addressing.sites import (
@@ -15,7 +16,6 @@ from peftc.addressing.sites import (
     ActivationRef,
     MatrixLayout,
     ModuleInfo,
-    Parameters,
     Site,
     SiteTable,
     State,
