@@ -4,6 +4,7 @@ A stage is a repeated module with a list of layers: all its sub-layers are those
 the list. A layer with a list of experts, or of feed-forward networks, has an attention beside them.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -47,6 +48,20 @@ def _blocks_in(children: nn.Module) -> list[str]:
     classes = Counter(map(type, blocks.values()))
     repeats = len(blocks) == len(elements) and len(classes) == 1
     return list(blocks) if repeats or max(classes.values(), default=0) > 1 else []
+
+
+def numbered_blocks(model: nn.Module) -> list[str]:
+    """The children of a module that have one class, and names that differ in a number: `block1`."""
+    # Seen in: no transformers model, but scripts of users
+    for path, module in model.named_modules():
+        groups: dict[tuple[str, type], list[str]] = {}
+        for name, child in module.named_children() if not isinstance(module, LISTS) else ():
+            pattern, numbers = re.subn(r"\d+", "*", name)
+            if numbers and _matrices(child) >= 2 and is_callable(child):
+                groups.setdefault((pattern, type(child)), []).append(f"{path}.{name}".lstrip("."))
+        if (blocks := max(groups.values(), key=len, default=[])) and len(blocks) > 1:
+            return blocks
+    return []
 
 
 def _matrices(module: nn.Module) -> int:

@@ -12,9 +12,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.observation.sample_forward import SampleForward, observe
 from peftc.observation.token_flow import TokenFlow
-from peftc.recognition.layer_candidates import containing_list, convolutional_blocks, refined, repeated_blocks
+from peftc.recognition.layer_candidates import (
+    containing_list,
+    convolutional_blocks,
+    numbered_blocks,
+    refined,
+    repeated_blocks,
+)
 from peftc.recognition.layer_types import LayerType, trace_layer
-from peftc.recognition.loops import Loop, contains_name, find_loops, may_hold_layers, sub_layers_by_body
+from peftc.recognition.loops import Loop, contains_name, find_loops, may_hold_layers, repeated_part, sub_layers_by_body
 from peftc.recognition.roles import SubLayer
 from peftc.recognition.untraced import NOT_ADDED
 
@@ -71,6 +77,9 @@ def analyze_structure(model: nn.Module, sample: Mapping[str, Any] | None, mode: 
     """
     structure = _structure_of_layers(model, sample, mode, repeated_blocks(model))
     _add_loops(structure, sample)
+    if not structure.stacks and not structure.untraced and (blocks := numbered_blocks(model)):
+        numbered = _structure_of_layers(model, sample, mode, blocks)
+        structure = numbered if numbered.stacks else structure
     if not structure.stacks and (blocks := convolutional_blocks(model)):
         convolutions = _structure_of_layers(model, sample, mode, blocks, bare=True)
         return convolutions if convolutions.stacks else structure
@@ -186,7 +195,10 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
     for loop in loops:
         if loop.caller not in arguments or any(loop.holds(inner.caller) for inner in accepted):
             continue
-        kind = kind_of(loop.caller, loop.bodies_in_caller())
+        if (name := repeated_part(loop, model, seen)) is None:
+            kind = kind_of(loop.caller, loop.bodies_in_caller())
+        else:
+            kind = f"its code calls `{name}` several times, and an edit would be at one of the calls"
         if isinstance(kind, str):
             structure.untraced |= {loop.place(body): kind for body in loop.bodies if loop.caller not in stages}
         elif len(kind.subs) > 1:

@@ -143,6 +143,15 @@ def may_hold_layers(loop: Loop, model: nn.Module, layers: Mapping[str, Sequence[
     return several and all(len(layers[name]) == 1 for names in own for name in names)
 
 
+def repeated_part(loop: Loop, model: nn.Module, seen: SampleForward) -> str | None:
+    """A module with matrices in the bodies that one run of the loop calls several times."""
+    # Seen in: Universal Transformers; one list whose elements are the same module
+    runs = seen.calls[loop.caller].count if loop.caller in seen.calls else 1
+    repeated = (name for name, call in seen.calls.items() if call.count > runs and loop.holds(name))
+    own = (name for name in repeated if seen.callers.get(name) == loop.caller)
+    return next((name for name in own if _has_matrix(model.get_submodule(name))), None)
+
+
 def _parameters(body: Sequence[str], model: nn.Module) -> Iterator[nn.Parameter]:
     return (p for name in body for p in model.get_submodule(name).parameters())
 

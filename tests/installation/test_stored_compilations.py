@@ -44,7 +44,9 @@ def analyses(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     return count
 
 
-def compiled(spec: str, name: str, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], object] = bool) -> nn.Module:
+def compiled(
+    spec: str, name: str, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], object] = bool
+) -> nn.Module:
     """A compiled model, as in a new process."""
     monkeypatch.setattr(cached_analysis, "_recent", [])
     monkeypatch.setattr(stored_compilations, "_recent", [])

@@ -179,3 +179,27 @@ def test_layers_in_any_list_are_found_and_edited(style: str) -> None:
     peftc.remove(model)
     assert before.keys() == model.state_dict().keys()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+class Attributes(nn.Module):
+    """Blocks that no list holds: their names differ in a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block1, self.block2, self.block10 = nn.Linear(3, D), Block(), Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in ("block1", "block2", "block10"):
+            x = getattr(self, name)(x)
+        return x
+
+
+def test_numbered_attributes_are_layers() -> None:
+    torch.manual_seed(0)
+    model, sample = Attributes().double().eval(), {"x": torch.randn(2, 5, 3, dtype=torch.float64)}
+    roots = [site.module for site in peftc.sites(model, sample=sample).sites if site.steps[-1][0] == "layer"]
+    assert roots == ["block1", "block2", "block10"]
+    peftc.compile(SPEC, model, seed=0, sample=sample)
+    report = peftc.verify(model)
+    assert report.ok, str(report)
+    assert report.witnessed == report.sites == 9

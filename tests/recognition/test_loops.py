@@ -358,3 +358,23 @@ def test_every_stream_and_branch_has_its_sub_layers(build: Callable[[], Model], 
     report = peftc.verify(model)
     assert report.ok, str(report)
     assert report.sites == 4
+
+
+class Repeated(Nested):
+    def loop(self, x: Tensor) -> Tensor:
+        return super().loop(super().loop(x))
+
+
+class OneAttention(SideBySide):
+    def build(self) -> None:
+        super().build()
+        self.attns[1] = self.attns[0]
+
+
+@pytest.mark.parametrize("build", [Repeated, OneAttention])
+def test_modules_that_a_loop_calls_again_are_refused(build: Callable[[], Model]) -> None:
+    """An edit in the graph of the loop would be at the first of the calls alone."""
+    sample = {"x": torch.randn(2, 5, 3)}
+    with pytest.raises(peftc.PeftcError, match=r"several times") as error:
+        peftc.compile(SPEC, build().eval(), sample=sample)
+    assert {d.code for d in error.value.diagnostics} == {"P214"}
