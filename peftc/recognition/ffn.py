@@ -7,6 +7,7 @@ from torch import fx
 from peftc.addressing.sites import Slice
 from peftc.dataflow.features import is_affine, is_only_layout, source_linears
 from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.nodes import first_input
 from peftc.dataflow.operations import LAYOUT, Op
 from peftc.dataflow.values import upstream
 
@@ -27,7 +28,7 @@ class Projection:
 
 def input_projections(hidden: fx.Node, layer: LayerGraph) -> dict[str, Projection]:
     """The Linears that compute a hidden activation: `up`, or `gate` and `up`; none if ambiguous."""
-    operands = _factors(layer.stripped(hidden), layer)
+    operands = _factors(_before_norms(hidden, layer), layer)
     while len(fed := {n: sources for n, sources in operands.items() if sources}) == 1 and len(operands) == 2:
         operands = _factors(layer.stripped(next(iter(fed))), layer)  # without a factor that no Linear computes
     sources = [linears[0] for linears in fed.values() if len(linears) == 1]
@@ -35,6 +36,15 @@ def input_projections(hidden: fx.Node, layer: LayerGraph) -> dict[str, Projectio
         return _gated(dict(zip(fed, sources, strict=True)), layer)
     ups = source_linears(layer, hidden)
     return {"up": Projection(*ups[0])} if len(ups) == 1 else {}
+
+
+def _before_norms(hidden: fx.Node, layer: LayerGraph) -> fx.Node:
+    """What the norms of a hidden activation read."""
+    # Seen in: no transformers model, but the gated networks of x-clip
+    node = layer.stripped(hidden)
+    while layer.op(node) is Op.NORM and (source := first_input(node)) is not None:
+        node = layer.stripped(source)
+    return node
 
 
 def _factors(product: fx.Node, layer: LayerGraph) -> dict[fx.Node, list[Source]]:

@@ -189,6 +189,7 @@ class Attributes(nn.Module):
         self.embed, self.block1, self.block2, self.block10 = nn.Linear(3, D), Block(), Block(), Block()
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
         for name in ("block1", "block2", "block10"):
             x = getattr(self, name)(x)
         return x
