@@ -127,7 +127,7 @@ COMPILE = (
     argument("--seed", type=int, metavar="N", help="seed of the initial values"),
 )
 MODEL_COMMANDS = (
-    ("sites", "print the sites of a model, which edits can name", (MODEL, REMOTE_CODE, NO_CACHE, MODEL_FORMAT)),
+    ("sites", "print the sites of a model, which edits can name", (MODEL, REMOTE_CODE, NO_CACHE, MODEL_FORMAT, JSON)),
     ("plan", "print what compiling a spec onto a model would do", (*ON_MODEL, NO_CACHE, JSON, STRICT)),
     ("verify", "compile a spec onto a model and check that it computes what the spec says", (*ON_MODEL, *VERIFY, JSON)),
     ("compile", "compile a spec onto a model and write the generated code", (*ON_MODEL, *COMPILE, STRICT)),

@@ -1,5 +1,6 @@
 """`sites` and `plan`. They import torch only where no cached table of sites serves."""
 
+import json
 import sys
 from argparse import Namespace
 from importlib import import_module
@@ -12,6 +13,7 @@ from peftc.planning.on_table import needs_graphs, plan_on_table
 from peftc.planning.planner import PlanResult
 from peftc.planning.report.plan import render_plan
 from peftc.planning.report.site_tree import render_sites
+from peftc.planning.report.sites_json import sites_data
 from peftc.planning.selection.selector_errors import reason_lines
 from peftc.semantics.expand import expand
 from peftc.semantics.spec_argument import parse_settings
@@ -22,6 +24,9 @@ def run_sites(args: Namespace) -> int:
     """Prints the sites of a model. Raises: P2xx, P5xx (the model)."""
     options = {"trust_remote_code": args.trust_remote_code}
     table = _cached(args) or import_module("peftc.compiler").sites(args.model, cache=args.cache, **options)
+    if args.json:
+        print(json.dumps(sites_data(table), indent=2, ensure_ascii=False))
+        return 0
     show(lambda width: render_sites(table, width))
     untraced = (f"cannot be traced: {line}" for line in reason_lines(table.untraced))
     unplaced = (f"has weights without a role: {line}" for line in reason_lines(table.unplaced))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -16,6 +17,7 @@ from peftc.planning.ir import Assign, FrozenCall, SiteEdit, subterms
 from peftc.planning.lowering_context import DEFAULT_TASK
 from peftc.planning.planner import Planner, PlanResult, make_plan
 from peftc.planning.report.plan import Plan
+from peftc.planning.report.sites_json import sites_data
 from peftc.planning.selection.selectors import coverage_warnings, resolve
 from peftc.recognition.analysis import Analysis, analyse
 from peftc.recognition.layers import Stack
@@ -234,3 +236,23 @@ def test_experts_are_one_range() -> None:
     ]
     assert [len(edit.sites) for edit in plan.edits] == [12, 10, 6]
     assert plan.edits[0].sites[5].path == "decoder.layer[1].ffn.experts[1].up"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_json_has_each_site_once(name: str) -> None:
+    table = analysis(name).table
+    data = json.loads(json.dumps(sites_data(table)))
+    assert data["format_version"] == "2.0"
+    sites = [
+        (entry["path"].replace("{layer}", str(i)).replace("{number}", str(j)), entry["states"])
+        for entry in data["sites"]
+        for i in range(*within(entry.get("layers")))
+        for j in range(*within(entry.get("numbers")))
+    ]
+    shapes = [(s.path, {name: str(state.shape) for name, state in s.states.items()}) for s in table.sites]
+    assert sorted(sites, key=str) == sorted(shapes, key=str)
+    assert len(data["sites"]) < len(table.sites) or name in MIXED
+
+
+def within(ends: list[int] | None) -> tuple[int, int]:
+    return (0, 1) if ends is None else (ends[0], ends[1] + 1)

@@ -62,6 +62,13 @@ class PlanSiteRange(Record):
                 yield layer, self.path.replace(LAYER, str(layer)), self.module.replace(LAYER, str(layer))
 
     @property
+    def first_path(self) -> str:
+        """The path of the first of the sites."""
+        layer, number = ((0 if ends is None else ends[0]) for ends in (self.layers, self.numbers))
+        path = self.path.replace(LAYER, str(layer)) if self.layers else self.path
+        return path.replace(NUMBER, str(number)) if self.numbers else path
+
+    @property
     def stack(self) -> str:
         """What is before the number of the layer; the path itself outside of layers."""
         match = _LAYER_PATH.match(self.path.replace(LAYER, "0") if self.layers else self.path)
