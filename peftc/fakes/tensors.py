@@ -176,6 +176,8 @@ def _copy_attribute(value: Any, memo: dict[int, Any]) -> Any:
         return _copy_module(value, memo)
     if id(value) not in memo and kind in (dict, OrderedDict):
         memo[id(value)] = new = kind()
+        if not value:  # as most of the tables that torch keeps in each module
+            return new
         new.update((name, _copy_attribute(item, memo)) for name, item in value.items())
         return new
     return copy.deepcopy(value, memo)

@@ -154,7 +154,8 @@ def structure_key(module: nn.Module) -> str:
     """A text that two modules share exactly if their class trees and parameter shapes agree."""
     parts: list[str] = []
     for name, child in module.named_modules():
-        shapes = ",".join(f"{n}{tuple(p.shape)}" for n, p in child.named_parameters(recurse=False))
+        own = vars(child)["_parameters"].items()
+        shapes = ",".join([f"{n}{tuple(p.shape)}" for n, p in own if p is not None])
         parts.append(f"{name}:{type(child).__qualname__}@{id(type(child))}[{shapes}]")  # classes may share a name
     return ";".join(parts)
 
@@ -297,6 +298,7 @@ class Recorder:
         self.others = frozenset(others)
         self.model, self.mode, self.record = model, mode, SampleForward(candidates=set(candidates))
         self.names = {id(m): n for n, m in model.named_modules()}
+        self.structure_key = cache(structure_key)  # of modules, which do not change meanwhile
         self.keys = set[str]()
         self.structure_key = cache(structure_key)  # of modules that do not change during a call
         self.layers, self.modules = list[str](), list[str]()  # those that are running, the innermost last

@@ -25,8 +25,10 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     whose elements have one class, or that have several elements of one class among others.
     """
     marked = [n for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
-    marked = [n for n in marked if not _holds_list(model, n, marked)]
-    marked = [n for n in marked if not any(n.startswith(f"{other}.") for other in marked)]
+    outer = {n[:i] for n in marked for i, c in enumerate(n) if c == "."}
+    marked = [n for n in marked if n not in outer or not _holds_list(model, n, marked)]
+    every = frozenset(marked)
+    marked = [n for n in marked if every.isdisjoint(n[:i] for i, c in enumerate(n) if c == ".")]
     return [*marked, *_unmarked_blocks(model, marked)]
 
 
@@ -35,8 +37,9 @@ def _unmarked_blocks(model: nn.Module, marked: list[str]) -> list[str]:
     owners = {".".join(n.split(".")[:i]) for n in marked for i in range(len(n.split(".")))}
     blocks: list[str] = []
     for name, children in model.named_modules():
-        nested = any(f"{name}.".startswith(f"{other}.") for other in (*marked, *blocks))
-        if isinstance(children, LISTS) and name not in owners and not nested:
+        if not isinstance(children, LISTS) or name in owners:
+            continue
+        if not any(f"{name}.".startswith(f"{other}.") for other in (*marked, *blocks)):
             blocks += [f"{name}.{child}".lstrip(".") for child in _blocks_in(children)]
     return blocks
 
