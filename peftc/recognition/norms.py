@@ -46,11 +46,11 @@ class NormFinder:
         return [n for n in norms if not any(side.holds(n) for side in foreign)]
 
     def behind(self, add: fx.Node) -> fx.Node | None:
-        """The norm that alone reads a sum."""
+        """The norm that alone reads a sum, which the layer does not return, too."""
         layer, node, users = self.main.layer, add, [add]
         while len(users) == 1 and (users[0] is add or layer.passes_through(users[0]) is not None):
             node = users[0]
-            users = [u for u in value_users(node) if is_tensor(u)]
+            users = [u for u in value_users(node) if is_tensor(u) or u.op == "output"]
         if len(users) == 1 and layer.is_norm(users[0]):
             return users[0]
         ends = (n for n in layer.graph.nodes if n.op != "call_module" and layer.is_norm(n))
@@ -61,7 +61,7 @@ class NormFinder:
         layer, norm = self.main.layer, self.main.layer.normalization(end)
         if norm is None or layer.stripped(norm.x) is not layer.stripped(value):
             return False
-        return all(user in norm.nodes for user in value_users(value) if is_tensor(user))
+        return all(user in norm.nodes for user in value_users(value) if is_tensor(user) or user.op == "output")
 
 
 def norm_parts(module: nn.Module, call: fx.Node) -> dict[str, MatrixPart]:

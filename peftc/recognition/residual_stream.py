@@ -105,6 +105,14 @@ class Stream:
         """Everything that `h` is computed from, back to the stream (that included)."""
         return set(upstream(h, lambda n: self.holds(n) or any(side.holds(n) for side in self.beside)))
 
+    def without_other_tokens(self, h: fx.Node) -> fx.Node:
+        """What a sub-layer computes of some tokens, without those of the stream put beside them."""
+        # Seen in: no transformers model, but the class tokens of XCiT
+        join = self.layer.stripped(h)
+        parts = value_operands(join) if op_of(join) is Op.JOIN else []
+        own = [part for part in parts if not self.holds(part)]
+        return own[0] if len(own) == 1 < len(parts) else h
+
     def reaches(self, node: fx.Node) -> bool:
         """Whether `node` depends on the stream."""
         return any(n in self.values for n in upstream(node, lambda n: n in self.values))

@@ -190,7 +190,7 @@ class _Finder:
             self.join_stream(res, h)
             if not self.stream.holds(res) or self.stream.holds(h) or self.mixes_streams(h) or not self.is_computed(h):
                 continue
-            h = sublayer_output(h)
+            h = self.stream.without_other_tokens(sublayer_output(h))
             parts = self.parallel_parts(h)
             if not parts and (out := self.serial_attention_output(h)) is not None:
                 first = self.sub_layer(add, res, out)
@@ -383,12 +383,12 @@ def _input_of(projection: Projection | None, entry: fx.Node | None, stream: Stre
 
 def _set_ffn_roles(sub: SubLayer, stream: Stream) -> None:
     layer = stream.layer
-    # not the Linears that compute gates from something else
-    downs = [source for source in source_linears(layer, sub.h) if stream.reaches(source[0])]
+    # not the Linears that compute gates from something else, nor those before joined tokens
+    downs = [(n, rows) for n, rows in source_linears(layer, sub.h) if n in sub.body and stream.reaches(n)]
     if len(downs) != 1:
         return
     down = downs[0][0]
-    behind = {n for n in upstream(sub.h, lambda n: n is down) if n is not down and stream.reaches(n)}
+    behind = {n for n in upstream(sub.h, lambda n: n is down) if n is not down and n in sub.body and stream.reaches(n)}
     hidden = layer.input_of(down)
     if hidden is None or any(is_weighted(n, layer) and not layer.is_norm(n) for n in behind):
         return  # other weights take part in `h`, not through `down`

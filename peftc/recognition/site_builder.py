@@ -1,6 +1,5 @@
 """The sites of a dissected model: canonical paths, states, shapes and weights."""
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -28,12 +27,12 @@ from peftc.recognition.moe.states import expert_states, linear_states, router_st
 from peftc.recognition.non_layer_sites import Steps, embeddings, final_norms, heads, path_of, qualified, weight_states
 from peftc.recognition.norms import norm_parts
 from peftc.recognition.roles import SubLayer
+from peftc.recognition.stack_names import ROLES, common, named_steps, relative_name
 from peftc.recognition.token_mixing import is_weighted
 
 T = TypeVar("T")
 TRANSPOSED = MatrixLayout((1, 0), 1)
 CALLS = ("interface", "function")
-ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 def all_sites(structure: ModelStructure) -> SiteList:
@@ -109,11 +108,20 @@ class LayerSites:
         if heads is not None:
             h = State("h", shapes.Heads(*shape(heads)[2:]), ActivationRef(heads.name))
             yield self.site(steps + (("heads", None),), module, {"h": h, "q": states["q"]}, group=group)
-        if sub.hidden is not None:
+        if sub.hidden is not None and self.calls[str(sub.projections["down"].node.target)] > 1:
+            yield self.hidden_of_all_calls(sub, steps + (("hidden", None),))
+        elif sub.hidden is not None:
             hidden = {"h": self.input_of("h", sub.projections["down"])} | ({"x": states["x"]} if "x" in states else {})
             yield self.site(steps + (("hidden", None),), self.owner_of(sub.projections["down"].node), hidden)
         yield from self.norm_sites(sub, steps, group)
         yield self.site(steps + (("add", None),), self.layer, {"h": self.state("h", sub.add)}, group=group)
+
+    def hidden_of_all_calls(self, sub: SubLayer, steps: Steps) -> Site:
+        """What `down` reads in each of its calls: other streams have the same feed-forward part."""
+        # Seen in: no transformers model, but CogView 4
+        name = str(sub.projections["down"].node.target)
+        states = linear_states(self.full(name), self.kind.root.get_submodule(name))
+        return with_own_graph(self.site(steps, self.full(name), {"h": replace(states["x"], name="h")}))
 
     def routed_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site | TemplateSite]:
         """The router, the Linears of the experts, and those of the networks beside them."""
@@ -374,27 +382,3 @@ def rows_within(outer: Slice | None, inner: Slice | None, size: int) -> Slice | 
         return inner if outer is None else outer
     numbers = torch.tensor(numbers_of(outer, size))
     return as_slice(torch.cat([numbers[start:stop] for start, stop in inner.blocks()]), size)
-
-
-def named_steps(name: str) -> Steps:
-    """A module's name as the steps of a path: `experts.0.w1` is `experts[0].w1`."""
-    steps: list[tuple[str, int | None]] = []
-    for part in name.split("."):
-        if part.isdigit() and steps and steps[-1][1] is None:
-            steps[-1] = (steps[-1][0], int(part))
-        else:
-            word = "".join(c if c.isalnum() else "_" for c in part)
-            steps.append((word if word[:1].isalpha() or word[:1] == "_" else f"_{word}", None))
-    if steps[0][0] in (*ROLES, "heads", "hidden", "norm", "add"):
-        steps[0] = (f"{steps[0][0]}_", steps[0][1])
-    return tuple(steps)
-
-
-def relative_name(name: str, module: str) -> str:
-    return name[len(module) + 1 :] if module and name.startswith(module + ".") else name.rpartition(".")[2]
-
-
-def common(names: list[str]) -> str:
-    """The deepest module that contains all the named ones."""
-    columns = zip(*(name.split(".")[:-1] for name in names), strict=False)
-    return ".".join(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, columns))

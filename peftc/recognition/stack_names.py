@@ -2,6 +2,7 @@
 `vision.layer[0]`, `text.decoder.layer[0]`, `qformer.layer[0]`.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,10 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from peftc.recognition.layers import ModelStructure, Stack
+from peftc.recognition.non_layer_sites import Steps
 from peftc.semantics.vocabulary import SITES, STACKS, TOWERS
+
+ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 
 MEDIUM_WORDS: dict[str, tuple[str, ...]] = {  # in the names of sections of a configuration
     "vision": ("vision", "image", "video", "visual"),
@@ -101,3 +105,27 @@ def _section_name(config: Any, part: Any) -> str | None:
     is_part = isinstance(part, PretrainedConfig) and part is not config
     fields = {name: value for name, value in vars(config).items() if is_part and type(value) is type(part)}
     return next((name for name, value in fields.items() if value is part), next(iter(fields), None))
+
+
+def named_steps(name: str) -> Steps:
+    """A module's name as the steps of a path: `experts.0.w1` is `experts[0].w1`."""
+    steps: list[tuple[str, int | None]] = []
+    for part in name.split("."):
+        if part.isdigit() and steps and steps[-1][1] is None:
+            steps[-1] = (steps[-1][0], int(part))
+        else:
+            word = "".join(c if c.isalnum() else "_" for c in part)
+            steps.append((word if word[:1].isalpha() or word[:1] == "_" else f"_{word}", None))
+    if steps[0][0] in (*ROLES, "heads", "hidden", "norm", "add"):
+        steps[0] = (f"{steps[0][0]}_", steps[0][1])
+    return tuple(steps)
+
+
+def relative_name(name: str, module: str) -> str:
+    return name[len(module) + 1 :] if module and name.startswith(module + ".") else name.rpartition(".")[2]
+
+
+def common(names: list[str]) -> str:
+    """The deepest module that contains all the named ones."""
+    columns = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    return ".".join(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, columns))

@@ -87,7 +87,66 @@ class ProjectedResidual(Block):
         return y.transpose(1, 2).view(x.shape)
 
 
-@pytest.mark.parametrize("layer", [Transposed, Windows, Strided, ProjectedResidual])
+class ClassToken(Block):
+    """XCiT: the feed-forward part reads one token, and the others are put beside its result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.flatten(2).transpose(1, 2)
+        y = y + self.attn(self.norm1(y))
+        y = self.norm2(y)
+        y = y + torch.cat([self.mlp(y[:, :1]), y[:, 1:]], dim=1)
+        return y.transpose(1, 2).view(x.shape)
+
+
+class SharedStreams(nn.Module):
+    """CogView 4: one feed-forward part for two streams; and a norm of one of them for the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.norm3 = nn.LayerNorm(D), nn.LayerNorm(D), nn.LayerNorm(D)
+        self.up, self.down, self.mix = nn.Linear(D, 16), nn.Linear(16, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + self.down(self.up(self.norm1(x)).relu())
+        y = y + self.down(self.up(self.norm2(y)).relu())
+        return x, y + self.mix(self.norm3(x))
+
+
+class TwoStreams(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SharedStreams() for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, y = layer(x, y)
+        return x + y
+
+
+def test_hidden_features_of_two_streams() -> None:
+    """`hidden` is what `down` reads, in each of its calls."""
+    torch.manual_seed(0)
+    model, inputs = TwoStreams().double().eval(), {n: torch.randn(2, 5, D).double() for n in "xy"}
+    peftc.compile("peft 1  edit e at layer[*].ffn.hidden { h *= vector(init=1) }", model, seed=0, sample=inputs)
+    factors = list(peftc.parameters(model).values())
+    for factor in factors:
+        nn.init.normal_(factor)
+    edited = model(**inputs)
+    peftc.remove(model)
+    for layer, factor in zip(model.layers, factors, strict=True):
+        layer.down.register_forward_pre_hook(lambda _, args, by=factor: (args[0] * by.detach(),))
+    torch.testing.assert_close(edited, model(**inputs), rtol=0, atol=1e-10)
+
+
+def test_a_sum_that_is_returned_has_no_norm_behind_it() -> None:
+    """TNT: the norm belongs to what is added to the other stream."""
+    inputs = {n: torch.randn(2, 5, D) for n in "xy"}
+    norms = {s.module for s in peftc.sites(TwoStreams(), sample=inputs).sites if "layer[0].ffn.norm" in s.path}
+    assert "layers.0.norm1" in norms
+    assert "layers.0.norm3" not in norms
+
+
+@pytest.mark.parametrize("layer", [ClassToken, Transposed, Windows, Strided, ProjectedResidual])
 def test_states_are_those_of_modules(layer: type[Block]) -> None:
     torch.manual_seed(0)
     model, inputs = Layers(layer(), layer()).double().eval(), {"x": torch.randn(2, D, SIDE, SIDE).double()}
