@@ -23,9 +23,10 @@ from peftc.dataflow.operations import Op, has_side_effects, is_size, op_of
 from peftc.dataflow.values import cache_update
 from peftc.specialization.symbolic_sizes import SymbolicSizes
 from peftc.tracing.bytecode import Origin
+from peftc.tracing.in_place import storage_id
 from peftc.tracing.module_calls import is_constant
 from peftc.tracing.proxy import Attribute, ConcreteProxy, attribute_proxy, is_proxy
-from peftc.tracing.region_trace import RegionTrace, is_input
+from peftc.tracing.region_trace import RegionTrace, TraceError, is_input
 from peftc.tracing.tracer import RegionTracer
 from peftc.tracing.tracer_base import current_tracer
 
@@ -159,7 +160,32 @@ class GuardedTracer(RegionTracer):
                 if isinstance(value, PretrainedConfig) and id(value) not in self.config_paths:
                     self.config_paths[id(value)] = f"{name}.{key}".lstrip(".")
                     object.__setattr__(value, "__class__", reporting_config(type(value)))  # a copy for this trace
-        return super().trace_region(root, arguments)
+        states = _states(root)
+        trace = super().trace_region(root, arguments)
+        reads = {node.target for node in trace.graph.nodes if node.op == "get_attr"}
+        for path, value in _states(root).items():
+            before = states.get(path)
+            is_read = path in states and (before is None or path in reads)
+            if is_read and is_proxy(value) and not _have_one_memory(before, value._value):
+                raise TraceError(f"the code replaces `{path}`, which a later call reads")
+        return trace
+
+
+def _states(root: nn.Module) -> dict[str, Any]:
+    """The tensors that modules hold as buffers, which may be None, or as attributes."""
+    states: dict[str, Any] = {}
+    for name, module in root.named_modules():
+        values = [(key, value) for key, value in vars(module).items() if isinstance(value, torch.Tensor)]
+        values += vars(module)["_buffers"].items()  # also those that are None
+        states |= {f"{name}.{key}".lstrip("."): value for key, value in values}
+    return states
+
+
+def _have_one_memory(one: object, other: object) -> bool:
+    """Whether two are tensors of one storage: what is written into one is in the other."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    return storage_id(one) == storage_id(other)
 
 
 class GuardedString(str):

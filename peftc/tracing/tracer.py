@@ -7,7 +7,7 @@ reads numbers of modules as attributes, and records Python's decisions as guards
 import contextlib
 import inspect
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -180,7 +180,8 @@ class RegionTracer(TracerBase):
         self.root = root
         self.graph = fx.Graph(tracer_cls=type(self))
         self.module_names |= {id(module): name for name, module in root.named_modules()}
-        self.tensor_names |= {id(t): name for name, t in [*root.named_parameters(), *root.named_buffers()]}
+        named = (*plain_tensors(root), *root.named_parameters(), *root.named_buffers())
+        self.tensor_names |= {id(t): name for name, t in named}
         forward = inspect.unwrap(type(root).forward)
         args, kwargs = self.placeholders(inspect.signature(forward), arguments)
         gradients = torch.set_grad_enabled(torch.is_grad_enabled())  # restores the mode, whatever the code does
@@ -223,6 +224,15 @@ class RegionTracer(TracerBase):
         node = self.create_node("placeholder", name, default, {})
         node.meta["example"] = value
         return ConcreteProxy(node, self, value)
+
+
+def plain_tensors(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that modules hold as attributes of their own, not as buffers."""
+    # Seen in: no transformers model, but caches of keys and values of LLaMA's own code
+    for prefix, module in root.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{prefix}.{name}".lstrip("."), value
 
 
 class ApproximateTracer(RegionTracer):

@@ -1,0 +1,88 @@
+"""Keys and values that modules keep between calls: tensors that are no buffers, written in place,
+and buffers that code replaces.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import peftc
+from tests.layers import Layers
+
+D, H, T = 8, 2, 6
+PREFIX = "peft 1\nedit p at layer[*].attn { kv = concat(prefix(len=2), kv) }"
+LORA = "peft 1\nedit q at layer[*].attn.k { h += lora(x, r=2) }"
+
+
+class Cached(nn.Module):
+    """LLaMA's own code, which has a start position. `replaces`: keys are appended instead."""
+
+    replaces = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
+        self.norm = nn.LayerNorm(D)
+        self.cache_k, self.cache_v = torch.zeros(2, T, D).double(), torch.zeros(2, T, D).double()
+        self.register_buffer("kept", torch.zeros(2, 0, 2 * D), persistent=False)
+        self.start = 0
+
+    def stored(self, cache: Tensor, value: Tensor) -> Tensor:
+        cache[:, self.start : self.start + value.shape[1]] = value
+        return cache[:, : self.start + value.shape[1]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = self.q(y), self.k(y), self.v(y)
+        if self.replaces:
+            self.kept = torch.cat((self.kept, torch.cat((k, v), -1)), 1)
+            k, v = self.kept.chunk(2, -1)
+        else:
+            k, v = self.stored(self.cache_k.detach(), k), self.stored(self.cache_v.detach(), v)
+        q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in (q, k, v))
+        causal = torch.ones(x.shape[1], k.shape[2]).tril(k.shape[2] - x.shape[1]).bool()
+        weights = (q @ k.mT).masked_fill(~causal, -torch.inf).softmax(-1)
+        return x + self.o((weights @ v).transpose(1, 2).flatten(2))
+
+
+class Replacing(Cached):
+    replaces = True
+
+
+def decoded(model: Any, x: Tensor) -> Tensor:
+    """Token by token."""
+    outputs: list[Tensor] = []
+    for start in range(x.shape[1]):
+        for layer in model.layers:
+            layer.start = start
+        outputs.append(model(x[:, start : start + 1]))
+    for layer in model.layers:
+        layer.start = 0
+    return torch.cat(outputs, 1)
+
+
+def test_tensors_that_are_no_buffers_are_read_and_written() -> None:
+    torch.manual_seed(0)
+    model, x = Layers(Cached(), Cached()).double().eval(), torch.randn(2, T, D, dtype=torch.float64)
+    base = model(x)
+    assert not peftc.sites(model, sample={"x": x}).untraced
+    peftc.compile(LORA, model, seed=0, sample={"x": x})
+    for parameter in peftc.parameters(model).values():
+        nn.init.normal_(parameter)
+    with torch.no_grad():
+        whole = model(x)
+        assert not torch.allclose(whole, base)
+        torch.testing.assert_close(decoded(model, x), whole, rtol=0, atol=1e-10)
+
+
+def test_code_that_replaces_what_a_later_call_reads_is_not_entered() -> None:
+    """Without the assignment, the next call would not see the keys of this one."""
+    torch.manual_seed(0)
+    sample = {"x": torch.randn(2, T, D)}
+    with pytest.raises(peftc.PeftcError, match="replaces `kept`"):
+        peftc.compile(PREFIX, Layers(Replacing(), Replacing()).eval(), seed=0, sample=sample)
+    peftc.compile(LORA, Layers(Replacing(), Replacing()).eval(), seed=0, sample=sample)
