@@ -28,10 +28,10 @@ class Cached(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
         self.norm = nn.LayerNorm(D)
         self.cache_k, self.cache_v = torch.zeros(2, T, D).double(), torch.zeros(2, T, D).double()
-        self.register_buffer("kept", torch.zeros(2, 0, 2 * D), persistent=False)
+        self.register_buffer("joined", torch.zeros(2, 0, 2 * D), persistent=False)
         self.start = 0
 
-    def stored(self, cache: Tensor, value: Tensor) -> Tensor:
+    def store(self, cache: Tensor, value: Tensor) -> Tensor:
         cache[:, self.start : self.start + value.shape[1]] = value
         return cache[:, : self.start + value.shape[1]]
 
@@ -39,10 +39,10 @@ class Cached(nn.Module):
         y = self.norm(x)
         q, k, v = self.q(y), self.k(y), self.v(y)
         if self.replaces:
-            self.kept = torch.cat((self.kept, torch.cat((k, v), -1)), 1)
-            k, v = self.kept.chunk(2, -1)
+            self.joined = torch.cat((self.joined, torch.cat((k, v), -1)), 1)
+            k, v = self.joined.chunk(2, -1)
         else:
-            k, v = self.stored(self.cache_k.detach(), k), self.stored(self.cache_v.detach(), v)
+            k, v = self.store(self.cache_k.detach(), k), self.store(self.cache_v.detach(), v)
         q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in (q, k, v))
         causal = torch.ones(x.shape[1], k.shape[2]).tril(k.shape[2] - x.shape[1]).bool()
         weights = (q @ k.mT).masked_fill(~causal, -torch.inf).softmax(-1)
@@ -53,7 +53,7 @@ class Replacing(Cached):
     replaces = True
 
 
-def decoded(model: Any, x: Tensor) -> Tensor:
+def by_token(model: Any, x: Tensor) -> Tensor:
     """Token by token."""
     outputs: list[Tensor] = []
     for start in range(x.shape[1]):
@@ -76,13 +76,13 @@ def test_tensors_that_are_no_buffers_are_read_and_written() -> None:
     with torch.no_grad():
         whole = model(x)
         assert not torch.allclose(whole, base)
-        torch.testing.assert_close(decoded(model, x), whole, rtol=0, atol=1e-10)
+        torch.testing.assert_close(by_token(model, x), whole, rtol=0, atol=1e-10)
 
 
 def test_code_that_replaces_what_a_later_call_reads_is_not_entered() -> None:
     """Without the assignment, the next call would not see the keys of this one."""
     torch.manual_seed(0)
     sample = {"x": torch.randn(2, T, D)}
-    with pytest.raises(peftc.PeftcError, match="replaces `kept`"):
+    with pytest.raises(peftc.PeftcError, match="replaces `joined`"):
         peftc.compile(PREFIX, Layers(Replacing(), Replacing()).eval(), seed=0, sample=sample)
     peftc.compile(LORA, Layers(Replacing(), Replacing()).eval(), seed=0, sample=sample)
