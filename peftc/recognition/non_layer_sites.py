@@ -187,8 +187,8 @@ def module_infos(structure: ModelStructure) -> tuple[ModuleInfo, ...]:
     """Every module with its own parameters; one that is used under several names once for each."""
     calls, shared = structure.seen.calls, {name for group in structure.shared for name in group}
     first = {name for name, _ in structure.model.named_modules()}
-    # under whichever of its names
-    called = {id(structure.model.get_submodule(name)) for name in calls}
+    modules = dict(structure.model.named_modules(remove_duplicate=False))
+    called = {id(modules[name]) for name in calls}  # under whichever of its names
 
     def info(name: str, module: nn.Module) -> ModuleInfo:
         parameters = {k: tuple(p.shape) for k, p in module.named_parameters(recurse=False)}
@@ -209,8 +209,7 @@ def module_infos(structure: ModelStructure) -> tuple[ModuleInfo, ...]:
             x.unknown or h.unknown,
         )
 
-    names = structure.model.named_modules(remove_duplicate=False)
-    return tuple(info(name, module) for name, module in names if name in first or name in shared)
+    return tuple(info(name, module) for name, module in modules.items() if name in first or name in shared)
 
 
 def untraced_modules(structure: ModelStructure) -> tuple[UntracedModule, ...]:

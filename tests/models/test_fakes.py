@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from peftc.fakes.data_answers import fake_tensor_patches
-from peftc.fakes.tensors import as_fake, fake_copy, fake_mode, new_mode
+from peftc.fakes.tensors import as_fake, fake_copy, fake_mode, make_fake, new_mode
 from peftc.models.identity import fingerprint, parameter_count, tied_groups
 from peftc.models.skeleton import sample_inputs, skeleton
 from peftc.models.sources import resolve
@@ -154,3 +154,22 @@ def test_threads_that_take_turns_leave_modules_as_they_were() -> None:
     done.set()
     other.join()
     assert nn.Module.to is plain
+
+
+@pytest.mark.parametrize("name", zoo.SPECIES)
+def test_a_model_that_is_made_fake_is_its_copy(name: str) -> None:
+    """Names, layouts, ties and attributes; no tensor of the model is left."""
+    with torch.device("meta"):
+        model = type(zoo.build(name))(zoo.config(name)).eval()
+    copied, fake = fake_copy(model), make_fake(model)
+    assert fake is model
+    for one, other in ((copied.named_parameters, fake.named_parameters), (copied.named_buffers, fake.named_buffers)):
+        known, tensors = dict(one(remove_duplicate=False)), dict(other(remove_duplicate=False))
+        assert list(known) == list(tensors)
+        assert all(isinstance(t, FakeTensor) and t.fake_mode is fake_mode(fake) for t in tensors.values())
+        assert [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in known.values()] == [
+            (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors.values()
+        ]
+    assert tied_groups(copied) == tied_groups(fake)
+    left = [value for module in fake.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
+    assert all(isinstance(tensor, FakeTensor) for tensor in left)
