@@ -300,7 +300,6 @@ class Recorder:
         self.names = {id(m): n for n, m in model.named_modules()}
         self.structure_key = cache(structure_key)  # of modules, which do not change meanwhile
         self.keys = set[str]()
-        self.structure_key = cache(structure_key)  # of modules that do not change during a call
         self.layers, self.modules = list[str](), list[str]()  # those that are running, the innermost last
 
     def run(self, call: Callable[[], Any], run_all: bool = False, before: SampleForward | None = None) -> SampleForward:
