@@ -125,7 +125,7 @@ def _is_of_scores(norm: fx.Node, sub: SubLayer) -> bool:
 def _relabel_local_mixer(sub: SubLayer, stream: Stream) -> None:
     """Without another ffn in its layer, a last mixer of neighbouring tokens becomes the `ffn`."""
     # Seen in: PVT v2, RWKV, SegFormer
-    if mixes_neighbours(sub.body, stream):
+    if mixes(sub.body, stream) and mixes_neighbours(sub.body, stream):
         sub.kind = "ffn"
         _set_ffn_roles(sub, stream)
         sub.set_linears(stream.layer)

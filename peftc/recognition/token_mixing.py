@@ -3,6 +3,7 @@
 import contextlib
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -162,10 +163,9 @@ def _is_mixture(node: fx.Node, values: list[Any], layer: LayerGraph) -> bool:
         dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
         dims = [dims] if isinstance(dims, int) else dims or ()  # one number of all tokens is a scale
         return any(isinstance(d, int) and bool((numbers[0] != numbers[0].narrow(d, 0, 1)).any()) for d in dims)  # pyright: ignore
-    if layer.op(node) not in (Op.ADD, Op.SUB, Op.MUL) or len(numbers) < 2:
+    if layer.op(node) not in (Op.ADD, Op.SUB, Op.MUL) and name_of(node) not in ("lerp", "addcmul", "addcdiv"):
         return False
-    one, other = numbers[:2]
-    return one.shape == other.shape and bool((one != other).any())
+    return any(one.shape == other.shape and bool((one != other).any()) for one, other in pairwise(numbers))
 
 
 def _without_features(tokens: torch.Tensor, linear: fx.Node, source: fx.Node, layer: LayerGraph) -> torch.Tensor | None:
