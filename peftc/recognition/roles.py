@@ -28,6 +28,7 @@ from peftc.recognition.attention.projections import (
     roles_with_equal_linears,
     roles_with_overlapping_rows,
 )
+from peftc.recognition.attention.side_by_side import heads_beside
 from peftc.recognition.ffn import Projection, input_projections
 from peftc.recognition.moe.matrices import Experts, Router
 from peftc.recognition.norms import NormFinder
@@ -60,6 +61,8 @@ class SubLayer:
     attentions: list[Attention] = field(default_factory=list[Attention])
     hidden: fx.Node | None = None
     projections: dict[str, Projection] = field(default_factory=dict[str, Projection])
+    # of attentions beside the first, each a head with Linears of its own
+    heads: list[dict[str, Projection]] = field(default_factory=list[dict[str, Projection]])
     linears: list[fx.Node] = field(default_factory=list[fx.Node])  # those without a role
     norms: list[fx.Node] = field(default_factory=list[fx.Node])
     output_norm: fx.Node | None = None  # the post-norm, to which `norm(...)` refers first
@@ -73,9 +76,13 @@ class SubLayer:
         """Its attention, the first of several."""
         return self.attentions[0] if self.attentions else None
 
+    def all_of(self, role: str) -> list[Projection]:
+        """The Linears of a role: one, or one of each head."""
+        return [roles[role] for roles in (self.projections, *self.heads) if role in roles]
+
     def set_linears(self, layer: LayerGraph, *others: fx.Node | None) -> None:
         """Lists the Linears without a role. `others`: those whose role is not in `projections`."""
-        roles = {p.node for p in self.projections.values()} | {*others, self.res}
+        roles = {p.node for roles in (self.projections, *self.heads) for p in roles.values()} | {*others, self.res}
         self.linears = [n for n in layer.linears(self.body) if n not in roles]
 
 
@@ -363,6 +370,7 @@ def _set_attention_roles(sub: SubLayer, stream: Stream, earlier: Collection[fx.N
             sub.projections[role] = Projection(same_size[0])
     for role in roles_with_overlapping_rows(sub.projections, attention, layer):
         del sub.projections[role]
+    sub.heads = heads_beside(sub.attentions, sub.projections, layer)
     out = layer.consumer_linear(attention.out, sub.body)
     if out is not None and attention.out in sub.body:
         sub.projections["o"] = Projection(out)

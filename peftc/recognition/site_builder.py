@@ -157,8 +157,9 @@ class LayerSites:
     def linear_sites(self, sub: SubLayer, steps: Steps, group: str) -> Iterator[Site]:
         """The Linears of a sub-layer: by role, the others by their own names."""
         for role in ROLES:
-            if role in sub.projections:
-                yield self.linear(steps + ((role, None),), sub.projections[role], group)
+            several = sub.all_of(role)
+            for i, projection in enumerate(several):
+                yield self.linear(steps + ((role, i if len(several) > 1 else None),), projection, group)
         inside = self.module(sub)
         targets = {n: name for n in sub.linears if (name := self.name_of(n)) not in self.others}
         self.others.update(targets.values())

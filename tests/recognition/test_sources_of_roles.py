@@ -56,7 +56,7 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first = None
-        for attention, recurrence, norm in self.layers:
+        for attention, recurrence, norm in self.layers:  # pyright: ignore[reportGeneralTypeIssues]
             out, values = attention(x, first)
             first = values if first is None else first
             x = x + out

@@ -89,7 +89,7 @@ class Merging(nn.Module):
         self.merge = nn.Linear(D, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        for i, (attn, mlp) in enumerate(self.layers):
+        for i, (attn, mlp) in enumerate(self.layers):  # pyright: ignore[reportGeneralTypeIssues]
             x = attn(x) + x
             x = mlp(x) + x
             if i == 1:

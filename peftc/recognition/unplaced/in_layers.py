@@ -81,7 +81,8 @@ class _Finder:
     def further_attentions(self) -> Iterator[UntracedPart]:
         """The attentions of a sub-layer whose queries, keys and values other Linears compute."""
         for sub in self.subs:
-            names = {name_of(p.node, self.layer) for p in sub.projections.values()}
+            roles = (sub.projections, *sub.heads)
+            names = {name_of(p.node, self.layer) for known in roles for p in known.values()}
             for attention in sub.attentions[1:]:
                 values = (attention.q, attention.k, attention.v)
                 sources = [{name_of(n, self.layer) for n, _ in source_linears(self.layer, v)} for v in values]
@@ -125,7 +126,8 @@ class _Finder:
             joined = self.layer.stripped(source) if source is not None else None
             if joined is None or self.layer.op(joined) is not Op.JOIN:
                 continue
-            for operand in (n for n in value_operands(joined) if sub.attention and not reaches(sub.attention.call, n)):
+            operands = value_operands(joined)
+            for operand in (n for n in operands if not any(reaches(a.call, n) for a in sub.attentions)):
                 for linear, _ in source_linears(self.layer, operand):
                     name = name_of(linear, self.layer)
                     if name not in names and self.is_own(name) and not is_affine(operand, linear, self.layer):
