@@ -38,6 +38,7 @@ class Op(Enum):
     DROPOUT = auto()
     CAST = auto()  # another dtype, device or memory format, or a copy
     ACTIVATION = auto()
+    BLEND = auto()  # of three tensors
 
     # over a dimension
     MATMUL = auto()
@@ -87,6 +88,7 @@ _NAMES = {
     Op.DROPOUT: "dropout",
     Op.CAST: "to type type_as float half bfloat16 double contiguous clone",
     Op.ACTIVATION: "tanh",
+    Op.BLEND: "lerp addcmul addcdiv",
     Op.MATMUL: "matmul bmm mm baddbmm addmm einsum",
     Op.LINEAR: "linear",
     Op.CONVOLUTION: "conv1d conv2d",

@@ -61,8 +61,7 @@ class SubLayer:
     attentions: list[Attention] = field(default_factory=list[Attention])
     hidden: fx.Node | None = None
     projections: dict[str, Projection] = field(default_factory=dict[str, Projection])
-    # of attentions beside the first, each a head with Linears of its own
-    heads: list[dict[str, Projection]] = field(default_factory=list[dict[str, Projection]])
+    heads: list[dict[str, Projection]] = field(default_factory=list[dict[str, Projection]])  # beside the first
     linears: list[fx.Node] = field(default_factory=list[fx.Node])  # those without a role
     norms: list[fx.Node] = field(default_factory=list[fx.Node])
     output_norm: fx.Node | None = None  # the post-norm, to which `norm(...)` refers first

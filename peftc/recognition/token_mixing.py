@@ -163,7 +163,7 @@ def _is_mixture(node: fx.Node, values: list[Any], layer: LayerGraph) -> bool:
         dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
         dims = [dims] if isinstance(dims, int) else dims or ()  # one number of all tokens is a scale
         return any(isinstance(d, int) and bool((numbers[0] != numbers[0].narrow(d, 0, 1)).any()) for d in dims)  # pyright: ignore
-    if layer.op(node) not in (Op.ADD, Op.SUB, Op.MUL) and name_of(node) not in ("lerp", "addcmul", "addcdiv"):
+    if layer.op(node) not in (Op.ADD, Op.SUB, Op.MUL, Op.BLEND):
         return False
     return any(one.shape == other.shape and bool((one != other).any()) for one, other in pairwise(numbers))
 
