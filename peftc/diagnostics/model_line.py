@@ -1,14 +1,40 @@
-"""The line of a model's code at which an error was raised."""
+"""The line of a model's code at which an error was raised, or that is running."""
 
 import linecache
 import os
 import sys
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import CodeType
 
 _OWN = str(Path(__file__).parent.parent)
 _STDLIB = sysconfig.get_path("stdlib")
+
+
+@dataclass(frozen=True)
+class ModelLine:
+    """A line of some code; its text is made when someone asks for it."""
+
+    code: CodeType
+    number: int
+
+    def __str__(self) -> str:
+        path = self.code.co_filename
+        source = linecache.getline(path, self.number).strip()
+        folders = [folder for folder in sys.path if folder and path.startswith(folder.rstrip(os.sep) + os.sep)]
+        name = os.path.relpath(path, max(folders, key=len)) if folders else path
+        return f"{name}:{self.number}, in {self.code.co_qualname}" + (f": `{source}`" if source else "")
+
+
+def running_line() -> ModelLine | None:
+    """The innermost line that is running of code not peftc's, PyTorch's or Python's."""
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        if _is_model_code(frame.f_code.co_filename):
+            return ModelLine(frame.f_code, frame.f_lineno)
+        frame = frame.f_back
+    return None
 
 
 def model_line(error: BaseException | None) -> str | None:
@@ -21,7 +47,7 @@ def model_line(error: BaseException | None) -> str | None:
         last, traceback = None, error.__traceback__
         while traceback is not None:
             if _is_model_code(traceback.tb_frame.f_code.co_filename):
-                last = _shown(traceback.tb_frame, traceback.tb_lineno)
+                last = str(ModelLine(traceback.tb_frame.f_code, traceback.tb_lineno))
             traceback = traceback.tb_next
         if last is not None:
             return last
@@ -35,11 +61,3 @@ def _is_model_code(filename: str) -> bool:
     if filename.startswith("<") or any(filename.startswith(folder + os.sep) for folder in folders):
         return False
     return not filename.startswith(_STDLIB + os.sep) or "-packages" in filename
-
-
-def _shown(frame: FrameType, number: int) -> str:
-    code = frame.f_code
-    source = linecache.getline(code.co_filename, number, frame.f_globals).strip()
-    folders = [path for path in sys.path if path and code.co_filename.startswith(path.rstrip(os.sep) + os.sep)]
-    name = os.path.relpath(code.co_filename, max(folders, key=len)) if folders else code.co_filename
-    return f"{name}:{number}, in {code.co_qualname}" + (f": `{source}`" if source else "")

@@ -167,9 +167,11 @@ def check_parameter_reads(regions: list[Region], structure: ModelStructure) -> N
                     continue
                 reads = parameter_reads(outer, [relative(parameter, name) for parameter in parameters])
                 runs = is_inside and not in_layer(name) and may_run_children(outer, relative(module, name))
-                if runs or any(read.mode_dependent or (is_inside and read.names_owner) for read in reads):
+                bypasses = [read for read in reads if read.mode_dependent or (is_inside and read.names_owner)]
+                if runs or bypasses:
                     message = f"the code of `{name or type(outer).__name__}` may read parameters of `{module}` itself"
                     span = region.site_edits[0].assigns[0].source.span if region.site_edits else None
                     note = f"it may compute with them instead of calling `{module}`, and the edit would have no effect"
                     help_ = "call the module in all cases, or move that code into the layer"
-                    raise PeftcError(Diagnostic("P435", message, span, notes=(note,), help=help_))
+                    lines = [f"at {read.line}" for read in bypasses if read.line is not None][:1]
+                    raise PeftcError(Diagnostic("P435", message, span, notes=(note, *lines), help=help_))

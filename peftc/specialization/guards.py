@@ -119,10 +119,13 @@ def _dtypes(traced: RegionTrace, tracer: GuardedTracer, passthrough: frozenset[s
 def _condition(guard: Guard, expressions: Expressions) -> str:
     """The condition for one guard. Raises: P406 if its value is known only at run time."""
     acting = next((n for n in ancestors(guard.node) if has_side_effects(n)), None)
+    if acting is not None and (device := _device_of_arguments(guard, expressions)):
+        return device
     if acting is not None:
         origin = acting.meta.get("origin", ("?",))[0] or "the region"
         message = "the forward takes a Python decision on a value that is only known while it runs"
         notes = (f"the value depends on `{acting.target}` of `{origin}`",)
+        notes += (f"at {guard.line}",) if guard.line is not None else ()
         raise PeftcError(Diagnostic("P406", message, notes=notes, help=SMALLER))
     text, value = expressions.of_arguments(guard.node), guard.value
     match guard.kind:
@@ -141,8 +144,26 @@ def _condition(guard: Guard, expressions: Expressions) -> str:
             return f"{text} is None" if guard.kind == "is" and value is None else f"{text} == {value!r}"
 
 
+def _device_of_arguments(guard: Guard, expressions: Expressions) -> str:
+    """The condition that the first tensor among the arguments is on a device of this type; empty
+    for other guards. A region computes on the device of what it gets.
+    """
+    # Seen in: the activations of diffusers, which ask for "mps"
+    node, inputs = guard.node, [n for n in guard.node.graph.nodes if n.op == "placeholder"]
+    device = node.args[0] if node.target is getattr and node.args[1:] == ("type",) else None
+    is_device = isinstance(device, fx.Node) and device.target is getattr and device.args[1:] == ("device",)
+    first = next((n for n in inputs if isinstance(n.meta.get("example"), torch.Tensor)), None)
+    if not is_device or first is None or first.meta["example"].device.type != guard.value:
+        return ""
+    return f"{expressions.of_arguments(first)}.device.type == {guard.value!r}"
+
+
 def _is_unknown_before(guard: Guard) -> bool:
-    """Whether no expression of the arguments can test a guard: its value is computed inside."""
+    """Whether no expression of the arguments can test a guard: its value is computed inside, or
+    always None.
+    """
+    if guard.node.target is torch._assert:
+        return True
     return has_side_effects(guard.node) if guard.kind == "type" else guard.kind == "is" and _is_child_result(guard.node)
 
 

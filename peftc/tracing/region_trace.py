@@ -1,12 +1,13 @@
 """The result of a trace: the graph of a region with all that its code decided on, or an error."""
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from peftc.diagnostics.model_line import ModelLine
 from peftc.tracing.bytecode import Origin
 
 
@@ -37,6 +38,7 @@ class Guard:
     node: fx.Node
     kind: str
     value: Any
+    line: ModelLine | None = field(default=None, compare=False)  # of the model's code that asked
 
 
 @dataclass

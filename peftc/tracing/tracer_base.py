@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from peftc.concurrency.interrupts import shielded
+from peftc.diagnostics.model_line import running_line
 from peftc.tracing.bytecode import Occurrence, Origin, position_of, running_stack
 from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, MutationTracker
 from peftc.tracing.operations import branch
@@ -64,7 +65,7 @@ class TracerBase(fx.Tracer):
     def guard(self, node: fx.Node, kind: str, value: Any) -> Any:
         """While recording, adds the guard that `kind` of `node` is `value`. Returns `value`."""
         if self.recording:
-            self.guards.append(Guard(node, kind, value))
+            self.guards.append(Guard(node, kind, value, running_line()))
         return value
 
     def guard_type(self, node: fx.Node, cls: type) -> None:

@@ -160,6 +160,16 @@ class Flagged(Around):
         return x
 
 
+class Typed(Around):
+    """Reads a parameter for its dtype, and asks for the mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(dtype=next(self.parameters()).dtype)
+        for layer in self.layers:
+            x = layer(x) if self.training else layer(x)
+        return x
+
+
 class Lengths(Around):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -190,6 +200,7 @@ class Given(Layer):
         (Flagged, "layers.*.fc", True),
         (Flagged, "layers.*", True),  # the enclosing code runs its children one by one
         (Flagged, "layers.*.out", False),
+        (Typed, "layers.*.fc", False),
         (Lengths, "layers.*", True),
         (Lengths, "layers.*.fc", False),
         (lambda: Model(Given), "layers.*.fc", True),
@@ -208,6 +219,8 @@ def test_edits_around_such_a_module_are_refused(cls: Callable[[], nn.Module], gl
     (diagnostic,) = excinfo.value.diagnostics
     assert diagnostic.code == "P435"
     assert diagnostic.span is not None
+    if (cls, glob) == (Flagged, "layers.*.fc"):
+        assert any(note.startswith("at ") and "in by_hand: `" in note for note in diagnostic.notes)
     assert model.state_dict().keys() == before.keys()
 
 

@@ -112,6 +112,53 @@ def test_too_many_paths_are_refused() -> None:
         module(torch.randn(2, 3, 4))
 
 
+class Asking(nn.Module):
+    """Asks for the device of its own result, and asserts its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        torch._assert(y.shape[1] % 2 == 0, "an even number of tokens")
+        return y.float() if y.device.type == "mps" else torch.relu(y)
+
+
+def test_devices_and_assertions_are_no_decisions_at_run_time() -> None:
+    base, module = Asking(), Asking()
+    module.load_state_dict(base.state_dict())
+    kind = rewritten(module)
+    for tokens in (2, 4):
+        x = torch.randn(2, tokens, 4)
+        assert torch.equal(module(x), base(x))
+    assert "x.device.type == 'cpu'" in kind.source
+    with pytest.raises(AssertionError, match="an even number of tokens"):
+        module(torch.randn(2, 3, 4))
+
+
+class Looking(nn.Module):
+    """Decides on what only autograd knows of its own result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return y if y.grad_fn is None else y * 2
+
+
+def test_a_refusal_names_the_line_that_decides() -> None:
+    module = Looking()
+    rewritten(module)
+    with pytest.raises(peftc.PeftcError, match="P406") as excinfo:
+        module(torch.randn(2, 3, 4))
+    (diagnostic,) = excinfo.value.diagnostics
+    line = next(note for note in diagnostic.notes if note.startswith("at "))
+    assert line.endswith("in Looking.forward: `return y if y.grad_fn is None else y * 2`")
+
+
 @pytest.mark.parametrize("biased", [False, True])
 def test_an_optional_part_of_a_childs_result(biased: bool) -> None:
     base, module = Adding(biased), Adding(biased)

@@ -17,13 +17,14 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from types import CodeType, FunctionType
 from typing import Any, cast
 
 from torch import nn
 
+from peftc.diagnostics.model_line import ModelLine
 from peftc.modules.instance_forward import instance_forward
 from peftc.rewriting.edits import Region
 
@@ -93,6 +94,7 @@ class ParameterRead:
     from_self: bool  # the first attribute is one of the module itself; else the object is unknown
     mode_dependent: bool  # the function also queries gradients or the mode
     whole_module: bool = False  # `names` lead to a module all of whose parameters may be read
+    line: ModelLine | None = field(default=None, compare=False)
 
     @property
     def names_owner(self) -> bool:
@@ -221,18 +223,19 @@ class AttributeUse:
     from_self: bool
     next: str = ""  # the attribute read from the result, "()" where it is called
     is_text: bool = False  # a constant that may be the name of an attribute
+    line: ModelLine | None = field(default=None, compare=False)
 
     def reads(self, words: frozenset[str], mode_dependent: bool) -> Iterator[ParameterRead]:
         """The reads here, if `words` are names of parameters and of the modules that own them."""
         last = self.names[-1]
         if last in ALL_PARAMETERS and not self.is_text:
-            yield ParameterRead(self.names[:-1], self.from_self, mode_dependent, whole_module=True)
+            yield ParameterRead(self.names[:-1], self.from_self, mode_dependent, whole_module=True, line=self.line)
         elif (last in words or last == ANY) and self.next != "()":
             # `self.weight` alone is the module's own parameter, or a child
             if not self.from_self or len(self.names) > 1 or self.is_text:
-                yield ParameterRead(self.names, self.from_self, mode_dependent)
+                yield ParameterRead(self.names, self.from_self, mode_dependent, line=self.line)
             if not self.next and not self.is_text:  # the value is passed on
-                yield ParameterRead((*self.names, ANY), self.from_self, mode_dependent)
+                yield ParameterRead((*self.names, ANY), self.from_self, mode_dependent, line=self.line)
 
 
 @cache
@@ -256,15 +259,21 @@ def attribute_uses(function: FunctionType, root: str) -> tuple[AttributeUse, ...
             parent = parents.get(node)
             following = parent.attr if isinstance(parent, ast.Attribute) else ""
             is_called = isinstance(parent, ast.Call) and parent.func is node
-            uses.append(AttributeUse(tuple(names), is_own, "()" if is_called else following))
+            line = ModelLine(function.__code__, function.__code__.co_firstlineno + node.lineno - 1)
+            uses.append(AttributeUse(tuple(names), is_own, "()" if is_called else following, line=line))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # getattr(self.fc, "weight")
-            uses.append(AttributeUse((node.value,), False, is_text=True))
+            line = ModelLine(function.__code__, function.__code__.co_firstlineno + node.lineno - 1)
+            uses.append(AttributeUse((node.value,), False, is_text=True, line=line))
     return tuple(dict.fromkeys(uses))
 
 
 def is_metadata_read(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     """Whether an expression is used for its metadata only, or assigned to."""
     parent = parents.get(node)
+    # `next(self.parameters()).dtype`
+    if isinstance(parent, ast.Call) and parent.func is node and isinstance(call := parents.get(parent), ast.Call):
+        is_first = isinstance(call.func, ast.Name) and call.func.id == "next" and call.args[:1] == [parent]
+        return is_first and is_metadata_read(call, parents)
     if isinstance(parent, ast.Attribute):
         return parent.attr in METADATA
     if isinstance(parent, ast.Compare):
