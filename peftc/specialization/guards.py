@@ -159,11 +159,7 @@ def _device_of_arguments(guard: Guard, expressions: Expressions) -> str:
 
 
 def _is_unknown_before(guard: Guard) -> bool:
-    """Whether no expression of the arguments can test a guard: its value is computed inside, or
-    always None.
-    """
-    if guard.node.target is torch._assert:
-        return True
+    """Whether no expression of the arguments can test a guard: its value is computed inside."""
     return has_side_effects(guard.node) if guard.kind == "type" else guard.kind == "is" and _is_child_result(guard.node)
 
 
