@@ -75,10 +75,6 @@ class SubLayer:
         """Its attention, the first of several."""
         return self.attentions[0] if self.attentions else None
 
-    def all_of(self, role: str) -> list[Projection]:
-        """The Linears of a role: one, or one of each head."""
-        return [roles[role] for roles in (self.projections, *self.heads) if role in roles]
-
     def set_linears(self, layer: LayerGraph, *others: fx.Node | None) -> None:
         """Lists the Linears without a role. `others`: those whose role is not in `projections`."""
         roles = {p.node for roles in (self.projections, *self.heads) for p in roles.values()} | {*others, self.res}

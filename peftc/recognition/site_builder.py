@@ -157,7 +157,7 @@ class LayerSites:
     def linear_sites(self, sub: SubLayer, steps: Steps, group: str) -> Iterator[Site]:
         """The Linears of a sub-layer: by role, the others by their own names."""
         for role in ROLES:
-            several = sub.all_of(role)
+            several = [roles[role] for roles in (sub.projections, *sub.heads) if role in roles]
             for i, projection in enumerate(several):
                 yield self.linear(steps + ((role, i if len(several) > 1 else None),), projection, group)
         inside = self.module(sub)
