@@ -21,7 +21,7 @@ from peftc.dataflow.nodes import is_tensor, nodes_in, output_of, shape
 from peftc.dataflow.operations import Op
 from peftc.dataflow.values import reaches, upstream, value_operands, without_gates
 from peftc.recognition.attention.linear_attention import linear_attentions
-from peftc.recognition.attention.patterns import Attention, attentions, value_mixtures
+from peftc.recognition.attention.patterns import Attention, attentions, has_softmax_mixture
 from peftc.recognition.attention.projections import (
     nodes_up_to_linears,
     outermost,
@@ -329,12 +329,6 @@ def _side_streams(main: _Finder) -> list[Stream]:
         if subs and any(finder.stream.holds(node) for node in results):
             streams.append(finder.stream)
     return streams
-
-
-def has_softmax_mixture(body: Collection[fx.Node], layer: LayerGraph) -> bool:
-    """Whether a softmax is multiplied with an activation, as in an attention."""
-    # Seen in: attentions of an unknown kind. Without it, they would be mixers
-    return any(layer.op(n) is Op.SOFTMAX and any(value_mixtures(n)) for n in body)
 
 
 def _operands(add: fx.Node) -> list[fx.Node]:

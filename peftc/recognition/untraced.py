@@ -18,9 +18,9 @@ from peftc.dataflow.nodes import module_path
 from peftc.dataflow.operations import is_norm_module
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy
-from peftc.recognition.attention.patterns import attentions
+from peftc.recognition.attention.patterns import attentions, has_softmax_mixture
 from peftc.recognition.residual_stream import Stream, gives_states
-from peftc.recognition.roles import SubLayer, has_softmax_mixture
+from peftc.recognition.roles import SubLayer
 from peftc.recognition.token_mixing import is_kernel
 
 AMBIGUOUS = "the queries, keys and values of its attention cannot be told apart"

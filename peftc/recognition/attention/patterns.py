@@ -5,7 +5,7 @@ of that with a third activation. What is done to the scores in between (scale, m
 does not matter for the roles.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -96,6 +96,12 @@ def value_mixtures(softmax: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
                     queue.append(user)
             elif user.op != "call_module" or is_tensor(user):
                 queue.append(user)
+
+
+def has_softmax_mixture(body: Collection[fx.Node], layer: LayerGraph) -> bool:
+    """Whether a softmax is multiplied with an activation, as in an attention."""
+    # Seen in: attentions of an unknown kind. Without it, they would be mixers
+    return any(layer.op(n) is Op.SOFTMAX and any(value_mixtures(n)) for n in body)
 
 
 def _mixes_heads(linear: fx.Node, layer: LayerGraph) -> bool:
