@@ -143,9 +143,12 @@ def _layer_type(
 
 
 def _routing_leaves(traced: RegionTrace, layer: nn.Module) -> set[str]:
-    """The leaves with a matrix of their own that return more than a tensor: experts, weights."""
+    """The leaves with a matrix of their own that return more than a tensor: experts, weights.
+    PyTorch's recurrent networks do, too, and route nothing.
+    """
     # Seen in: Phi MoE, Qwen2 MoE, GLM-4 MoE Lite
     leaves = {str(n.target) for n in traced.graph.nodes if n.op == "call_module" and not is_tensor(n)}
+    leaves = {name for name in leaves if not isinstance(layer.get_submodule(name), nn.RNNBase)}
     return {name for name in leaves if any(p.ndim == 2 for p in layer.get_submodule(name).parameters(recurse=False))}
 
 

@@ -23,7 +23,7 @@ from peftc.recognition.residual_stream import Stream, gives_states
 from peftc.tracing.operations import autograd_function, script_function
 
 _POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.LSTM, nn.GRU)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.RNNBase)
 
 
 def is_weighted(node: fx.Node, layer: LayerGraph) -> bool:
