@@ -224,14 +224,15 @@ def test_an_untraced_layer_is_refused_not_skipped() -> None:
 
 
 class Softmaxes(nn.Module):
-    """Efficient attention: queries and keys each have a softmax, and there is no score matrix."""
+    """Queries and keys each have a softmax, and a third product changes the state between them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(D, D) for _ in range(3))
 
     def forward(self, x: Tensor, grid: Tensor) -> Tensor:
-        return self.q(x).softmax(-1) @ (self.k(x).softmax(1).transpose(1, 2) @ self.v(x))
+        state = self.k(x).softmax(1).transpose(1, 2) @ self.v(x)
+        return self.q(x).softmax(-1) @ (state @ state)
 
 
 @pytest.mark.parametrize("selector", ["layer[*].attn", "layer[*].attn.q", "layer[*].attn.self.q", "layer[*].ffn"])
