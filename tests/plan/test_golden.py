@@ -103,6 +103,9 @@ def test_json_has_these_keys_and_reads_back():
     assert data["expectations"][0] == {"text": "foldable(qv)", "holds": True}
     assert data["format_version"] == "2.0"
     assert Plan.model_validate_json(plan.model_dump_json()) == plan
+    assert Plan.model_validate({**data, "format_version": "1.0"}) == plan  # its sites are ranges of one site each
+    with pytest.raises(ValueError, match="format_version"):
+        Plan.model_validate({**data, "format_version": "3.0"})
     with pytest.raises(ValueError, match="extra"):
         Plan.model_validate({**data, "more": 1})
 

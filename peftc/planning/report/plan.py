@@ -2,8 +2,9 @@
 
 import io
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
+from pydantic import model_validator
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -140,6 +141,16 @@ class Plan(Record):
     totals: PlanTotals
     expectations: tuple[PlanExpectation, ...]
     unread: tuple[PlanUnread, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_first_version(cls, data: Any) -> Any:
+        """Each site of version 1.0 is a range of one site."""
+        return (
+            {**data, "format_version": "2.0"}
+            if isinstance(data, dict) and data.get("format_version") == "1.0"
+            else data
+        )
 
     def edit(self, name: str) -> PlanEdit:
         """The edit of that name.
