@@ -9,8 +9,9 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import SEEDS
 from peftc.planning.report.plan import Plan, Record
 
-FORMAT = "1.1"  # 1.0 has its tensors in `adapter.safetensors`, and no key `file`
-FORMATS = ("1.0", FORMAT)
+# 1.0 has its tensors in `adapter.safetensors`, and no key `file`; the plan of both is of its version 1.0.
+FORMAT = "1.2"
+FORMATS = ("1.0", "1.1", FORMAT)
 METADATA, TENSORS = "adapter.json", "adapter.safetensors"
 TENSORS_NAME = r"adapter(-[0-9a-f]{16})?\.safetensors"
 
@@ -60,7 +61,7 @@ class WeightsDigest(Record):
 class Adapter(Record):
     """An adapter without its tensors."""
 
-    format_version: Literal["1.0", "1.1"] = FORMAT
+    format_version: Literal["1.0", "1.1", "1.2"] = FORMAT
     peftc: str
     spec: str  # the expanded spec of the saved parameters, in export form and without expectations
     source: str  # the expanded spec that was compiled
@@ -84,7 +85,7 @@ def parse_adapter(text: str) -> Adapter:
     if not isinstance(version, str):
         raise PeftcError(Diagnostic("P521", f"{METADATA} does not describe an adapter: it has no `format_version`"))
     if version not in FORMATS:
-        message = f"the adapter has format {version!r}, and this version of peftc reads {' and '.join(FORMATS)}"
+        message = f"the adapter has format {version!r}, and this version of peftc reads {', '.join(FORMATS)}"
         raise PeftcError(Diagnostic("P522", message, help="load it with the version of peftc that saved it"))
     try:
         return Adapter.model_validate_json(text)
