@@ -9,7 +9,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import SEEDS
 from peftc.planning.report.plan import Plan, Record
 
-# 1.0 has its tensors in `adapter.safetensors`, and no key `file`; the plan of both is of its version 1.0.
+# 1.0 has its tensors in `adapter.safetensors` and no key `file`; plans have version 2.0 since 1.2.
 FORMAT = "1.2"
 FORMATS = ("1.0", "1.1", FORMAT)
 METADATA, TENSORS = "adapter.json", "adapter.safetensors"
