@@ -53,7 +53,7 @@ class PlanSiteRange(Record):
         return len(_numbers(self.layers)) * len(_numbers(self.numbers))
 
     def each_layer(self) -> Iterator[tuple[int, str, str]]:
-        """For each layer its number, the path and the module."""
+        """For each layer its number, the path and the module. It is -1 where a path has none."""
         match = None if self.layers else _LAYER_PATH.match(self.path)
         for layer in _numbers(self.layers):
             if layer is None:
@@ -83,6 +83,12 @@ class PlanSitePattern(NamedTuple):
     total: int
 
 
+def _before(number: int, module: str) -> str:
+    """What is before a number in a dotted name; nothing where it is not there."""
+    before, part, _ = f"{module}.".partition(f".{number}.")
+    return f"{before}." if part else ""
+
+
 class PlanSites(Sequence[PlanSite]):
     """The sites of an edit, in model order. `ranges` has each kind of site once.
 
@@ -100,32 +106,54 @@ class PlanSites(Sequence[PlanSite]):
                 return PlanSite(path=path, module=module)
             return PlanSite(path=path.replace(NUMBER, str(number)), module=module.replace(NUMBER, str(number)))
 
-        networks = {one.path.partition(NUMBER)[0]: i for i, one in reversed([*enumerate(self.ranges)])}
-        sites = [
-            ((stack, layer, networks[one.path.partition(NUMBER)[0]], number or 0, i), site(path, module, number))
-            for i, stack, one in self._by_stack()
-            for layer, path, module in one.each_layer()
-            for number in _numbers(one.numbers)
-        ]
+        sites: list[tuple[tuple[int, ...], PlanSite]] = []
+        networks: dict[tuple[int, str], int] = {}  # the order of the first site of the networks of a stack
+        for (stack, layer, order), one, path, module in self._by_layer():
+            first = order if one.numbers is None else networks.setdefault((stack, one.path.partition(NUMBER)[0]), order)
+            for number in _numbers(one.numbers):
+                sites.append(((stack, layer, first, number or 0, order), site(path, module, number)))
         return tuple(one for _, one in sorted(sites, key=lambda pair: pair[0]))
 
-    def _by_stack(self) -> Iterator[tuple[int, int, PlanSiteRange]]:
-        """Each range with its index and that of its stack."""
+    @cached_property
+    def _stacks(self) -> dict[str, int]:
+        """The stacks in model order, by their path and by what their layers' modules begin with."""
         stacks: dict[str, int] = {}
+        for one in self.ranges:
+            layer, _, module = next(one.each_layer())
+            prefix = one.module.partition(LAYER)[0] if one.layers else _before(layer, module)
+            number = next((stacks[name] for name in (prefix, one.stack) if name in stacks), len(stacks))
+            stacks.setdefault(one.stack, number)
+            stacks.setdefault(prefix or one.stack, number)
+        return stacks
+
+    def _by_layer(self) -> Iterator[tuple[tuple[int, int, int], PlanSiteRange, str, str]]:
+        """For each layer of each range its place in the model, the range, the path and the module.
+
+        A place is a stack, a layer and the order in a layer: that of the first with this path.
+        """
+        orders: dict[str, int] = {}
         for i, one in enumerate(self.ranges):
-            yield i, stacks.setdefault(one.stack, len(stacks)), one
+            for layer, path, module in one.each_layer():
+                stack, layer = (self._stacks[one.stack], layer) if layer >= 0 else self._layer_of(one, module)
+                alike = one.path if one.layers else re.sub(rf"(?<=[.\[]){layer}(?=[.\]])", LAYER, one.path, count=1)
+                yield (stack, layer, orders.setdefault(alike, i)), one, path, module
+
+    def _layer_of(self, one: PlanSiteRange, module: str) -> tuple[int, int]:
+        """The stack and the layer of a module that a spec names; -1 outside of layers."""
+        numbers = [int(part) for part in module.split(".") if part.isdecimal()]
+        names = ((_before(number, module), number) for number in numbers)
+        own = ((self._stacks[name], number) for name, number in names if name in self._stacks)
+        return next(own, (self._stacks[one.stack], -1))
 
     def patterns(self) -> list[PlanSitePattern]:
         """The sites in model order, those of networks of one layer as one."""
         patterns: list[tuple[tuple[int, int, int], PlanSitePattern]] = []
-        for i, stack, one in self._by_stack():
-            for layer, path, module in one.each_layer():
-                if one.numbers is not None:
-                    first, last = one.numbers
-                    path = path.replace(NUMBER, f"{first}..{last}")
-                    module = module.replace(NUMBER, f"{{{first}..{last}}}")
-                pattern = PlanSitePattern(path, module, len(_numbers(one.numbers)))
-                patterns.append(((stack, layer, i), pattern))
+        for place, one, path, module in self._by_layer():
+            if one.numbers is not None:
+                first, last = one.numbers
+                path = path.replace(NUMBER, f"{first}..{last}")
+                module = module.replace(NUMBER, f"{{{first}..{last}}}")
+            patterns.append((place, PlanSitePattern(path, module, len(_numbers(one.numbers)))))
         return [pattern for _, pattern in sorted(patterns, key=lambda pair: pair[0])]
 
     def __len__(self) -> int:
