@@ -138,6 +138,22 @@ def test_blocks_in_no_layer_are_named() -> None:
     assert warned(Plain(), "layer[*].ffn", sample) == set()
 
 
+class Middle(Model):
+    """A block of the layers' class that is no element of a list."""
+
+    def __init__(self) -> None:
+        super().__init__("", "")
+        self.middle = Block()
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        return self.middle(super().forward(x, context), context)[0]
+
+
+def test_a_block_beside_the_lists_is_named() -> None:
+    assert warned(Middle(), "layer[*].attn.q") == {"middle"}
+    assert warned(Middle(), 'layer[*].attn.q | "middle.attn.q"') == set()
+
+
 @pytest.mark.parametrize(
     "selector",
     [

@@ -50,7 +50,8 @@ def _outside_layers(structure: ModelStructure) -> Iterator[UnplacedModule]:
         return
     around = {name for layer in layers for name in enclosing(layer)} | {""}
     others = [name for name in structure.seen.calls if name not in around and layers.isdisjoint(enclosing(name))]
-    if not (others := [name for name in others if _may_be_block(name, structure)]):
+    classes = {type(structure.model.get_submodule(name)) for name in layers}
+    if not (others := [name for name in others if _may_be_block(name, structure, classes)]):
         return
     blocks, listed = _Blocks(structure), set[str]()
     for name in others:
@@ -66,13 +67,16 @@ def _outside_layers(structure: ModelStructure) -> Iterator[UnplacedModule]:
         yield UnplacedModule(name, _type_of(structure, name), reason, (), roles)
 
 
-def _may_be_block(name: str, structure: ModelStructure) -> bool:
-    """Whether a module is an element of a list, or in one, and has several matrices."""
+def _may_be_block(name: str, structure: ModelStructure, classes: set[type[nn.Module]]) -> bool:
+    """Whether a module has several matrices, and is in a list, or of a class that layers have."""
     if any(contains_name(other, name) for other in structure.untraced):
         return False
-    model = structure.model
-    return _matrices(model.get_submodule(name)) > 1 and any(
-        isinstance(model.get_submodule(parent), LISTS) for parent in enclosing(name)
+    module = structure.model.get_submodule(name)
+    if _matrices(module) < 2:
+        return False
+    # Seen in: U-ViT, whose middle block is beside its lists
+    return type(module) in classes or any(
+        isinstance(structure.model.get_submodule(parent), LISTS) for parent in enclosing(name)
     )
 
 
