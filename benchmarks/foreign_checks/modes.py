@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ def fresh(case: Case, dtype: torch.dtype = torch.float64) -> nn.Module:
     often zero or one at first, which would hide what an edit does).
     """
     torch.manual_seed(SEED)
+    random.seed(SEED)  # hyper connections choose a stream by it
     model = case.build()
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():

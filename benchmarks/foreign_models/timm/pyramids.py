@@ -177,6 +177,8 @@ CASES = (
             Stack(
                 ("0.blocks.0", "0.blocks.1", "1.blocks.0"),
                 both(interleaved("stages.{i}.attn_block"), interleaved("stages.{i}.attn_grid")),
+                # The norms of the MBConv, which begins each block.
+                optional={"mixer.norm": tuple(f"stages.{{i}}.conv.{n}.weight" for n in ("pre_norm", "norm1", "norm2"))},
             ),
         ),
     ),
