@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from peftc.recognition.analysis import Analysis, analyse
 from peftc.rewriting.edits import CONTAINER, SHARED
 from peftc.tracing.bytecode import reachable_code
 
+T = TypeVar("T")
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, type)
 TORCH = frozenset(vars(nn.Module()))  # what torch keeps in every module
 HOOKS = [key for key in TORCH if key.endswith(("_hooks", "_called"))]
@@ -83,8 +84,13 @@ def shared_analysis(
     entry = recent_analysis(source, state)
     if entry is None:
         entry = (source_key(source), state, analyse(source, sample))
-    _recent[:] = [*(other for other in _recent if other is not entry), entry][-MOST:]
+    keep_latest(_recent, entry, MOST)
     return entry[2]
+
+
+def keep_latest(entries: list[T], entry: T, most: int) -> None:
+    """Puts an entry last, and drops the first ones above a number."""
+    entries[:] = [*(other for other in entries if other is not entry), entry][-most:]
 
 
 def recent_analysis(source: ModelSource, state: ModelState) -> tuple[object, ModelState, Analysis] | None:

@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from peftc.diagnostics import PeftcError
+from peftc.installation.cached_analysis import keep_latest
 from peftc.planning.on_table import needs_graphs, plan_on_table
 from peftc.planning.planner import PlanResult
 from peftc.recognition.analysis import Analysis
@@ -54,7 +55,7 @@ def plan_on(analysis: Analysis, spec: ast.Spec, tasks: tuple[str, ...] = ()) -> 
     entry = next((entry for entry in recent if entry[0] == key), None)
     if entry is None:
         entry = (key, Compilation.of(new_plan(analysis, spec, tasks), analysis.structure))
-    recent[:] = [*(other for other in recent if other is not entry), entry][-MOST:]
+    keep_latest(recent, entry, MOST)
     return entry[1].planned
 
 

@@ -19,7 +19,7 @@ from peftc.cache.entries import FORMAT, read, write
 from peftc.cache.environment import environment
 from peftc.cache.location import cache_folder
 from peftc.cache.table_json import decode, decode_table, encode, encode_table
-from peftc.installation.cached_analysis import ModelState, NotComparable
+from peftc.installation.cached_analysis import ModelState, NotComparable, keep_latest
 from peftc.installation.compilations import Compilation
 from peftc.installation.state_text import StateText, state_text
 from peftc.models.sources import ModelSource
@@ -69,7 +69,7 @@ class Storage:
             if compilation is None:
                 return None
             entry = (source, compilation)
-        _recent[:] = [*(other for other in _recent if other is not entry), entry][-MOST:]
+        keep_latest(_recent, entry, MOST)
         return entry[1]
 
     def write(self, compilation: Compilation, table: SiteTable) -> None:

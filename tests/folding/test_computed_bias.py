@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, weight_norm
 
 import peftc
+from peftc.folding import FoldReport
 from tests.layers import Layers
 
 D = 8
@@ -33,6 +34,17 @@ class Block(nn.Module):
         return x + self.proj(F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0])
 
 
+def fold_with_values(model: nn.Module, x: torch.Tensor) -> FoldReport:
+    """Draws the edits' parameters and folds; what the model computes must stay."""
+    with torch.no_grad():
+        for parameter in peftc.parameters(model).values():
+            parameter.add_(torch.randn_like(parameter))
+        before = model(x)
+        report = peftc.fold(model)
+        torch.testing.assert_close(model(x), before)
+    return report
+
+
 @pytest.mark.parametrize(
     ("bias", "equation", "folds"),
     [
@@ -52,12 +64,7 @@ def test_a_fold_keeps_what_the_code_adds(bias: str, equation: str, folds: bool) 
     torch.manual_seed(0)
     x, model = torch.randn(2, 5, D), Layers(Block(bias), Block(bias)).eval()
     peftc.compile(f"peft 1\nedit e at layer[*].attn.v {{ {equation} }}", model, seed=0, sample={"x": x})
-    with torch.no_grad():
-        for parameter in peftc.parameters(model).values():
-            parameter.add_(torch.randn_like(parameter))
-        before = model(x)
-        report = peftc.fold(model)
-        torch.testing.assert_close(model(x), before)
+    report = fold_with_values(model, x)
     assert bool(report.folded) is folds
 
 
@@ -70,12 +77,7 @@ def test_a_fold_relies_on_zeros_of_a_buffer(equation: str, scales: bool, entry: 
         if name.endswith("k_bias"):
             buffer.fill_(entry)
     peftc.compile(f"peft 1\nedit e at layer[*].attn.k {{ {equation} }}", model, seed=0, sample={"x": x})
-    with torch.no_grad():
-        for parameter in peftc.parameters(model).values():
-            parameter.add_(torch.randn_like(parameter))
-        before = model(x)
-        report = peftc.fold(model)
-        torch.testing.assert_close(model(x), before)
+    report = fold_with_values(model, x)
     assert bool(report.folded) is (entry == 0 or not scales)
     assert all("no fold changes a buffer" in one.reason for one in report.refused)
 
@@ -98,12 +100,7 @@ def test_a_fold_sets_what_a_weight_is_computed_from(name: str) -> None:
         layer.proj = wrap(layer.proj)
     names = [*model.state_dict()]
     peftc.compile("peft 1\nedit e at layer[*].attn.o { h += lora(x, r=2) }", model, seed=0, sample={"x": x})
-    with torch.no_grad():
-        for parameter in peftc.parameters(model).values():
-            parameter.add_(torch.randn_like(parameter))
-        before = model(x)
-        report = peftc.fold(model)
-        torch.testing.assert_close(model(x), before)
+    report = fold_with_values(model, x)
     assert bool(report.folded) is folds
     assert not folds or [*model.state_dict()] == names
     assert all("no values of which" in one.reason for one in report.refused)

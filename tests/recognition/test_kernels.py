@@ -69,8 +69,3 @@ def test_an_attention_in_an_autograd_function_is_no_feed_forward_part() -> None:
     (diagnostic,) = excinfo.value.diagnostics
     assert diagnostic.code == "P214"
     assert any("Kernel" in note for note in diagnostic.notes)
-
-
-def test_generated_code_names_what_such_a_function_returns() -> None:
-    (region, _) = peftc.trace(Walked(), sample={"x": torch.randn(2, 5, D)})
-    assert "Kernel" in region.code

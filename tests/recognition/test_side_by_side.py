@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import peftc
+from tests.layers import Network
 
 D, H, T = 8, 2, 5
 functional: Any = nn.functional
@@ -34,15 +35,6 @@ class Heads(nn.Module):
         return self.proj(torch.cat([head(x) for head in self.heads], dim=-1))
 
 
-class Network(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.up(x)))
-
-
 class Branches(nn.Module):
     def __init__(self, *branches: nn.Module) -> None:
         super().__init__()
@@ -57,7 +49,7 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.experts = nn.Linear(D, 2), nn.ModuleList(Network() for _ in range(2))
+        self.gate, self.experts = nn.Linear(D, 2), nn.ModuleList(Network(D) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.gate(x).softmax(-1)
@@ -82,8 +74,8 @@ class Model(nn.Module):
 
     def block(self, branches: bool) -> Block:
         if branches:
-            return Block(Branches(Heads(), Heads(), Heads()), Branches(Network(), Network()))
-        return Block(Heads(), Network())
+            return Block(Branches(Heads(), Heads(), Heads()), Branches(Network(D), Network(D)))
+        return Block(Heads(), Network(D))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

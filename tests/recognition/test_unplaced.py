@@ -14,29 +14,10 @@ from torch import Tensor, nn
 import peftc
 from peftc.compiler import plan_edits
 from peftc.semantics.spec_argument import flat_spec
+from tests.layers import Attention, Network
 
 D, H, T = 8, 2, 6
 functional: Any = nn.functional
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
-
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        y = x if context is None else context
-        q, k, v = (z.unflatten(-1, (H, -1)).transpose(1, 2) for z in (self.q(x), self.k(y), self.v(y)))
-        return self.o(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-class Network(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.up(x)))
 
 
 class Block(nn.Module):
@@ -44,14 +25,14 @@ class Block(nn.Module):
 
     def __init__(self, kind: str = "") -> None:
         super().__init__()
-        self.kind, self.attn, self.mlp = kind, Attention(), Network()
+        self.kind, self.attn, self.mlp = kind, Attention(D), Network(D)
         self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(D) for _ in range(3))
         if kind in ("beside", "in a row", "cross"):
-            self.other = Attention()
+            self.other = Attention(D)
         if kind == "conv":
             self.conv = nn.Conv1d(D, D, 3, padding=1, groups=D)
         if kind == "network beside":
-            self.other_mlp = Network()
+            self.other_mlp = Network(D)
 
     def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
         if self.kind == "beside":  # for the next layer, and not added to what this one returns
@@ -86,7 +67,7 @@ class Plain(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers, self.others = (
-            nn.ModuleList(nn.ModuleList([Attention(), Network()]) for _ in range(2)) for _ in range(2)
+            nn.ModuleList(nn.ModuleList([Attention(D), Network(D)]) for _ in range(2)) for _ in range(2)
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -303,6 +303,12 @@ def a_second_name_of_what_is_written(self: Any, x: Tensor) -> Any:
     return w, x, y, z
 
 
+@case
+def results_of_a_map(self: Any, x: Tensor) -> Any:
+    one, other = map(torch.relu, (self.inner(x), x))  # each is computed as the tuple is taken apart
+    return one - 2 * other
+
+
 def call(module: nn.Module, tokens: int) -> Any:
     torch.manual_seed(tokens)
     return module(torch.randn(2, tokens, 4))
