@@ -198,7 +198,8 @@ def _order(node: fx.Node, size: int) -> list[int] | None:
 def features_dim(node: fx.Node, layer: LayerGraph) -> int:
     """The dimension of the features: the last, or the second of what convolutions read."""
     last = max(0, len(shape(node)) - 1)
-    if last < 2 or not any(isinstance(m, CHANNELS_FIRST) for m in layer.root.modules()):
+    # an image may also come from tokens, and go to convolutions of another layer (RT-DETR's AIFI)
+    if last < 2 or (last < 3 and not any(isinstance(m, CHANNELS_FIRST) for m in layer.root.modules())):
         return last
     dim = _dim_of_producer(node, layer, set())
     dim = _dim_of_consumer(node, layer, set()) if dim is None else dim

@@ -113,10 +113,17 @@ def without_checkpointing() -> Generator[None]:
 
 @shielded
 def training_mode(model: nn.Module, train: bool) -> Generator[None]:
+    """Inside the block a model trains or not. What its forward does to buffers is undone: two
+    models are equal only with equal running statistics.
+    """
     modes = {module: module.training for module in model.modules()}
+    buffers = [(b, b.detach().clone()) for b in model.buffers()] if train else []  # seen in: BatchNorm
     model.train(train)
     try:
         yield
     finally:
         for module, mode in modes.items():
             module.training = mode
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)

@@ -4,6 +4,7 @@ in them that are compared with a hook.
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -51,6 +52,22 @@ class Pooling(nn.Module):
         return x + self.down(self.up(self.norm2(x)).relu())
 
 
+class Flattened(nn.Module):
+    """RT-DETR's AIFI: an image comes in and goes out, tokens are inside, and nothing convolves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.up, self.down = nn.Linear(D, 16), nn.Linear(16, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape, x = x.shape, x.flatten(2).transpose(1, 2)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        x = x + self.proj((q @ k.transpose(1, 2)).softmax(-1) @ v)
+        x = x + self.down(self.up(x).relu())
+        return x.transpose(1, 2).view(shape)
+
+
 def image() -> dict[str, Tensor]:
     return {"x": torch.randn(2, D, SIDE, SIDE)}
 
@@ -73,6 +90,22 @@ def add_linear(layer: nn.Module, weight: Tensor) -> None:
     seen: list[Tensor] = []
     layer.block[3].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     layer.last.register_forward_hook(lambda _, args, h: h + (seen[-1] @ weight.T).permute(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize("state", ["x", "h"])
+def test_a_layer_that_reads_and_returns_an_image_of_tokens(state: str) -> None:
+    """An edit at the layer itself is over the features of the image, not over its width."""
+    model, inputs = Layers(Flattened(), Flattened()).double().eval(), {"x": torch.randn(2, D, SIDE, 4).double()}
+    spec = f"peft 1  edit e at layer[*] {{ h += linear({state}, bias=false) }}"
+    peftc.compile(spec, model, seed=0, sample=inputs)
+    weights = [nn.init.normal_(weight) for weight in peftc.parameters(model).values()]
+    edited = model(**inputs)
+    peftc.remove(model)
+    for layer, weight in zip(model.layers, weights, strict=True):
+        layer.register_forward_hook(
+            lambda _, args, h, w=weight: h + torch.einsum("bchw, dc -> bdhw", args[0] if state == "x" else h, w)
+        )
+    torch.testing.assert_close(edited, model(**inputs))
 
 
 def test_pooling_is_a_mixer() -> None:

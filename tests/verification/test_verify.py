@@ -40,6 +40,15 @@ def test_the_users_model_is_unchanged() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
+def test_running_statistics_are_those_of_the_model() -> None:
+    """Calls in training mode move them, in the copy that is compared as in its base."""
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8)).eval()
+    batch = {"input": torch.randn(4, 8) + 1}
+    compiled = peftc.compile('peft 1  edit e at "1" { h += adapter(x, r=2) }', model, seed=0, sample=batch)
+    report = peftc.verify(compiled, batch)
+    assert report.ok, str(report)
+
+
 def test_a_batch_of_the_user() -> None:
     compiled = peftc.compile(QV, model(), seed=0)
     report = peftc.verify(compiled, zoo.inputs("llama", compiled, padding="right", labels=True))
