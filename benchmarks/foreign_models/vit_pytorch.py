@@ -271,14 +271,17 @@ OTHER = (
             for layers, width, at in (((0, 1), 16, "layers.0.0.layers.{i}"), ((0,), 32, "layers.1.0.layers.{i}"))
         ),
     ),
-    # Weights are normed by a parametrisation; no norm modules; sums are interpolations on a sphere.
+    # Weights are normed by a parametrisation; sums are interpolations on a sphere. Queries and keys
+    # are normed per head and scaled by a parameter: the code calls that a norm.
     case(
         "normalized_vit",
         built("normalized_vit", "nViT", heads=2, dim_head=8, mlp_dim=32, **IMAGE),
         Stack(
             (0, 1),
             attention(
-                **{r: f"layers.{{i}}.0.to_{n}.linear" for r, n in zip("qkvo", ("q", "k", "v", "out"), strict=True)}
+                **{r: f"layers.{{i}}.0.to_{n}.linear" for r, n in zip("qkvo", ("q", "k", "v", "out"), strict=True)},
+                q_norm="layers.{i}.0.q_scale!",
+                k_norm="layers.{i}.0.k_scale!",
             )
             | {
                 "ffn.up": "layers.{i}.1.to_hidden.linear.weight",

@@ -21,7 +21,7 @@ from peftc.dataflow.nodes import is_tensor
 from peftc.dataflow.operations import Op
 from peftc.observation.sample_forward import SampleForward
 from peftc.recognition.layer_candidates import LISTS
-from peftc.recognition.residual_stream import gives_states
+from peftc.recognition.residual_stream import before_shift, gives_states
 from peftc.recognition.roles import SubLayer, sub_layers
 from peftc.recognition.token_mixing import is_weighted
 from peftc.tracing.region_trace import RegionTrace
@@ -205,6 +205,7 @@ def _starts(bodies: Sequence[Sequence[str]], traced: RegionTrace, layer: LayerGr
             starts.append(node)
             is_norm = layer.op(node) is Op.NORM
             source = node.args[0] if is_norm and node.args else layer.passes_through(node)
+            source = source if isinstance(source, fx.Node) else before_shift(node)
             node = source if isinstance(source, fx.Node) and is_tensor(source) else None
         if starts:
             yield starts

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from transformers.pytorch_utils import Conv1D
 
 from peftc.addressing.sites import (
@@ -63,7 +64,15 @@ def weight_states(name: str, module: nn.Module, rows: Slice | None = None) -> di
 def _outside_layers(structure: ModelStructure) -> list[str]:
     """Modules called outside every layer, in the order of their calls."""
     layers = {n for s in structure.stacks for n in s.modules}
-    return [n for n in structure.seen.calls if layers.isdisjoint(enclosing(n))]
+    outside = (n for n in structure.seen.calls if layers.isdisjoint(enclosing(n)))
+    return [n for n in outside if not _computes_weight(n, structure.model)]
+
+
+def _computes_weight(name: str, model: nn.Module) -> bool:
+    """Whether a module is part of a parametrisation: what it reads is no hidden state."""
+    # Seen in: no transformers model, but nViT, whose last norm would be that of a weight
+    owner, separator, _ = name.partition(".parametrizations.")
+    return bool(separator) and is_parametrized(model.get_submodule(owner))
 
 
 def enclosing(name: str) -> Iterator[str]:

@@ -9,8 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.matrices import MatrixPart
 from peftc.dataflow.nodes import example, first_input, is_tensor, output_of
-from peftc.dataflow.values import upstream, value_users
+from peftc.dataflow.values import reaches, upstream, value_users
 from peftc.fakes.tensors import fake_copy
+from peftc.recognition.attention.patterns import Attention
 from peftc.recognition.residual_stream import Stream
 from peftc.tracing.module_calls import forward_signature
 from peftc.tracing.tracer import approximate_trace
@@ -80,3 +81,10 @@ def norm_parts(module: nn.Module, call: fx.Node) -> dict[str, MatrixPart]:
     norm = code.normalization(code.stripped(result)) if isinstance(result, fx.Node) else None
     parts = {} if norm is None else {"w": norm.weight, "b": norm.bias}
     return {name: part for name, part in parts.items() if part is not None}
+
+
+def is_of_scores(norm: fx.Node, attentions: Sequence[Attention]) -> bool:
+    """Whether a norm is of an attention's probabilities: its features are heads."""
+    # Seen in: no transformers model, but DeepViT
+    written = [a for a in attentions if a.sort == "written"]
+    return any(reaches(a.call, norm) and reaches(norm, a.out) for a in written)

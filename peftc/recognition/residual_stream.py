@@ -16,11 +16,13 @@ from torch import fx
 
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import example, first_input, is_tensor, shape
-from peftc.dataflow.operations import SCALE, Op, name_of, op_of
+from peftc.dataflow.operations import LAYOUT, SCALE, Op, name_of, op_of
 from peftc.dataflow.values import upstream, value_operands
 from peftc.fakes.tensors import tensors_in
 from peftc.tracing.in_place import writes_to
 from peftc.tracing.operations import new_version
+
+_MOVES = LAYOUT | {Op.JOIN, Op.ITEM, Op.CREATE}
 
 
 def stream_input(graph: fx.Graph) -> fx.Node | None:
@@ -82,6 +84,13 @@ class Stream:
             same = self.layer.passes_through(source) or self._affine(source)
             source = same or (first_input(source) if op_of(source) in (Op.PERMUTE, Op.ROLL) else None)
         return source is not None and shape(node) != () and source is not node
+
+    def shifts(self, node: fx.Node) -> bool:
+        """Whether `node` is the stream with some features of other tokens, but for norms."""
+        source: fx.Node | None = node
+        while source is not None and not self.holds(source):
+            source = self.layer.passes_through(source) or self._affine(source) or before_shift(source)
+        return source is not None
 
     def _affine(self, node: fx.Node) -> fx.Node | None:
         """The operand of a norm, a scale or a bias."""
@@ -150,6 +159,17 @@ def _selected(node: fx.Node) -> fx.Node | None:
     indices = [k for k in key if isinstance(k, (int, slice, fx.Node))]
     all_features = len(indices) < len(before) or indices[-1] == slice(None)
     return source if all_features and len(indices) == len(key) else None
+
+
+def before_shift(node: fx.Node) -> fx.Node | None:
+    """The tensor of whose entries alone a joined value of its shape is made."""
+    # Seen in: no transformers model, but MEGABYTE: half of the features are of the token before
+    if op_of(node) is not Op.JOIN:
+        return None
+    behind = list(upstream(node, lambda n: n is not node and shape(n) == shape(node)))
+    sources = [n for n in behind if n is not node and shape(n) == shape(node)]
+    moves = all(op_of(n) in _MOVES or name_of(n) == "pad" for n in behind if n not in sources)
+    return sources[0] if moves and len(sources) == 1 else None
 
 
 def mixed_streams(node: fx.Node) -> list[fx.Node]:

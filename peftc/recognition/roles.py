@@ -25,13 +25,14 @@ from peftc.recognition.attention.patterns import Attention, attentions, has_soft
 from peftc.recognition.attention.projections import (
     nodes_up_to_linears,
     outermost,
+    reads_projections,
     roles_with_equal_linears,
     roles_with_overlapping_rows,
 )
 from peftc.recognition.attention.side_by_side import heads_beside
 from peftc.recognition.ffn import Projection, input_projections
 from peftc.recognition.moe.matrices import Experts, Router
-from peftc.recognition.norms import NormFinder
+from peftc.recognition.norms import NormFinder, is_of_scores
 from peftc.recognition.residual_stream import Stream, has_several_streams, other_streams, stream_input, sublayer_output
 from peftc.recognition.token_mixing import (
     are_alike,
@@ -110,18 +111,11 @@ def sub_layers(layer: LayerGraph, opaque: Collection[str] = (), first: fx.Node |
     norms, sums = set[fx.Node](), {first, *(sub.add for sub in subs), *(side.values[0] for side in sides)}
     for sub in subs:
         own = NormFinder(finder.stream, apart, sums)
-        sub.norms = [n for n in own.before(sub.body, sub.res) if n not in norms and not _is_of_scores(n, sub)]
+        sub.norms = [n for n in own.before(sub.body, sub.res) if n not in norms and not is_of_scores(n, sub.attentions)]
         sub.output_norm = own.behind(sub.add)
         sub.norms += [] if sub.output_norm is None else [sub.output_norm]
         norms.update(sub.norms)
     return subs
-
-
-def _is_of_scores(norm: fx.Node, sub: SubLayer) -> bool:
-    """Whether a norm is of an attention's probabilities: its features are heads."""
-    # Seen in: no transformers model, but DeepViT
-    written = [a for a in sub.attentions if a.sort == "written"]
-    return any(reaches(a.call, norm) and reaches(norm, a.out) for a in written)
 
 
 def _relabel_local_mixer(sub: SubLayer, stream: Stream) -> None:
@@ -144,7 +138,7 @@ class _Finder:
     def __init__(self, layer: LayerGraph, stream: Stream, known: list[Attention] | None = None) -> None:
         self.layer, self.stream = layer, stream
         self.attentions = _all_attentions(layer) if known is None else known
-        self.sums = [n for n in layer.graph.nodes if layer.op(n) is Op.ADD and is_tensor(n)]
+        self.sums = [n for n in layer.graph.nodes if layer.op(n) in (Op.ADD, Op.BLEND) and is_tensor(n)]
         self.earlier = set[fx.Node]()  # Linears with a role in a sub-layer so far
 
     def along_stream(self) -> list[SubLayer]:
@@ -168,6 +162,8 @@ class _Finder:
             for start, other in itertools.permutations(operands, 2):
                 if self._attends(other) and not self._attends(start) and self.is_computed(start):
                     is_new = reaches(start, other)
+                    if not is_new and reads_projections(start, self.attentions, self.layer):
+                        continue
                     finder = _Finder(self.layer, Stream(start if is_new else first, self.layer, self.stream.opaque))
                     finder.stream.values += [] if is_new else [start]
                     return finder, finder.along_stream()
@@ -332,6 +328,8 @@ def _side_streams(main: _Finder) -> list[Stream]:
 
 
 def _operands(add: fx.Node) -> list[fx.Node]:
+    """The terms of a sum, or the ends of an interpolation; not the factors of these."""
+    # Seen in: no transformers model, but nViT (`x.lerp(h, a)`)
     return [a for a in add.args[:2] if isinstance(a, fx.Node)]
 
 
@@ -375,7 +373,7 @@ def _input_of(projection: Projection | None, entry: fx.Node | None, stream: Stre
     """What a Linear reads, if that is the stream; else `entry`, the input of the sub-layer."""
     # Seen in: JetMoE, whose experts compute the queries
     source = stream.layer.input_of(projection.node) if projection is not None else None
-    return source if source is not None and (stream.holds(source) or entry is None) else entry
+    return source if source is not None and (entry is None or stream.holds(source) or stream.shifts(source)) else entry
 
 
 def _set_ffn_roles(sub: SubLayer, stream: Stream) -> None:

@@ -140,6 +140,49 @@ class Pyramid(Model):
         return self.stages(x)
 
 
+class Shifted(Nested):
+    """Parts read half of the features of the token before; sums are interpolations."""
+
+    def loop(self, x: Tensor) -> Tensor:
+        for norm, attn, _, ffn_norm, ffn in self.layers:  # pyright: ignore[reportGeneralTypeIssues]
+            x = nn.functional.normalize(x.lerp(attn(norm(shifted(x))), x.new_full((D,), 0.3)), dim=-1)
+            x = torch.lerp(x, ffn(ffn_norm(shifted(x))), 0.3)
+        return x
+
+
+def shifted(x: Tensor) -> Tensor:
+    here, before = x.chunk(2, dim=-1)
+    return torch.cat((here, nn.functional.pad(before, (0, 0, 1, -1))), dim=-1)
+
+
+class Convolving(Attention):
+    """A convolution of the values is added to the attention's result: no residual stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.along = nn.Conv2d(1, 1, (3, 1), padding=(1, 0), bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one(x).unsqueeze(1) for one in (self.q, self.k, self.v))
+        out = nn.functional.scaled_dot_product_attention(q, k, v) + self.along(v)
+        return self.o(out.squeeze(1))
+
+
+class Convolved(Nested):
+    """Every other element of the lists looks like a layer."""
+
+    modules_of_q = ("layers.0.0.q", "layers.1.0.q")
+
+    def build(self) -> None:
+        self.layers = nn.ModuleList([nn.ModuleList([Convolving(), Ffn()]) for _ in range(2)])
+
+    def loop(self, x: Tensor) -> Tensor:
+        for attn, ffn in self.layers:  # pyright: ignore[reportGeneralTypeIssues]
+            x = attn(x) + x
+            x = ffn(x) + x
+        return x
+
+
 @dataclass
 class Intermediates:
     values: Tensor
@@ -195,7 +238,9 @@ class Records(Model):
         return x + 0.1 * hiddens.every[2] + 0.1 * hiddens.records[1].values
 
 
-@pytest.fixture(scope="module", params=[Nested, InPlace, SideBySide, Residuals, Pyramid, Records, Skips])
+@pytest.fixture(
+    scope="module", params=[Nested, InPlace, SideBySide, Residuals, Pyramid, Records, Skips, Shifted, Convolved]
+)
 def compiled(request: pytest.FixtureRequest) -> tuple[Model, Model, dict[str, Tensor]]:
     torch.manual_seed(0)
     model = request.param().double().eval()
@@ -245,6 +290,7 @@ def test_copies_are_edited(
 
 def test_a_compiled_graph_has_the_edits(compiled: tuple[Model, Model, dict[str, Tensor]]) -> None:
     model, _, sample = compiled
+    torch._dynamo.reset()
     with torch.no_grad():
         result = torch.compile(model, backend="eager", fullgraph=True)(**sample)
         torch.testing.assert_close(result, model(**sample), rtol=0, atol=1e-12)

@@ -44,6 +44,14 @@ def roles_with_overlapping_rows(
     return roles
 
 
+def reads_projections(value: fx.Node, attentions: list[Attention], layer: LayerGraph) -> bool:
+    """Whether a value is computed from the Linears of an attention: then it is a part of it."""
+    # Seen in: no transformers model, but Nyström attention, which adds a convolution of its values
+    operands = [operand for a in attentions for operand in (a.q, a.k, a.v)]
+    linears = {linear for operand in operands for linear in layer.linears(set(upstream(operand, layer.is_linear)))}
+    return not linears.isdisjoint(upstream(value, layer.is_linear))
+
+
 def nodes_up_to_linears(linear: fx.Node, layer: LayerGraph) -> set[fx.Node]:
     """The nodes that a Linear's input is computed from, back to the Linears before it."""
     # Seen in: MiniCPM 3, GLM-4 MoE Lite, LongCat

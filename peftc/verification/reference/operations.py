@@ -17,7 +17,8 @@ from peftc.verification.reference.interpreter import KeyValues
 from peftc.verification.reference.locations import Kind, ReferenceUnavailable
 from peftc.verification.reference.outputs import named_tensors
 
-SUMS = frozenset({"add", "__add__", "__radd__", "add_", "__iadd__"})
+# `x.lerp(h, a)` is x + a (h - x)
+SUMS = frozenset({"add", "__add__", "__radd__", "add_", "__iadd__", "lerp", "lerp_"})
 PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum"})
 SOFTMAX = "softmax"
 ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
