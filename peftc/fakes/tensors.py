@@ -4,6 +4,7 @@ import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -25,6 +26,9 @@ T = TypeVar("T")
 _COPY_METHODS = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
 _TORCH = frozenset(vars(nn.Module()))  # what torch keeps in every module
 _IMMUTABLE = frozenset({bool, int, float, str, type(None), type, torch.dtype, torch.device})
+# The copy shares functions and modules of Python, as imports do; `copy.deepcopy` refuses some.
+# Seen in: no transformers model, but rotary-embedding-torch (`self.f = staticmethod(f)`)
+_SHARED = _IMMUTABLE | {staticmethod, classmethod, ModuleType}
 
 
 def new_mode() -> FakeTensorMode:
@@ -116,9 +120,7 @@ def make_fake(model: nn.Module) -> nn.Module:
                 own = vars(module)
                 own.update((name, OrderedDict()) for name in HOOKS if own.get(name))
                 others = [(name, value) for name, value in own.items() if name not in _TORCH]
-                own.update(
-                    (name, copy.deepcopy(value, memo)) for name, value in others if type(value) not in _IMMUTABLE
-                )
+                own.update((name, _copy_attribute(value, memo)) for name, value in others)
     return model
 
 
@@ -170,7 +172,7 @@ def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _copy_attribute(value: Any, memo: dict[int, Any]) -> Any:
     kind = type(value)
-    if kind in _IMMUTABLE:
+    if kind in _SHARED:
         return value
     if isinstance(value, nn.Module):
         return _copy_module(value, memo)

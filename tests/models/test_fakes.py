@@ -84,6 +84,14 @@ def test_tensors_outside_parameters_and_buffers_are_faked_too() -> None:
     assert isinstance(fake.table[1]["scale"], FakeTensor)
 
 
+def test_functions_that_cannot_be_copied_are_shared() -> None:
+    model = nn.Linear(2, 2)
+    model.apply_f, model.table = staticmethod(torch.sin), {"library": copy}
+    for fake in (fake_copy(model), make_fake(nn.Sequential(model))[0]):
+        assert fake.apply_f is model.apply_f
+        assert fake.table["library"] is copy
+
+
 def test_the_memory_does_not_depend_on_the_size() -> None:
     shared = torch.empty(1).expand(1 << 20, 1 << 15)  # a copy would take 128 GB
     big = nn.Linear(1, 1, bias=False)
