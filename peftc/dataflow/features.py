@@ -7,7 +7,7 @@ model keeps them: one block each, or interleaved head by head.
 
 import contextlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from peftc.addressing.sites import Slice
 from peftc.dataflow.layer_graph import LayerGraph
-from peftc.dataflow.matrices import as_slice
+from peftc.dataflow.matrices import as_slice, parameter_of
 from peftc.dataflow.nodes import example, first_input, is_tensor, shape
 from peftc.dataflow.operations import LAYOUT, Op, is_in_place, name_of, op_of, rerun
 from peftc.dataflow.values import cache_update, reaches, upstream, value_operands, value_users
@@ -30,10 +30,18 @@ CHANNELS_FIRST = (
 )
 
 
-def source_linears(layer: LayerGraph, value: fx.Node, *others: fx.Node) -> list[tuple[fx.Node, Slice | None]]:
-    """The nearest Linears upstream of values, each with the rows that go there; None: all rows."""
+def source_linears(
+    layer: LayerGraph, value: fx.Node, *others: fx.Node, ends: Collection[fx.Node] = ()
+) -> list[tuple[fx.Node, Slice | None]]:
+    """The nearest Linears upstream of values, each with the rows that go there; None: all rows.
+    `ends`: nodes behind which no Linear counts.
+    """
     values = (value, *others)
-    behind = {n for v in values for n in upstream(v, lambda n: layer.is_linear(n) and not sums_tokens(n, layer))}
+
+    def stops(node: fx.Node) -> bool:
+        return node in ends or (layer.is_linear(node) and not sums_tokens(node, layer))
+
+    behind = {n for v in values for n in upstream(v, stops)}
     linears = [n for n in layer.linears(behind) if not sums_tokens(n, layer)]
     between = sorted(behind - set(linears))
     sources: list[tuple[fx.Node, Slice | None]] = []
@@ -208,7 +216,7 @@ def features_dim(node: fx.Node, layer: LayerGraph) -> int:
 
 def _dim_of_producer(node: fx.Node, layer: LayerGraph, seen: set[fx.Node]) -> int | None:
     seen.add(node)
-    if (own := _dim_of_module(node, layer)) is not None:
+    if (own := _own_dim(node, layer)) is not None:
         return own
     for source in value_operands(node):
         if source in seen or not _keeps_features(source, node):
@@ -228,7 +236,8 @@ def _dim_of_consumer(node: fx.Node, layer: LayerGraph, seen: set[fx.Node]) -> in
     for user in value_users(node):
         if user in seen or not is_tensor(user):
             continue
-        if user.op == "call_module" and first_input(user) is node and (own := _dim_of_module(user, layer)) is not None:
+        reads = first_input(user) is node if user.op == "call_module" else layer.op(user) is Op.MUL
+        if reads and (own := _own_dim(user, layer)) is not None:
             return own
         if not _keeps_features(node, user):
             continue
@@ -239,15 +248,30 @@ def _dim_of_consumer(node: fx.Node, layer: LayerGraph, seen: set[fx.Node]) -> in
     return None
 
 
-def _dim_of_module(node: fx.Node, layer: LayerGraph) -> int | None:
-    """The dimension of the features in what a module reads and returns."""
+def _own_dim(node: fx.Node, layer: LayerGraph) -> int | None:
+    """The dimension of the features in what a module, or a scale, reads and returns."""
     module, sizes = layer.module(node), shape(node)
     if isinstance(module, CHANNELS_FIRST):
         return 1
     if isinstance(module, nn.LayerNorm) and inspect.unwrap(type(module).forward) is not nn.LayerNorm.forward:
         dims = [dim for dim in {1, len(sizes) - 1} if sizes[dim] == module.normalized_shape[-1]]
         return dims[0] if len(dims) == 1 else None  # it may permute them itself
-    return len(sizes) - 1 if isinstance(module, nn.LayerNorm) or layer.is_linear(node) else None
+    if isinstance(module, nn.LayerNorm) or layer.is_linear(node):
+        return len(sizes) - 1
+    return _dim_of_scale(node, layer)
+
+
+def _dim_of_scale(node: fx.Node, layer: LayerGraph) -> int | None:
+    """The dimension in which a value is scaled by a parameter that has one for each of its own."""
+    # Seen in: no transformers model, but the affine maps of ResMLP
+    if node.op == "call_module":
+        factors = [p.shape for p in layer.module(node).parameters()] if layer.op(node) is Op.NORM else []  # pyright: ignore
+    else:
+        others = [n for n in value_operands(node) if layer.op(node) is Op.MUL and parameter_of(n) is not None]
+        factors = [shape(n) for n in others]
+    dims = [[dim for dim, size in enumerate(sizes) if size > 1] for sizes in factors]
+    is_one = all(len(sizes) == len(shape(node)) for sizes in factors) and all(len(own) == 1 for own in dims)
+    return dims[0][0] if is_one and len({own[0] for own in dims}) == 1 else None
 
 
 def _keeps_features(source: fx.Node, node: fx.Node) -> bool:

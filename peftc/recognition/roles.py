@@ -8,7 +8,6 @@ read one stream and are summed before they are added to it. They are two sub-lay
 """
 
 import itertools
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
@@ -22,13 +21,7 @@ from peftc.dataflow.operations import Op
 from peftc.dataflow.values import reaches, upstream, value_operands, without_gates
 from peftc.recognition.attention.linear_attention import linear_attentions
 from peftc.recognition.attention.patterns import Attention, attentions, has_softmax_mixture
-from peftc.recognition.attention.projections import (
-    nodes_up_to_linears,
-    outermost,
-    reads_projections,
-    roles_with_equal_linears,
-    roles_with_overlapping_rows,
-)
+from peftc.recognition.attention.projections import attention_projections, reads_projections, without_sorting
 from peftc.recognition.attention.side_by_side import heads_beside
 from peftc.recognition.ffn import Projection, input_projections
 from peftc.recognition.moe.matrices import Experts, Router
@@ -162,7 +155,7 @@ class _Finder:
             for start, other in itertools.permutations(operands, 2):
                 if self._attends(other) and not self._attends(start) and self.is_computed(start):
                     is_new = reaches(start, other)
-                    if not is_new and reads_projections(start, self.attentions, self.layer):
+                    if reads_projections(start, self.attentions, self.layer):
                         continue
                     finder = _Finder(self.layer, Stream(start if is_new else first, self.layer, self.stream.opaque))
                     finder.stream.values += [] if is_new else [start]
@@ -337,26 +330,9 @@ def _set_attention_roles(sub: SubLayer, stream: Stream, earlier: Collection[fx.N
     """`earlier`: Linears of sub-layers before, whose results may be mixed with those of this."""
     # Seen in: no transformers model, but values that are added to those of the first layer
     sub.kind, sub.variant, layer = "attn", "self", stream.layer
-    attention, values = sub.attentions[0], {r: [getattr(a, r) for a in sub.attentions] for r in ("q", "k")}
-    values["v"] = [a.v for a in outermost(sub.attentions, layer)]
-    nearest: dict[str, list[fx.Node]] = {}
-    for role, (value, *others) in values.items():
-        linears = [n for n, _ in source_linears(layer, value) if n in sub.body and n not in earlier]
-        if any(stream.hides(n) for n in upstream(value, layer.is_linear) if n in sub.body):
-            linears = []  # an opaque module may change a Linear's result, or replace it
-        last = [n for n in linears if not any(n in nodes_up_to_linears(other, layer) for other in linears)]
-        # not the Linears that compute positions
-        nearest[role] = list(filter(stream.reaches, last)) or last
-        rows = dict(source_linears(layer, value, *others))
-        if (node := next(iter(nearest[role]), None)) is not None and node in rows:
-            sub.projections[role] = Projection(node, rows[node])
-    for role in roles_with_equal_linears(nearest):
-        sub.projections.pop(role, None)
-        same_size = [n for n in nearest[role] if math.prod(shape(n)) == math.prod(shape(values[role][0]))]
-        if len(same_size) == 1:  # more heads of queries than of keys
-            sub.projections[role] = Projection(same_size[0])
-    for role in roles_with_overlapping_rows(sub.projections, attention, layer):
-        del sub.projections[role]
+    attention, *_ = attended = without_sorting(sub.attentions, layer)
+    ends = {a.call for a in sub.attentions if a not in attended}
+    sub.projections = attention_projections(attended, sub.body - {*earlier}, ends, stream)
     sub.heads = heads_beside(sub.attentions, sub.projections, layer)
     out = layer.consumer_linear(attention.out, sub.body)
     if out is not None and attention.out in sub.body:

@@ -1,15 +1,51 @@
 """Which Linears compute the queries, keys and values of attentions, where several may."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import fx
 
+from peftc.dataflow.features import source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import shape
-from peftc.dataflow.values import upstream
+from peftc.dataflow.operations import Op
+from peftc.dataflow.values import upstream, value_operands
 from peftc.recognition.attention.patterns import Attention
 from peftc.recognition.ffn import Projection
+from peftc.recognition.residual_stream import Stream
+
+
+def attention_projections(
+    attentions: list[Attention], body: Collection[fx.Node], ends: Collection[fx.Node], stream: Stream
+) -> dict[str, Projection]:
+    """The Linears of queries, keys and values: `q`, `k`, `v`, those that are known.
+
+    Args: `attentions`: of one sub-layer. `body`: the nodes that may compute them. `ends`: nodes
+    behind which nothing does.
+    """
+    layer, projections = stream.layer, dict[str, Projection]()
+    values = {r: [getattr(a, r) for a in attentions] for r in ("q", "k")}
+    values["v"] = [a.v for a in outermost(attentions, layer)]
+    nearest: dict[str, list[fx.Node]] = {}
+    for role, (value, *others) in values.items():
+        linears = [n for n, _ in source_linears(layer, value, ends=ends) if n in body]
+        if any(stream.hides(n) for n in upstream(value, layer.is_linear) if n in body):
+            linears = []  # an opaque module may change a Linear's result, or replace it
+        last = [n for n in linears if not any(n in nodes_up_to_linears(other, layer) for other in linears)]
+        # not the Linears that compute positions
+        nearest[role] = list(filter(stream.reaches, last)) or last
+        rows = dict(source_linears(layer, value, *others, ends=ends))
+        if (node := next(iter(nearest[role]), None)) is not None and node in rows:
+            projections[role] = Projection(node, rows[node])
+    without_rows_of_keys(projections, attentions[0], layer)
+    for role in roles_with_equal_linears(nearest):
+        projections.pop(role, None)
+        same_size = [n for n in nearest[role] if math.prod(shape(n)) == math.prod(shape(values[role][0]))]
+        if len(same_size) == 1:  # more heads of queries than of keys
+            projections[role] = Projection(same_size[0])
+    for role in roles_with_overlapping_rows(projections, attentions[0], layer):
+        del projections[role]
+    return projections
 
 
 def outermost(attentions: list[Attention], layer: LayerGraph) -> list[Attention]:
@@ -18,6 +54,37 @@ def outermost(attentions: list[Attention], layer: LayerGraph) -> list[Attention]
     softmaxes = {a.call for a in attentions if a.sort == "written"}
     own = [a for a in attentions if softmaxes.isdisjoint(upstream(a.v, layer.is_linear))]
     return own or attentions
+
+
+def without_sorting(attentions: list[Attention], layer: LayerGraph) -> list[Attention]:
+    """The attentions whose results are no keys of another one: those sort, and do not attend."""
+    # Seen in: no transformers model, but Sinkhorn attention, whose `v` would be its keys without it
+    keys = {n for a in attentions for n in upstream(a.k, layer.is_linear)}
+    return [a for a in attentions if a.out not in keys] or attentions
+
+
+def without_rows_of_keys(projections: dict[str, Projection], attention: Attention, layer: LayerGraph) -> None:
+    """Takes the rows of the keys from values of which some tokens are computed by them."""
+    # Seen in: no transformers model, but Sinkhorn attention: sorted keys are beside its values
+    keys, values = projections.get("k"), projections.get("v")
+    if keys is None or values is None or keys.node is not values.node:
+        return
+    width = layer.width(keys.node)
+    sources = [dict(source_linears(layer, operand)).get(values.node) for operand in joined_operands(attention.v, layer)]
+    own = [rows for rows in sources if rows is not None and not rows.overlaps(keys.slice(width))]
+    if len(set(own)) == 1:
+        projections["v"] = Projection(values.node, own[0])
+
+
+def joined_operands(value: fx.Node, layer: LayerGraph) -> list[fx.Node]:
+    """The tensors whose tokens a value joins; none where it joins none."""
+    nodes, operands = [value], list[fx.Node]()
+    for node in nodes:  # which grows
+        if layer.op(node) is Op.JOIN and len({shape(n)[-1:] for n in [node, *value_operands(node)]}) == 1:
+            operands += value_operands(node)
+        elif not layer.is_linear(node):
+            nodes += [n for n in value_operands(node) if n not in nodes and shape(n)]
+    return operands
 
 
 def roles_with_equal_linears(nearest: Mapping[str, list[fx.Node]]) -> set[str]:
@@ -46,7 +113,8 @@ def roles_with_overlapping_rows(
 
 def reads_projections(value: fx.Node, attentions: list[Attention], layer: LayerGraph) -> bool:
     """Whether a value is computed from the Linears of an attention: then it is a part of it."""
-    # Seen in: no transformers model, but Nyström attention, which adds a convolution of its values
+    # Seen in: no transformers model, but Nyström attention, which adds a convolution of its values,
+    # and Set Transformer, which adds the attention to its queries
     operands = [operand for a in attentions for operand in (a.q, a.k, a.v)]
     linears = {linear for operand in operands for linear in layer.linears(set(upstream(operand, layer.is_linear)))}
     return not linears.isdisjoint(upstream(value, layer.is_linear))

@@ -15,6 +15,7 @@ from peftc.dataflow.nodes import module_path, shape
 from peftc.dataflow.operations import Op
 from peftc.dataflow.values import reaches, value_operands
 from peftc.recognition.attention.patterns import Attention, attentions
+from peftc.recognition.attention.projections import joined_operands
 from peftc.recognition.layer_types import LayerType
 from peftc.recognition.loops import contains_name
 from peftc.recognition.roles import SubLayer
@@ -132,17 +133,6 @@ class _Finder:
                     name = name_of(linear, self.layer)
                     if name not in names and self.is_own(name) and not is_affine(operand, linear, self.layer):
                         yield UntracedPart(owner(name), FUSED, frozenset({"ffn"}))
-
-
-def joined_operands(value: fx.Node, layer: LayerGraph) -> list[fx.Node]:
-    """The tensors whose tokens a value joins; none where it joins none."""
-    nodes, operands = [value], list[fx.Node]()
-    for node in nodes:  # which grows
-        if layer.op(node) is Op.JOIN and len({shape(n)[-1:] for n in [node, *value_operands(node)]}) == 1:
-            operands += value_operands(node)
-        elif not layer.is_linear(node):
-            nodes += [n for n in value_operands(node) if n not in nodes and shape(n)]
-    return operands
 
 
 def lacking_roles(sub: SubLayer) -> list[str]:

@@ -1,0 +1,97 @@
+"""Sub-layers that few models have: the weights of each role, by their modules and rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import peftc
+from tests.layers import Layers
+
+D, T = 8, 6
+Roles = dict[str, str]
+
+
+class Shortcut(nn.Module):
+    """Set Transformer: the attention is added to its queries, through whose Linear x goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.fc = (nn.Linear(D, D) for _ in range(4))
+        self.norm = nn.LayerNorm(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        x = self.norm(q + (q @ k.transpose(1, 2)).softmax(-1) @ v)
+        return x + torch.relu(self.fc(x))
+
+
+class Sorted(nn.Module):
+    """Sinkhorn: keys are sorted by an attention of their own, and stand beside values, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.o = nn.Linear(D, D), nn.Linear(D, 2 * D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, (k, v) = self.q(x), self.kv(x).chunk(2, -1)
+        means = [z.unflatten(1, (2, -1)).mean(2) for z in (q, k)]
+        order = (means[0] @ means[1].transpose(1, 2)).softmax(-1)
+        first = torch.einsum("buv,bvtd->butd", order, k.unflatten(1, (2, -1))).flatten(1, 2)
+        keys, values = torch.cat((first, k), 1), torch.cat((first, v), 1)
+        return x + self.o((q @ keys.transpose(1, 2)).softmax(-1) @ values)
+
+
+class Affine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.g, self.b = nn.Parameter(torch.ones(1, 1, D)), nn.Parameter(torch.zeros(1, 1, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.g + self.b
+
+
+class Channels(nn.Module):
+    """ResMLP: a pointwise convolution whose channels are the tokens, behind an affine map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.up, self.down = nn.Conv1d(T, T, 1), nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+        self.affine = Affine()
+        self.scale = nn.Parameter(torch.ones(1, 1, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.conv(self.affine(x)) * self.scale
+        return x + self.down(torch.relu(self.up(x)))
+
+
+ATTENTION = {"attn.self.q": "q", "attn.self.k": "k", "attn.self.v": "v"}
+KINDS: dict[str, tuple[Callable[[], nn.Module], Roles]] = {
+    "queries are the shortcut": (Shortcut, ATTENTION | {"attn.self.norm": "norm", "ffn.down": "fc"}),
+    "sorted keys": (Sorted, ATTENTION | {"attn.self.k": "kv[0:8]", "attn.self.v": "kv[8:16]", "attn.self.o": "o"}),
+    "channels are tokens": (
+        Channels,
+        {"mixer.conv": "conv", "mixer.norm": "affine", "ffn.up": "up", "ffn.down": "down"},
+    ),
+}
+
+
+def roles(model: nn.Module, sample: Tensor) -> Roles:
+    """The weights of the first layer by role, with their rows."""
+    weights: Roles = {}
+    for site in peftc.sites(model, sample={"x": sample}).sites:
+        weight = site.states["w"].weight if "w" in site.states else None
+        if ("layer", 0) in site.steps and (weight is not None or site.steps[-1][0] == "norm"):
+            rows = f"[{weight.rows.start}:{weight.rows.stop}]" if weight is not None and weight.rows else ""
+            role = site.path.rpartition("layer[0].")[2]
+            weights[role] = site.module.removeprefix("layers.0.") + rows
+    return weights
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_roles_of(name: str) -> None:
+    layer, expected = KINDS[name]
+    assert roles(Layers(layer(), layer()), torch.randn(2, T, D)) == expected
