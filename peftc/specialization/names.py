@@ -8,17 +8,17 @@ import operator
 import re
 import types
 from bisect import bisect_right
-from collections.abc import Container
+from collections.abc import Container, Sized
 from functools import cache
 from itertools import pairwise
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
 from peftc import runtime
-from peftc.dataflow.nodes import is_edit
+from peftc.dataflow.nodes import example, is_edit
 from peftc.rewriting.boundary import base_call
 from peftc.rewriting.states import REPLACES
 from peftc.tracing.bytecode import instructions_of
@@ -199,8 +199,15 @@ def unpacked_count(node: fx.Node) -> int:
     source = node.args[0] if node.target is operator.getitem else None
     if isinstance(source, fx.Node) and is_edit(node) and is_edit(source) and source.op == "call_module":
         return 2 if all(user.target is operator.getitem and user.args[1] in (0, 1) for user in source.users) else 0
-    names = _assignment(node)[0] if isinstance(source, fx.Node) else []
-    return len(names) if len(names) > 1 else 0
+    names = _assignment(node)[0] if isinstance(source, fx.Node) and isinstance(node.args[1], int) else []
+    return len(names) if len(names) > 1 and _length(example(source)) == len(names) else 0
+
+
+def _length(value: object) -> int | None:
+    """The number of parts of a value that code may unpack."""
+    if isinstance(value, torch.Tensor):
+        return value.shape[0] if value.ndim else None
+    return len(cast(Sized, value)) if isinstance(value, (tuple, list)) else None
 
 
 class LocalNames:

@@ -309,6 +309,13 @@ def results_of_a_map(self: Any, x: Tensor) -> Any:
     return one - 2 * other
 
 
+@case
+def parts_of_each_of_a_map(self: Any, x: Tensor) -> Any:
+    one, other = map(lambda y: y[:, 0], (self.inner(x), x))
+    first, last = map(lambda y: y[0], (self.inner(x), x))
+    return one - 2 * other, first - 2 * last
+
+
 def call(module: nn.Module, tokens: int) -> Any:
     torch.manual_seed(tokens)
     return module(torch.randn(2, tokens, 4))
