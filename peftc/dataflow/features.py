@@ -130,6 +130,26 @@ def move_numbers(node: fx.Node, sources: list[fx.Node], numbers: Mapping[fx.Node
     return None if any(isinstance(m, FakeTensor) for m in tensors_in(moved)) else moved
 
 
+def follow_numbers(node: fx.Node, source: fx.Node, numbers: Mapping[fx.Node, Any]) -> Any:
+    """As `move_numbers`, of operations that compute, too: each dimension of a sum, of joined values
+    or of a padded one that keeps its size keeps its numbers.
+    """
+    # Seen in: no transformers model, but attention over coarser and coarser blocks
+    moved, own, sizes = move_numbers(node, [source], numbers), numbers[source], shape(node)
+    if moved is not None or not isinstance(own, torch.Tensor) or op_of(node) is Op.MATMUL:
+        return moved
+    dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
+    if op_of(node) is Op.SUM and len(sizes) == own.ndim - 1 and isinstance(dim, int):
+        own = own.select(dim, 0)
+    elif op_of(node) is Op.JOIN and len(sizes) == own.ndim + 1 and isinstance(dim, int):
+        own = own.unsqueeze(dim)
+    if own.ndim != len(sizes):
+        return None
+    for dim, size in enumerate(sizes):
+        own = own if own.shape[dim] == size else own.narrow(dim, 0, 1)
+    return own.expand(sizes)
+
+
 def _features_in(
     linear: fx.Node, between: list[fx.Node], values: tuple[fx.Node, ...], layer: LayerGraph
 ) -> torch.Tensor | None:

@@ -11,8 +11,8 @@ from peftc.dataflow.matrices import MatrixPart
 from peftc.dataflow.nodes import example, first_input, is_tensor, output_of
 from peftc.dataflow.values import reaches, upstream, value_users
 from peftc.fakes.tensors import fake_copy
-from peftc.recognition.attention.patterns import Attention
-from peftc.recognition.residual_stream import Stream
+from peftc.recognition.attention.patterns import Attention, is_activation
+from peftc.recognition.residual_stream import Stream, gives_states
 from peftc.tracing.module_calls import forward_signature
 from peftc.tracing.tracer import approximate_trace
 
@@ -44,7 +44,7 @@ class NormFinder:
 
         scaled = {m for n in body if stream.holds(n) for m in upstream(n, ends) if stream.holds(m)}
         norms = filter(layer.is_norm, sorted(scaled.union(body)))
-        return [n for n in norms if not any(side.holds(n) for side in foreign)]
+        return [n for n in norms if _reads_states(n) and not any(side.holds(n) for side in foreign)]
 
     def behind(self, add: fx.Node) -> fx.Node | None:
         """The norm that alone reads a sum, which the layer does not return, too."""
@@ -63,6 +63,13 @@ class NormFinder:
         if norm is None or layer.stripped(norm.x) is not layer.stripped(value):
             return False
         return all(user in norm.nodes for user in value_users(value) if is_tensor(user) or user.op == "output")
+
+
+def _reads_states(norm: fx.Node) -> bool:
+    """Whether what a norm reads depends on an argument of the layer: no table of positions."""
+    # Seen in: no transformers model, but rotary embeddings whose frequencies are learned
+    source = first_input(norm)
+    return source is None or (gives_states(source) and is_activation(source))
 
 
 def norm_parts(module: nn.Module, call: fx.Node) -> dict[str, MatrixPart]:

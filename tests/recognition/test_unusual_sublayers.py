@@ -45,6 +45,50 @@ class Sorted(nn.Module):
         return x + self.o((q @ keys.transpose(1, 2)).softmax(-1) @ values)
 
 
+class Levels(nn.Module):
+    """H-Transformer: `exp` and a division by sums, of tokens and of means of pairs of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        levels = [(q, k, v), tuple(z.unflatten(1, (-1, 2)).mean(2) for z in (q, k, v))]
+        sums: list[Tensor] = []
+        counts: list[Tensor] = []
+        for q, k, v in levels:
+            scores = torch.einsum("...id,...jd->...ij", q, k)
+            weights = (scores - scores.amax(-1, keepdim=True)).exp()
+            times = T // q.shape[1]
+            sums.append(torch.einsum("...ij,...jd->...id", weights, v).repeat_interleave(times, 1))
+            counts.append(weights.sum(-1).repeat_interleave(times, 1))
+        return x + self.o(torch.stack(sums).sum(0) / torch.stack(counts).sum(0)[..., None])
+
+
+class Frequencies(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.freqs = nn.Parameter(torch.ones(D))
+
+    def forward(self, t: Tensor) -> Tensor:
+        return t[:, None] * self.freqs
+
+
+class Positions(nn.Module):
+    """A rotation by positions and learned frequencies, in a module of its own: no norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
+        self.norm, self.pos_emb = nn.LayerNorm(D), Frequencies()
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = self.pos_emb(torch.arange(x.shape[1]))
+        q, k = (z * angles.cos() for z in (self.q(self.norm(x)), self.k(self.norm(x))))
+        return x + self.o((q @ k.transpose(1, 2)).softmax(-1) @ self.v(self.norm(x)))
+
+
 class Affine(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -72,6 +116,11 @@ ATTENTION = {"attn.self.q": "q", "attn.self.k": "k", "attn.self.v": "v"}
 KINDS: dict[str, tuple[Callable[[], nn.Module], Roles]] = {
     "queries are the shortcut": (Shortcut, ATTENTION | {"attn.self.norm": "norm", "ffn.down": "fc"}),
     "sorted keys": (Sorted, ATTENTION | {"attn.self.k": "kv[0:8]", "attn.self.v": "kv[8:16]", "attn.self.o": "o"}),
+    "levels of exp": (
+        Levels,
+        {f"attn.self.{role}": f"qkv[{8 * i}:{8 * i + 8}]" for i, role in enumerate("qkv")} | {"attn.self.o": "o"},
+    ),
+    "positions": (Positions, ATTENTION | {"attn.self.o": "o", "attn.self.norm": "norm"}),
     "channels are tokens": (
         Channels,
         {"mixer.conv": "conv", "mixer.norm": "affine", "ffn.up": "up", "ffn.down": "down"},

@@ -17,7 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from peftc.dataflow.einsum import einsum_labels, einsum_operands
-from peftc.dataflow.features import dim_before, move_numbers, source_linears
+from peftc.dataflow.features import dim_before, follow_numbers, source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import shape
 from peftc.dataflow.operations import Op
@@ -119,7 +119,7 @@ def _is_feature(product: fx.Node, dim: int, layer: LayerGraph) -> bool | None:
         numbers: dict[fx.Node, Any] = {product: start}
         for node in sorted(n for n in upstream(source, lambda n: n is product) if n is not product):
             sources = [n for n in value_operands(node) if n in numbers]
-            if sources and (moved := move_numbers(node, sources[:1], numbers)) is not None:
+            if sources and (moved := follow_numbers(node, sources[0], numbers)) is not None:
                 numbers[node] = moved
         moved = numbers.get(source)
         if not isinstance(moved, torch.Tensor) or sizes[dim] < 2:
