@@ -66,6 +66,11 @@ class MatrixLayout:
         """Whether a matrix, or a vector, is stored as it is."""
         return self.order in ((0,), (0, 1)) and self.rows == 1
 
+    @property
+    def is_transposed(self) -> bool:
+        """Whether a matrix is stored (in, out)."""
+        return self.order == (1, 0) and self.rows == 1
+
 
 @dataclass(frozen=True)
 class FeatureDims:

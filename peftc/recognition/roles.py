@@ -24,7 +24,8 @@ from peftc.recognition.attention.patterns import Attention, attentions, has_soft
 from peftc.recognition.attention.projections import attention_projections, reads_projections, without_sorting
 from peftc.recognition.attention.side_by_side import heads_beside
 from peftc.recognition.ffn import Projection, input_projections
-from peftc.recognition.moe.matrices import Experts, Router
+from peftc.recognition.moe.lists import Experts, Network
+from peftc.recognition.moe.routers import Router
 from peftc.recognition.norms import NormFinder, is_of_scores
 from peftc.recognition.residual_stream import Stream, has_several_streams, other_streams, stream_input, sublayer_output
 from peftc.recognition.token_mixing import (
@@ -61,8 +62,9 @@ class SubLayer:
     output_norm: fx.Node | None = None  # the post-norm, to which `norm(...)` refers first
     experts: list[Experts] = field(default_factory=list["Experts"])
     router: Router | None = None
-    # feed-forward networks beside the experts
+    # feed-forward networks beside the experts; those of modules that could not be traced by names
     shared: list[dict[str, Projection]] = field(default_factory=list[dict[str, Projection]])
+    shared_in_leaf: list[Network] = field(default_factory=list["Network"])
 
     @property
     def attention(self) -> Attention | None:

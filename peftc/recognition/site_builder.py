@@ -10,7 +10,7 @@ from torch import fx
 
 from peftc.addressing.renaming import LayerName
 from peftc.addressing.site_list import Block, Numbers, SiteList, Template, TemplateSite
-from peftc.addressing.sites import ActivationRef, FeatureDims, MatrixLayout, Site, Slice, State, WeightRef
+from peftc.addressing.sites import ActivationRef, FeatureDims, Site, Slice, State, WeightRef
 from peftc.dataflow.features import features_dim, separates
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.matrices import MatrixPart, MatrixProduct, as_slice, numbers_of
@@ -22,7 +22,8 @@ from peftc.recognition.attention.states import attention_heads, pair_shape
 from peftc.recognition.ffn import Projection
 from peftc.recognition.layer_types import LayerType
 from peftc.recognition.layers import ModelStructure
-from peftc.recognition.moe.matrices import ExpertModules, Router
+from peftc.recognition.moe.lists import ExpertModules
+from peftc.recognition.moe.routers import Router
 from peftc.recognition.moe.states import expert_states, linear_states, router_states
 from peftc.recognition.non_layer_sites import Steps, embeddings, final_norms, heads, path_of, qualified, weight_states
 from peftc.recognition.norms import norm_parts
@@ -31,7 +32,6 @@ from peftc.recognition.stack_names import ROLES, common, named_steps, relative_n
 from peftc.recognition.token_mixing import is_weighted
 
 T = TypeVar("T")
-TRANSPOSED = MatrixLayout((1, 0), 1)
 CALLS = ("interface", "function")
 
 
@@ -133,19 +133,30 @@ class LayerSites:
             numbers = Numbers(experts.count, len(self.steps + steps), members)
             for role, module, states in expert_states(experts, self.kind.root, self.full):
                 site = self.site(steps + ((word, 0), (role, None)), module, states)
-                yield TemplateSite(with_own_graph(site) if members else site, numbers)
-        for i, network in enumerate(sub.shared):
-            inner = steps + (("shared", i if len(sub.shared) > 1 else None),)
-            for role, projection in network.items():
-                yield self.linear(inner + ((role, None),), projection)
+                if isinstance(experts, ExpertModules):
+                    site = with_own_graph(site)
+                    if not members:  # each role has a list of its own
+                        numbers = replace(numbers, modules=tuple(map(self.full, experts.linears[role])))
+                yield TemplateSite(site, numbers)
+        several = len(sub.shared) + len(sub.shared_in_leaf) > 1
+        for i, network in enumerate((*sub.shared, *sub.shared_in_leaf)):
+            inner = steps + (("shared", i if several else None),)
+            for role, linear in network.items():
+                at = inner + ((role, None),)
+                yield self.linear_in_leaf(at, linear) if isinstance(linear, str) else self.linear(at, linear)
 
     def router_site(self, router: Router, steps: Steps) -> Site:
         states, module = router_states(router, self.full), router.weight.rpartition(".")[0]
-        if router.inside_leaf:
-            inside = linear_states(self.full(module), self.kind.root.get_submodule(module))
-            return with_own_graph(self.site(steps, self.full(module), states | inside))
-        states |= {"x": self.state("x", router.x), "h": self.state("h", router.logits)}
+        if router.inside_leaf and router.logits.op == "call_module":
+            return self.linear_in_leaf(steps, module)
+        if not router.inside_leaf:
+            states |= {"x": self.state("x", router.x), "h": self.state("h", router.logits)}
         return self.site(steps, self.full(module), states)
+
+    def linear_in_leaf(self, steps: Steps, name: str) -> Site:
+        """A Linear in a module that could not be traced: it is edited at its own border."""
+        states = linear_states(self.full(name), self.kind.root.get_submodule(name))
+        return with_own_graph(self.site(steps, self.full(name), states))
 
     def module(self, sub: SubLayer) -> str:
         """The smallest module that contains a sub-layer's Linears, or its other parameters."""
@@ -306,7 +317,7 @@ class LayerSites:
         own = rows_within(part.rows, rows, part.size)
         width = own.width if own is not None else part.size
         shape = shapes.Weight(width, d_in) if name == "w" else shapes.Vector(width)
-        is_transposed = part.layout == TRANSPOSED
+        is_transposed = part.layout is not None and part.layout.is_transposed
         layout = None if is_transposed else part.layout
         return State(name, shape, weight=WeightRef(self.full(owner), attribute, own, is_transposed, layout=layout))
 

@@ -21,7 +21,7 @@ from peftc.planning.report.sites_json import sites_data
 from peftc.planning.selection.selectors import coverage_warnings, resolve
 from peftc.recognition.analysis import Analysis, analyse
 from peftc.recognition.layers import Stack
-from peftc.recognition.moe.matrices import ExpertModules
+from peftc.recognition.moe.lists import ExpertModules
 from peftc.recognition.moe.states import linear_states
 from peftc.recognition.non_layer_sites import qualified
 from peftc.recognition.site_builder import LayerSites, with_own_graph
@@ -77,7 +77,7 @@ def network_site(site: Site, number: int, of: object, model: object) -> Site:
     site = replace(site, steps=steps, path=path)
     if isinstance(of, ExpertModules):
         layer = site.module[: site.module.index(of.members[0])]
-        module = f"{layer}{of.members[number]}.{of.roles[site.steps[-1][0]]}"
+        module = f"{layer}{of.linears[site.steps[-1][0]][number]}"
         states = linear_states(module, model.get_submodule(module))  # type: ignore[attr-defined]
         return with_own_graph(replace(site, module=module, states=states))
     states = {}

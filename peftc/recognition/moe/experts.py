@@ -15,15 +15,9 @@ from peftc.dataflow.values import upstream
 from peftc.fakes.tensors import fake_copy
 from peftc.recognition.attention.patterns import attentions
 from peftc.recognition.ffn import Projection, input_projections
-from peftc.recognition.moe.matrices import (
-    Experts,
-    Router,
-    StackedExperts,
-    expert_modules,
-    find_router,
-    multiplies_slices,
-    stacked_experts,
-)
+from peftc.recognition.moe.lists import ExpertModules, Experts, expert_modules, networks_beside, networks_of
+from peftc.recognition.moe.matrices import StackedExperts, multiplies_slices, stacked_experts
+from peftc.recognition.moe.routers import Router, find_router, find_soft_router
 from peftc.recognition.roles import SubLayer
 from peftc.tracing.region_trace import ModuleCall, RegionTrace
 from peftc.tracing.tracer import approximate_trace
@@ -48,21 +42,22 @@ def find_experts(traced: RegionTrace, subs: list[SubLayer], layer: LayerGraph, m
         code = _code_of(call, layer, mode) if sub is not None else None
         if sub is None or code is None:
             continue
-        experts = stacked_experts(call.name, code) or expert_modules(call.name, code)
-        if experts is not None or multiplies_slices(code):
+        stacked = stacked_experts(call.name, code)
+        networks = networks_of(output_of(code.graph), set(code.graph.nodes), code)
+        experts = [stacked] if stacked is not None else expert_modules(call.name, networks, code.root)
+        sub.router = sub.router or (_router(experts[0], call, code, sub, traced, layer, mode) if experts else None)
+        if (experts and sub.router is not None) or multiplies_slices(code):
             modules.add(call.name)
             sub.kind = "ffn" if sub.kind == "untraced" else sub.kind
-        if experts is None:
-            continue
-        sub.experts.append(experts)
-        sub.experts.sort(key=lambda one: one.module not in routed)
-        inputs = nodes_in(call.arguments)
-        for values in (filter(_is_index, inputs), inputs):  # indices of experts before what these compute on
-            sub.router = sub.router or find_router(values, experts.count, sub.body, layer)
-        sub.router = sub.router or _router_in_leaf(inputs, experts.count, traced, layer, mode)
+        if experts:
+            sub.experts += experts
+            sub.experts.sort(key=lambda one: one.module not in routed)
+            sub.shared_in_leaf += [] if call.inlined else networks_beside(call.name, networks, code.root)
     for sub in subs:
+        if not sub.attentions and not sub.experts and not sub.projections:
+            _find_traced_lists(sub, layer)
         if sub.router is None:
-            sub.experts = []
+            sub.experts, sub.shared_in_leaf = [], []
         elif sub.router.inside_leaf:
             modules |= {call.name for call in traced.calls if f"{sub.router.weight}.".startswith(f"{call.name}.")}
         if sub.experts:
@@ -70,6 +65,19 @@ def find_experts(traced: RegionTrace, subs: list[SubLayer], layer: LayerGraph, m
             sub.experts = _merge_linears(sub.experts, traced, layer)
             _find_shared(sub, layer)
     return modules
+
+
+def _find_traced_lists(sub: SubLayer, layer: LayerGraph) -> None:
+    """The experts of code that calls each module of a list, on all tokens."""
+    # Seen in: no transformers model, but dense mixtures of experts written by hand
+    networks = networks_of(sub.h, sub.body, layer)
+    experts = expert_modules("", networks, layer.root)
+    if not experts or "up" not in experts[0].linears:
+        return
+    count = experts[0].count
+    router = find_router([sub.h], count, sub.body, layer) or find_soft_router(experts[0], sub.h, sub.body, layer)
+    if router is not None:
+        sub.router, sub.experts, sub.shared_in_leaf = router, [*experts], networks_beside("", networks, layer.root)
 
 
 def _merge_linears(experts: list[Experts], traced: RegionTrace, layer: LayerGraph) -> list[Experts]:
@@ -123,6 +131,30 @@ def _code_of(call: ModuleCall, layer: LayerGraph, mode: FakeTensorMode) -> Layer
     return None
 
 
+def _router(
+    experts: Experts,
+    call: ModuleCall,
+    code: LayerGraph,
+    sub: SubLayer,
+    traced: RegionTrace,
+    layer: LayerGraph,
+    mode: FakeTensorMode,
+) -> Router | None:
+    """The router of experts: before them, in their module, or in another that is a leaf."""
+    inputs = nodes_in(call.arguments)
+    for values in (filter(_is_index, inputs), inputs):  # indices of experts before what these compute on
+        if (router := find_router(values, experts.count, sub.body, layer)) is not None:
+            return router
+    results = nodes_in(call.result) if call.inlined else [output_of(code.graph)]
+    body, own = (sub.body, layer) if call.inlined else (set(code.graph.nodes), code)
+    router = find_router(results, experts.count, body, own)
+    for result in results if router is None else ():
+        router = router or find_soft_router(experts, result, body, own)
+    if router is not None:
+        return router if call.inlined else router.inside(call.name)
+    return _router_in_leaf(inputs, experts.count, traced, layer, mode)
+
+
 def _router_in_leaf(
     inputs: list[fx.Node], count: int, traced: RegionTrace, layer: LayerGraph, mode: FakeTensorMode
 ) -> Router | None:
@@ -135,9 +167,8 @@ def _router_in_leaf(
         if not leaf or (code := _code_of(call, layer, mode)) is None:
             continue
         router = find_router([output_of(code.graph)], count, set(code.graph.nodes), code)
-        if router is not None and router.logits.op == "call_module":
-            bias = router.bias and f"{call.name}.{router.bias}"
-            return replace(router, weight=f"{call.name}.{router.weight}", bias=bias, inside_leaf=True)
+        if router is not None:
+            return router.inside(call.name)
     return None
 
 
@@ -150,13 +181,29 @@ def _find_shared(sub: SubLayer, layer: LayerGraph) -> None:
     """The networks of ordinary Linears whose result is added to that of the experts."""
     # Seen in: ERNIE 4.5, Qwen2 MoE, GLM-4 MoE Lite
     logits = sub.router.logits if sub.router is not None else None
+    own = {node for node in layer.linears(sub.body) if _has_role(node, sub, layer)}
     sub.projections, sub.hidden = {}, None
     for node, rows in source_linears(layer, sub.h):
-        hidden = first_input(node)
-        if node is logits or node not in sub.body or hidden is None:
+        hidden = layer.input_of(node)
+        if node is logits or node in own or node not in sub.body or hidden is None:
             continue
         inputs = input_projections(hidden, layer)
-        if "up" in inputs and all(p.node in sub.body for p in inputs.values()):
+        if "up" in inputs and all(p.node in sub.body and p.node not in own for p in inputs.values()):
             first = {role: inputs[role] for role in ("gate", "up") if role in inputs}
             sub.shared.append({**first, "down": Projection(node, rows)})
-    sub.set_linears(layer, logits, *(p.node for network in sub.shared for p in network.values()))
+    sub.set_linears(layer, logits, *own, *(p.node for network in sub.shared for p in network.values()))
+
+
+def _has_role(node: fx.Node, sub: SubLayer, layer: LayerGraph) -> bool:
+    """Whether a Linear of a layer's graph is one of an expert."""
+    product = layer.product(node)
+    for experts in sub.experts:
+        if isinstance(experts, ExpertModules):
+            is_one = any(node.target in linears for linears in experts.linears.values())
+        else:
+            weights = (linear.weight for linear in experts.roles.values())
+            names = {f"{weight.owner}.{weight.attribute}".strip(".") for weight in weights}
+            is_one = product is not None and product.weight.parameter in names
+        if is_one:
+            return True
+    return any(node.target in network.values() for network in sub.shared_in_leaf)

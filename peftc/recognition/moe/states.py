@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from peftc.addressing.sites import INPUT, OUTPUT, ActivationRef, Slice, StackedSlice, State, WeightRef
-from peftc.dataflow.nodes import shape as shape_of
 from peftc.forms import shapes
-from peftc.recognition.moe.matrices import ExpertModules, Experts, Router, StackedLinear, StackedParameter
+from peftc.recognition.moe.lists import ExpertModules, Experts
+from peftc.recognition.moe.matrices import StackedLinear, StackedParameter
+from peftc.recognition.moe.routers import Router
 from peftc.recognition.non_layer_sites import weight_states
 
 ROLES = ("gate", "up", "down")
@@ -18,7 +19,7 @@ def expert_states(experts: Experts, root: nn.Module, full: FullName) -> Iterator
     """For every role of the first expert: (role, module, states). The others have equal ones."""
     for role in (role for role in ROLES if role in experts.roles):
         if isinstance(experts, ExpertModules):
-            name = f"{experts.members[0]}.{experts.roles[role]}"
+            name = experts.linears[role][0]
             yield role, full(name), linear_states(full(name), root.get_submodule(name))
         else:
             yield role, full(experts.module), _slice_states(experts.roles[role], 0, full)
@@ -51,10 +52,15 @@ def linear_states(name: str, module: nn.Module) -> dict[str, State]:
 def router_states(router: Router, full: FullName) -> dict[str, State]:
     """`w` and `b` of a router."""
     names = {"w": router.weight} | ({"b": router.bias} if router.bias is not None else {})
+    is_transposed = router.layout is not None and router.layout.is_transposed
+    layout = None if is_transposed else router.layout
     states: dict[str, State] = {}
     for state, name in names.items():
         owner, _, attribute = name.rpartition(".")
-        d_out, d_in = shape_of(router.logits)[-1], shape_of(router.x)[-1]
-        shape = shapes.Weight(d_out, d_in) if state == "w" else shapes.Vector(d_out)
-        states[state] = State(state, shape, weight=WeightRef(full(owner), attribute))
+        if state == "b":
+            ref, shape = WeightRef(full(owner), attribute), shapes.Vector(router.d_out)
+        else:
+            ref = WeightRef(full(owner), attribute, transposed=is_transposed, layout=layout)
+            shape = shapes.Weight(router.d_out, router.d_in)
+        states[state] = State(state, shape, weight=ref)
     return states
