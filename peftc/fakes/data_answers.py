@@ -281,6 +281,6 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     aten.masked_select.default: lambda tensor, mask: tensor.new_empty((1,)),
     aten._unique2.default: _unique,
     aten.unique_consecutive.default: _unique,
-    aten.bincount.default: lambda tensor, *_: tensor.new_empty((1,), dtype=torch.long),
+    aten.bincount.default: lambda tensor, _weights=None, minlength=0: tensor.new_empty((max(1, minlength),)),
     aten.repeat_interleave.Tensor: lambda repeats, **_: repeats.new_empty(repeats.shape),
 }

@@ -19,6 +19,7 @@ from peftc.diagnostics.model_line import model_line
 from peftc.fakes.tensors import fake_copy
 from peftc.recognition.loops import contains_name, sub_layers_in_loop
 from peftc.recognition.moe.experts import find_experts
+from peftc.recognition.moe.routers import routing_leaves
 from peftc.recognition.residual_stream import gives_states, stream_input
 from peftc.recognition.roles import SubLayer, sub_layers
 from peftc.recognition.token_mixing import is_weighted, moves_entries
@@ -108,7 +109,7 @@ def trace_layer(
                 continue
             leaves[frames[-1]] = _reason(error)
             continue
-        if not (more := set(filter(in_loop, _routing_leaves(traced, layer))) - inlined):
+        if not (more := set(filter(in_loop, routing_leaves(traced.graph, layer))) - inlined):
             layer_type = _layer_type(layer, traced, arguments, leaves, mode, bodies)
             if not (more := set(_sole_leaves(layer_type)) - inlined - leaves.keys()):
                 leaves_to_try = (_leaves_with_roles, _own_code_leaves, _adding_leaves, _moving_leaves)
@@ -140,16 +141,6 @@ def _layer_type(
     opaque = {name: attends for name, attends in opaque.items() if name not in with_experts}
     parts = untraced_parts(layer, subs, reasons, opaque, stream)
     return LayerType(type(root).__name__, root, traced, subs, arguments, parts, stream)
-
-
-def _routing_leaves(traced: RegionTrace, layer: nn.Module) -> set[str]:
-    """The leaves with a matrix of their own that return more than a tensor: experts, weights.
-    PyTorch's recurrent networks do, too, and route nothing.
-    """
-    # Seen in: Phi MoE, Qwen2 MoE, GLM-4 MoE Lite
-    leaves = {str(n.target) for n in traced.graph.nodes if n.op == "call_module" and not is_tensor(n)}
-    leaves = {name for name in leaves if not isinstance(layer.get_submodule(name), nn.RNNBase)}
-    return {name for name in leaves if any(p.ndim == 2 for p in layer.get_submodule(name).parameters(recurse=False))}
 
 
 def _sole_leaves(layer_type: LayerType) -> Iterator[str]:

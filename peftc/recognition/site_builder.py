@@ -149,8 +149,10 @@ class LayerSites:
         states, module = router_states(router, self.full), router.weight.rpartition(".")[0]
         if router.inside_leaf and router.logits.op == "call_module":
             return self.linear_in_leaf(steps, module)
-        if not router.inside_leaf:
-            states |= {"x": self.state("x", router.x), "h": self.state("h", router.logits)}
+        if router.inside_leaf:
+            site = self.site(steps, self.full(module), states)
+            return site if self.kind.calls(module) else with_own_graph(site)
+        states |= {"x": self.state("x", router.x), "h": self.state("h", router.logits)}
         return self.site(steps, self.full(module), states)
 
     def linear_in_leaf(self, steps: Steps, name: str) -> Site:

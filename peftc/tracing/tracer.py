@@ -7,7 +7,7 @@ reads numbers of modules as attributes, and records Python's decisions as guards
 import contextlib
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -236,16 +236,20 @@ def plain_tensors(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class ApproximateTracer(RegionTracer):
-    """Traces that are read and never run: branches on data are not taken, loops over data run once.
+    """Traces that are read and never run: branches on data are not taken, or all of them are, loops
+    over data run once.
 
-    So no expert is skipped, and one stands for all. Every child that has children is entered.
+    So no expert is skipped, and one stands for all. Every child that has children is entered, and
+    those in `inlined`.
     """
 
-    def __init__(self) -> None:
-        super().__init__(lambda name: next(self.root.get_submodule(name).children(), None) is not None)
+    def __init__(self, branches: bool = False, inlined: Collection[str] = ()) -> None:
+        super().__init__(lambda name: name in inlined or any(True for _ in self.root.get_submodule(name).children()))
+        self.branches = branches
 
     def outcome_of(self, condition: fx.Node, likely: bool = True) -> bool:
-        return False
+        self.outcomes.append(self.branches)
+        return self.branches
 
     def format_value(self, value: Any, spec: str) -> str:
         with fake_data_answers():
@@ -256,7 +260,11 @@ class ApproximateTracer(RegionTracer):
             return super().compute(kind, target, args, kwargs)
 
 
-def approximate_trace(module: nn.Module, arguments: Mapping[str, Any]) -> RegionTrace:
-    """The trace of a module's code; experts run in their own, plain implementation."""
+def approximate_trace(
+    module: nn.Module, arguments: Mapping[str, Any], branches: bool = False, inlined: Collection[str] = ()
+) -> RegionTrace:
+    """The trace of a module's code; experts run in their own, plain implementation. `branches`:
+    whether branches on data are taken. `inlined`: children without children that are entered.
+    """
     with patch_attribute(ExpertsInterface, "get_interface", lambda _: lambda self, name, default: default):
-        return ApproximateTracer().trace_region(module, arguments)
+        return ApproximateTracer(branches, inlined).trace_region(module, arguments)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -17,7 +17,7 @@ from peftc.recognition.attention.patterns import attentions
 from peftc.recognition.ffn import Projection, input_projections
 from peftc.recognition.moe.lists import ExpertModules, Experts, expert_modules, networks_beside, networks_of
 from peftc.recognition.moe.matrices import StackedExperts, multiplies_slices, stacked_experts
-from peftc.recognition.moe.routers import Router, find_router, find_soft_router
+from peftc.recognition.moe.routers import Router, find_router, find_soft_router, routing_leaves
 from peftc.recognition.roles import SubLayer
 from peftc.tracing.region_trace import ModuleCall, RegionTrace
 from peftc.tracing.tracer import approximate_trace
@@ -30,41 +30,115 @@ def find_experts(traced: RegionTrace, subs: list[SubLayer], layer: LayerGraph, m
     have one.
     Returns: the modules in which one of these is, whether their code could be traced or not.
     """
-    modules = set[str]()
-    routed = {call.name for call in traced.calls if any(map(_is_index, nodes_in(call.arguments)))}
+    finder = _Finder(traced, layer, mode)
     code_paths = [
         (sub, {f"{n.target if n.op == 'call_module' else module_path(n)}." for n in sub.body})
         for sub in subs
         if not sub.attentions
     ]
-    for call in _candidates(traced, layer):
+    for call in finder.candidates():
         sub = next((s for s, paths in code_paths if any(path.startswith(f"{call.name}.") for path in paths)), None)
-        code = _code_of(call, layer, mode) if sub is not None else None
-        if sub is None or code is None:
-            continue
-        stacked = stacked_experts(call.name, code)
-        networks = networks_of(output_of(code.graph), set(code.graph.nodes), code)
-        experts = [stacked] if stacked is not None else expert_modules(call.name, networks, code.root)
-        sub.router = sub.router or (_router(experts[0], call, code, sub, traced, layer, mode) if experts else None)
-        if (experts and sub.router is not None) or multiplies_slices(code):
-            modules.add(call.name)
-            sub.kind = "ffn" if sub.kind == "untraced" else sub.kind
-        if experts:
-            sub.experts += experts
-            sub.experts.sort(key=lambda one: one.module not in routed)
-            sub.shared_in_leaf += [] if call.inlined else networks_beside(call.name, networks, code.root)
+        if sub is not None:
+            finder.look_into(call, sub)
     for sub in subs:
         if not sub.attentions and not sub.experts and not sub.projections:
             _find_traced_lists(sub, layer)
         if sub.router is None:
             sub.experts, sub.shared_in_leaf = [], []
         elif sub.router.inside_leaf:
-            modules |= {call.name for call in traced.calls if f"{sub.router.weight}.".startswith(f"{call.name}.")}
+            finder.modules |= {c.name for c in traced.calls if f"{sub.router.weight}.".startswith(f"{c.name}.")}
         if sub.experts:
             sub.kind = "ffn"  # what mixes tokens in it only counts how many an expert is sent
             sub.experts = _merge_linears(sub.experts, traced, layer)
             _find_shared(sub, layer)
-    return modules
+    return finder.modules
+
+
+@dataclass
+class _Finder:
+    """Looks for experts in the modules that a layer calls. `modules`: those that have some."""
+
+    traced: RegionTrace
+    layer: LayerGraph
+    mode: FakeTensorMode
+    modules: set[str] = field(default_factory=set[str])
+
+    def candidates(self) -> Iterator[ModuleCall]:
+        """Calls of modules that hold several matrices in one parameter, or that could not be
+        traced.
+        """
+        inlined = [call.name for call in self.traced.calls if call.inlined]
+        for call in self.traced.calls:
+            module = self.layer.root.get_submodule(call.name)
+            stacked = any(p.ndim == 3 and min(p.shape) > 1 for p in module.parameters(recurse=False))
+            opaque = call.name not in inlined and next(module.children(), None) is not None
+            if (stacked or opaque) and not type(module).__module__.startswith("torch."):
+                yield call
+
+    def look_into(self, call: ModuleCall, sub: SubLayer) -> None:
+        """Adds the experts of a call to its sub-layer."""
+        for code in self.codes_of(call):
+            stacked = stacked_experts(call.name, code)
+            networks = networks_of(output_of(code.graph), set(code.graph.nodes), code)
+            experts = [stacked] if stacked is not None else expert_modules(call.name, networks, code.root)
+            if experts and sub.router is None:
+                sub.router = self.router(experts[0], call, code, sub)
+            if (experts and sub.router is not None) or multiplies_slices(code):
+                self.modules.add(call.name)
+                sub.kind = "ffn" if sub.kind == "untraced" else sub.kind
+            if experts:
+                sub.experts += experts
+                sub.experts.sort(key=lambda one: not self.is_routed(one.module))
+                sub.shared_in_leaf += [] if call.inlined else networks_beside(call.name, networks, code.root)
+                return
+
+    def is_routed(self, module: str) -> bool:
+        """Whether a module is called with indices."""
+        calls = (call for call in self.traced.calls if call.name == module)
+        return any(_is_index(node) for call in calls for node in nodes_in(call.arguments))
+
+    def codes_of(self, call: ModuleCall) -> Iterator[LayerGraph]:
+        """The approximate traces of a call, first without branches on data (`if no tokens:
+        continue`), then with them (`if tokens: …`); none where they fail, or have an attention.
+        """
+        # Seen in: no transformers model with branches, but tutorials
+        module = self.layer.root.get_submodule(call.name)
+        arguments = fx.map_arg(call.arguments, lambda n: n.meta.get("example"))
+        for branches in (False, True):
+            traced = None
+            with contextlib.suppress(Exception), self.mode:  # of a model's own code
+                traced = approximate_trace(module, fake_copy(arguments, self.mode), branches)
+                if inlined := routing_leaves(traced.graph, module):
+                    traced = approximate_trace(module, fake_copy(arguments, self.mode), branches, inlined)
+            if traced is not None and not attentions(code := LayerGraph(traced.graph, module)):
+                yield code
+            if traced is not None and not traced.outcomes:
+                return
+
+    def router(self, experts: Experts, call: ModuleCall, code: LayerGraph, sub: SubLayer) -> Router | None:
+        """The router of experts: before them, in their module, or in another that is a leaf."""
+        inputs = nodes_in(call.arguments)
+        for values in (filter(_is_index, inputs), inputs):  # indices of experts before what these compute on
+            if (router := find_router(values, experts.count, sub.body, self.layer)) is not None:
+                return router
+        body, own = (sub.body, self.layer) if call.inlined else (set(code.graph.nodes), code)
+        for result in nodes_in(call.result) if call.inlined else [output_of(code.graph)]:
+            router = find_router([result], experts.count, body, own) or find_soft_router(experts, result, body, own)
+            if router is not None:
+                return router if call.inlined else router.inside(call.name)
+        return self.router_in_leaf(inputs, experts.count)
+
+    def router_in_leaf(self, inputs: list[fx.Node], count: int) -> Router | None:
+        """The router inside of another module that could not be traced."""
+        # Seen in: JetMoE, whose experts have no site without it
+        leaves = {str(n.target) for value in inputs for n in upstream(value, lambda n: n.op == "call_module")}
+        for call in self.traced.calls:
+            has_parts = next(self.layer.root.get_submodule(call.name).children(), None) is not None
+            for code in self.codes_of(call) if call.name in leaves and not call.inlined and has_parts else ():
+                router = find_router([output_of(code.graph)], count, set(code.graph.nodes), code)
+                if router is not None:
+                    return router.inside(call.name)
+        return None
 
 
 def _find_traced_lists(sub: SubLayer, layer: LayerGraph) -> None:
@@ -108,68 +182,6 @@ class _ResultGraph(LayerGraph):
 
     def is_linear(self, node: object) -> bool:
         return node in self.results
-
-
-def _candidates(traced: RegionTrace, layer: LayerGraph) -> Iterator[ModuleCall]:
-    """Calls of modules that hold several matrices in one parameter, or that could not be traced."""
-    inlined = [call.name for call in traced.calls if call.inlined]
-    for call in traced.calls:
-        module = layer.root.get_submodule(call.name)
-        stacked = any(p.ndim == 3 and min(p.shape) > 1 for p in module.parameters(recurse=False))
-        opaque = call.name not in inlined and next(module.children(), None) is not None
-        if (stacked or opaque) and not type(module).__module__.startswith("torch."):
-            yield call
-
-
-def _code_of(call: ModuleCall, layer: LayerGraph, mode: FakeTensorMode) -> LayerGraph | None:
-    """The approximate trace of a call; None where it fails, or has an attention."""
-    module = layer.root.get_submodule(call.name)
-    arguments = fx.map_arg(call.arguments, lambda n: n.meta.get("example"))
-    with contextlib.suppress(Exception), mode:  # of a model's own code
-        code = LayerGraph(approximate_trace(module, fake_copy(arguments, mode)).graph, module)
-        return None if attentions(code) else code
-    return None
-
-
-def _router(
-    experts: Experts,
-    call: ModuleCall,
-    code: LayerGraph,
-    sub: SubLayer,
-    traced: RegionTrace,
-    layer: LayerGraph,
-    mode: FakeTensorMode,
-) -> Router | None:
-    """The router of experts: before them, in their module, or in another that is a leaf."""
-    inputs = nodes_in(call.arguments)
-    for values in (filter(_is_index, inputs), inputs):  # indices of experts before what these compute on
-        if (router := find_router(values, experts.count, sub.body, layer)) is not None:
-            return router
-    results = nodes_in(call.result) if call.inlined else [output_of(code.graph)]
-    body, own = (sub.body, layer) if call.inlined else (set(code.graph.nodes), code)
-    router = find_router(results, experts.count, body, own)
-    for result in results if router is None else ():
-        router = router or find_soft_router(experts, result, body, own)
-    if router is not None:
-        return router if call.inlined else router.inside(call.name)
-    return _router_in_leaf(inputs, experts.count, traced, layer, mode)
-
-
-def _router_in_leaf(
-    inputs: list[fx.Node], count: int, traced: RegionTrace, layer: LayerGraph, mode: FakeTensorMode
-) -> Router | None:
-    """The Linear that routes inside of a module that could not be traced."""
-    # Seen in: JetMoE, whose experts have no site without it
-    leaves = {str(n.target) for value in inputs for n in upstream(value, lambda n: n.op == "call_module")}
-    for call in traced.calls:
-        has_parts = next(layer.root.get_submodule(call.name).children(), None) is not None
-        leaf = call.name in leaves and not call.inlined and has_parts
-        if not leaf or (code := _code_of(call, layer, mode)) is None:
-            continue
-        router = find_router([output_of(code.graph)], count, set(code.graph.nodes), code)
-        if router is not None:
-            return router.inside(call.name)
-    return None
 
 
 def _is_index(node: fx.Node) -> bool:

@@ -175,9 +175,9 @@ def _operands_of_einsum(product: fx.Node) -> tuple[fx.Node, fx.Node, bool, int] 
         if any(c not in of_x and c not in result for c in experts) or not is_tensor(matrix):
             continue
         summed = [c for c in own if c in of_x and c not in result]
-        kept = [c for c in own if c in result and c not in of_x]
-        if len(summed) == len(kept) == 1:
-            return x, matrix, own[0] == summed[0], result.index(kept[0])
+        features = [c for c in own if c in result and c not in of_x]
+        if len(summed) == len(features) == 1:
+            return x, matrix, own[0] == summed[0], result.index(features[0])
     return None
 
 

@@ -5,7 +5,7 @@ it gets.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from torch import fx
+from torch import fx, nn
 
 from peftc.addressing.sites import MatrixLayout
 from peftc.dataflow.layer_graph import LayerGraph
@@ -63,11 +63,21 @@ def find_soft_router(experts: Experts, result: fx.Node, body: set[fx.Node], code
     return None
 
 
+def routing_leaves(graph: fx.Graph, root: nn.Module) -> set[str]:
+    """The leaves with a matrix of their own that return more than a tensor: experts, weights.
+    PyTorch's recurrent networks do, too, and route nothing.
+    """
+    # Seen in: Phi MoE, Qwen2 MoE, GLM-4 MoE Lite
+    leaves = {str(n.target) for n in graph.nodes if n.op == "call_module" and not is_tensor(n)}
+    leaves = {name for name in leaves if not isinstance(root.get_submodule(name), nn.RNNBase)}
+    return {name for name in leaves if any(p.ndim == 2 for p in root.get_submodule(name).parameters(recurse=False))}
+
+
 def _is_of(experts: Experts, node: fx.Node, code: ExpertGraph) -> bool:
     """Whether a node is a product with a matrix of an expert."""
     if isinstance(experts, ExpertModules):
         names = (name for linears in experts.linears.values() for name in linears)
-        return node.op == "call_module" and any(name.endswith(f".{node.target}") for name in names)
+        return node.op == "call_module" and any(f".{name}".endswith(f".{node.target}") for name in names)
     return code.picked(node) is not None
 
 
