@@ -18,7 +18,7 @@ from peftc.forms.module import Pair
 from peftc.forms.shapes import KeyValue
 from peftc.models.samples import joint_sample
 from peftc.planning import ir
-from peftc.planning.on_table import is_prompt, selects_positions
+from peftc.planning.on_table import is_prompt
 from peftc.runtime.positions import starts_of
 from peftc.runtime.prompts import insert_rows
 from peftc.tracing.module_calls import forward_signature
@@ -210,7 +210,7 @@ def refusal(sites: list[ir.SiteEdit], folding: Folding) -> str | None:
             return "it does more than to put trained rows before `kv`, or before the tokens"
         if any(instance.tasks for instance in one.instances):
             return "it has parameters for each task"
-    counting = next((p.edit for p in folding.record.site_edits if any(map(selects_positions, p.instances))), None)
+    counting = next((p.edit for p in folding.record.site_edits if any(i.selects_positions for i in p.instances)), None)
     if counting is not None:
         return f"`{counting}` counts the tokens before those of the input, too"
     config = getattr(folding.model, "config", None)

@@ -112,6 +112,8 @@ class FormModule(nn.Module):
 
         Parameters without storage (meta, fake) are left alone.
         """
+        if not any(has_values(p) for p in self._parameters.values() if p is not None):
+            return
         for name, draw in self.draws().items():
             if has_values(parameter := self.get_parameter(name)):
                 _fill(parameter, draw, generator(name))

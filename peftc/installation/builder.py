@@ -17,9 +17,9 @@ from peftc.installation.base_weights import BaseWeights
 from peftc.installation.edited_classes import EditedModule, install_edits, remove_edits
 from peftc.installation.record import Installation
 from peftc.modules.instance_forward import code_class
-from peftc.modules.offload import execution_device
+from peftc.modules.offload import execution_device, is_dispatched
+from peftc.modules.walk import all_named_modules, all_named_parameters
 from peftc.planning import ir
-from peftc.planning.on_table import selects_positions
 from peftc.rewriting.edits import CONTAINER, SHARED, Region, empty_container, module_name
 from peftc.rewriting.legality.preconditions import check_forwards, check_loaded
 from peftc.rewriting.prompts import SEQUENCE
@@ -73,8 +73,9 @@ class InstallationBuilder:
 
     def prepare(self, regions: list[Region]) -> None:
         """Makes classes and parameters. Raises: P411, P424, P426, P427, P527."""
-        partly_loaded = len({p.is_meta for p in self.model.parameters()}) > 1
-        modules = dict(self.model.named_modules(remove_duplicate=False))
+        every = all_named_modules(self.model)
+        partly_loaded = len({p.is_meta for _, p in all_named_parameters(every)}) > 1
+        modules = dict(every)
         for region in regions:
             self.sequences |= dict.fromkeys(region.position_sites, Sequence())
         checked = set[str]()
@@ -112,22 +113,22 @@ class InstallationBuilder:
                 at = FormSite(site_edit, instance, module)
                 name = at.saved_name
                 if name not in self.forms:
-                    self.forms[name] = self.form(at)
+                    self.forms[name] = self.form(at, name)
                 root.child(edit.edit_name).child(edit.slug).add(instance.key, self.forms[name])
-                if instance.has_site_parameters:
+                if instance.has_site_parameters and name not in self.installation.form_modules:
                     place = f"{region.module}.{CONTAINER}.{edit.edit_name}.{edit.slug}.{instance.key}".lstrip(".")
-                    self.installation.form_modules.setdefault(name, place)
+                    self.installation.form_modules[name] = place
         return root
 
     # Forms ----------------------------------------------------------------------------------------
 
-    def form(self, at: FormSite) -> FormModule:
-        present = self.present.get(at.saved_name)
+    def form(self, at: FormSite, name: str) -> FormModule:
+        present = self.present.get(name)
         if not at.instance.tasks:
-            return self.form_of_task(at, None, at.saved_name, present)
+            return self.form_of_task(at, None, name, present)
         tasks = dict(present.tasks.items()) if isinstance(present, Tasked) else {}
         forms = {
-            task: self.form_of_task(at, task, at.saved_name + suffix, cast(FormModule | None, tasks.get(task)))
+            task: self.form_of_task(at, task, name + suffix, cast(FormModule | None, tasks.get(task)))
             for task, suffix in at.instance.task_suffixes()
             if task is not None
         }
@@ -150,7 +151,7 @@ class InstallationBuilder:
 
     def attach_sequence(self, form: FormModule, at: FormSite) -> None:
         """Shows a form that selects positions the calls of its stack."""
-        if selects_positions(at.instance):
+        if at.instance.selects_positions:
             vars(form)[SEQUENCE] = self.sequences[at.site_edit.edit, at.site_edit.owner_path]
 
     def shared_form(self, owner: str, at: FormSite) -> FormModule:
@@ -184,17 +185,22 @@ class InstallationBuilder:
 
     def options(self, module: nn.Module) -> tuple[torch.dtype, torch.device]:
         """The dtype and device of a module's floating-point parameters, else of the model's."""
-        own = next(iter(vars(module)["_parameters"].values()), None)  # mostly a weight
-        if own is not None and own.is_floating_point() and not own.is_meta:
-            return own.dtype, own.device
-        parameters = chain(module.parameters(), self.model.parameters())
-        first = next(parameters, None)
-        dtype = next((p.dtype for p in chain([first], parameters) if p is not None and p.is_floating_point()), None)
-        if dtype is None or first is None:
-            return torch.float32, torch.device("cpu")
-        if not first.is_meta:
+        first = next(iter(vars(module)["_parameters"].values()), None)  # mostly a weight
+        if first is not None and first.is_floating_point():
+            dtype = first.dtype
+        else:
+            parameters = chain(module.parameters(), self.model.parameters())
+            first = next(parameters, None)
+            typed = (p.dtype for p in chain([first], parameters) if p is not None and p.is_floating_point())
+            if first is None or (dtype := next(typed, None)) is None:
+                return torch.float32, torch.device("cpu")
+        if not first.is_meta or not self.is_dispatched:
             return dtype, first.device
         return dtype, execution_device(module) or self.execution_device or first.device
+
+    @cached_property
+    def is_dispatched(self) -> bool:
+        return is_dispatched(self.model)
 
     @cached_property
     def execution_device(self) -> torch.device | None:

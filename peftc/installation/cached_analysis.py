@@ -4,7 +4,7 @@ the latest models in this process for others of the same structure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from peftc.concurrency.context import CHOICE
 from peftc.models.samples import is_same_sample
 from peftc.models.sources import ModelSource
 from peftc.modules.memory import storage_id
+from peftc.modules.walk import Named, all_named_modules
 from peftc.recognition.analysis import Analysis, analyse
 from peftc.rewriting.edits import CONTAINER, SHARED
 from peftc.tracing.bytecode import reachable_code
@@ -25,7 +26,8 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, type)
 TORCH = frozenset(vars(nn.Module()))  # what torch keeps in every module
 HOOKS = [key for key in TORCH if key.endswith(("_hooks", "_called"))]
 PEFTC = frozenset({"_peftc", CHOICE, "peftc_originals", "peftc_completeness"})
-
+_NO_ATTRIBUTES = TORCH | PEFTC
+_SIMPLE = frozenset({bool, int, float, str, type(None)})
 
 MOST = 8  # analyses of other models that are kept
 
@@ -38,8 +40,16 @@ class NotComparable(Exception):
 
 @dataclass(frozen=True)
 class ModelState:
-    """All that an analysis depends on. `flags`: `requires_grad` of all parameters and buffers."""
+    """All that an analysis depends on.
 
+    Attributes:
+        modules: of each module its name and tensors, as texts and numbers; numbers of objects count
+            what is new, others are places in `parts`.
+        parts: all other values, equal ones once: of many layers as many as of one.
+        flags: `requires_grad` of all parameters and buffers.
+    """
+
+    modules: tuple[Any, ...]
     parts: tuple[Any, ...]
     flags: tuple[bool, ...]
 
@@ -63,7 +73,7 @@ class CachedAnalysis:
         """That of a model which had a state when its edits were put in: they change flags alone."""
         if before is None:
             return cls.of(model, analysis, sample)
-        flags = tuple(t.requires_grad for _, m in own_modules(model) for _, t in tensors_of(m) if t is not None)
+        flags = tuple([t.requires_grad for _, m in own_modules(model) for _, t in tensors_of(m) if t is not None])
         return cls(analysis, sample, replace(before, flags=flags))
 
     def is_valid(self, model: nn.Module, sample: Mapping[str, Any] | None) -> bool:
@@ -110,11 +120,10 @@ def state_of(model: nn.Module) -> ModelState | None:
         return None
 
 
-def own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def own_modules(model: nn.Module) -> Named:
     """The modules of a model without those of edits."""
-    for name, module in model.named_modules(remove_duplicate=False):
-        if CONTAINER not in name or not (CONTAINER in (parts := name.split(".")) or parts[0] == SHARED):
-            yield name, module
+    modules = all_named_modules(model, CONTAINER)
+    return [pair for pair in modules if not pair[0].startswith(SHARED) or pair[0].split(".")[0] != SHARED]
 
 
 def tensors_of(module: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
@@ -130,41 +139,52 @@ def class_without_edits(cls: type[Any]) -> type[Any]:
     return cls
 
 
+class _Numbers(dict[Any, int]):
+    """The number of each value: how many others came before it."""
+
+    def __missing__(self, key: Any) -> int:
+        self[key] = number = len(self)
+        return number
+
+
 def _state(model: nn.Module) -> ModelState:
-    numbers: dict[int, int] = {}  # of objects that several modules share
-    memories: dict[int, int] = {}
-    codes: dict[type, tuple[Any, ...]] = {}
-
-    def number(thing: object) -> int:
-        return numbers.setdefault(id(thing), len(numbers))
-
+    objects, memories = _Numbers(), _Numbers()  # by `id`: several modules may share one
+    values, layouts, codes = _Numbers(), _Numbers(), dict[type, tuple[int, tuple[Any, ...]]]()
     config = getattr(model, "config", None)
-    state: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), comparable(config)]
+    modules: list[tuple[Any, ...]] = []
     flags: list[bool] = []
     for name, module in own_modules(model):
-        own, cls = vars(module), class_without_edits(type(module))
+        own = vars(module)
         if any(map(own.get, HOOKS)):
             raise NotComparable
-        if cls not in codes:
-            codes[cls] = reachable_code(cls)
-        attributes = [(key, value) for key, value in own.items() if key not in TORCH and key not in PEFTC]
-        state += [name, number(module), cls]
-        state += [(key, number(value) if value is config else comparable(value)) for key, value in attributes]
+        if type(module) not in codes:
+            cls = class_without_edits(type(module))
+            codes[type(module)] = values[cls], (cls, reachable_code(cls))
+        attributes = [
+            (key, objects[id(value)] if value is config else comparable(value))
+            for key, value in own.items()
+            if key not in _NO_ATTRIBUTES
+        ]
+        row: list[Any] = [name, objects[id(module)], codes[type(module)][0], values[tuple(attributes)]]
         for key, tensor in tensors_of(module):
             if tensor is None:
-                state.append((key, None))
+                row.append(key)
             elif type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
                 raise NotComparable
             else:
-                memory = memories.setdefault(storage_id(tensor), len(memories))
                 layout = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
-                state.append((key, number(tensor), memory, layout))
+                row += (key, objects[id(tensor)], memories[storage_id(tensor)], layouts[layout])
                 flags.append(tensor.requires_grad)
-    return ModelState((*state, *codes.values()), tuple(flags))
+        modules.append(tuple(row))
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    parts = (modes, comparable(config), *values, *layouts, *(code for _, code in codes.values()))
+    return ModelState(tuple(modules), parts, tuple(flags))
 
 
 def comparable(value: Any) -> Any:
     """A value that is equal exactly where an attribute is the same. Raises: NotComparable."""
+    if type(value) in _SIMPLE:
+        return type(value), value
     if isinstance(value, PLAIN):
         return type(value), value
     if isinstance(value, PretrainedConfig):

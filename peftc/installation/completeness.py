@@ -16,6 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from peftc.concurrency.context import CHOICE
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.installation.record import Installation, installation_of
+from peftc.modules.walk import modules_in
 from peftc.rewriting.edits import CONTAINER
 
 ORIGINALS = "peftc_originals"  # attribute of a module: the original values of what `train` changes
@@ -115,7 +116,7 @@ def is_edited(module: nn.Module, record: Installation) -> bool:
 
 def edited_modules(model: nn.Module, record: Installation) -> list[nn.Module]:
     """The modules that contain edits or trained parameters, wherever they are now."""
-    return [module for module in model.modules() if is_edited(module, record)]
+    return [module for module in modules_in(model) if is_edited(module, record)]
 
 
 def module_at(model: nn.Module, name: str) -> nn.Module | None:

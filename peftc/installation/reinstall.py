@@ -27,6 +27,7 @@ from peftc.installation.edited_classes import (
 from peftc.installation.journal import Journal, transaction
 from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed
 from peftc.modules.offload import offloaded_error, offloaded_parameters
+from peftc.modules.walk import named_modules, named_parameters
 from peftc.planning.planner import PlanResult
 from peftc.rewriting.edits import SHARED
 from peftc.rewriting.legality.preconditions import missing_values
@@ -51,7 +52,7 @@ class Snapshot:
         self.sequences = [(m, vars(m)[SEQUENCE]) for m in inner if SEQUENCE in vars(m)]  # the new edits replace them
         self.modules = edited_parts(model, self.record) if self.record else []
         self.shared = vars(model)["_modules"].get(SHARED)
-        parameters = dict(model.named_parameters())
+        parameters = dict(named_parameters(named_modules(model)))
         self.requires_grad = {name: p.requires_grad for name, p in parameters.items()}
         self.gradients = {name: p.grad for name, p in parameters.items()}
         self.base_requires_grad = self.record.requires_grad if self.record else self.requires_grad
@@ -67,7 +68,7 @@ class Snapshot:
             vars(form)[SEQUENCE] = sequence
         if self.record is not None:
             install_edits(self.model, self.record, self.modules, self.shared)
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in named_parameters(named_modules(self.model)):
             set_requires_grad(parameter, self.requires_grad[name])
             parameter.grad = self.gradients[name]
 

@@ -28,7 +28,7 @@ class StateText:
 def state_text(state: ModelState) -> StateText:
     """Raises: NotComparable for a state with code that is in no file of the libraries."""
     writer = _Writer()
-    text = f"{writer.text(state.parts)} {state.flags} {torch.get_default_dtype()}"
+    text = f"{state.modules} {writer.text(state.parts)} {state.flags} {torch.get_default_dtype()}"
     return StateText(hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest(), frozenset(writer.classes))
 
 

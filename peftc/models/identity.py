@@ -10,6 +10,13 @@ from torch import nn
 
 from peftc.models.settings import settings
 from peftc.modules.memory import distinct_entries, memory_of, overlapping, overlaps_itself
+from peftc.modules.walk import (
+    all_named_buffers,
+    all_named_modules,
+    all_named_parameters,
+    named_modules,
+    named_parameters,
+)
 
 VERSION = 2  # of fingerprints; version 1 covers `_FACTS` instead of the whole configuration
 _FACTS = (  # change what the model computes, and show in no shape
@@ -30,7 +37,7 @@ def any_name(name: str) -> bool:
 
 def parameter_count(model: nn.Module, keep: Callable[[str], bool] = any_name) -> int:
     """The number of scalars; shared memory counts once. `keep` chooses by dotted name."""
-    parameters = [p for name, p in model.named_parameters() if keep(name)]
+    parameters = [p for name, p in named_parameters(named_modules(model)) if keep(name)]
     groups = overlapping(parameters)
     shared = {i for group in groups for i in group}
     alone = sum(p.numel() for i, p in enumerate(parameters) if i not in shared)
@@ -40,7 +47,7 @@ def parameter_count(model: nn.Module, keep: Callable[[str], bool] = any_name) ->
 def tied_groups(model: nn.Module, keep: Callable[[str], bool] = any_name) -> tuple[tuple[str, ...], ...]:
     """Groups of dotted names that are one tensor, or several over the same memory."""
     groups: dict[object, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in all_named_parameters(all_named_modules(model)):
         if keep(name):
             groups.setdefault(memory_of(parameter) or id(parameter), []).append(name)
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
@@ -50,7 +57,8 @@ def overlaps(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Groups of names whose parameters share memory, also with buffers, or overlap themselves."""
     names: dict[int, list[str]] = {}
     tensors: list[torch.Tensor] = []
-    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+    modules = all_named_modules(model)
+    for name, tensor in (*all_named_parameters(modules), *all_named_buffers(modules)):
         if id(tensor) not in names:
             tensors.append(tensor)
         names.setdefault(id(tensor), []).append(name)
@@ -64,11 +72,11 @@ def overlaps(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 def identity(model: nn.Module, keep: Callable[[str], bool] = any_name, version: int = VERSION) -> dict[str, Any]:
     """What tells a base model from others, as JSON values. Version 1 has no `configuration`."""
-    config = getattr(model, "config", None)
+    config, parameters = getattr(model, "config", None), all_named_parameters(all_named_modules(model))
     values: dict[str, Any] = {
         "type": getattr(config, "model_type", None) or type(model).__name__,
         "facts": {name: value for name in _FACTS if isinstance(value := _config_value(config, name), (int, str))},
-        "parameters": {n: list(p.shape) for n, p in model.named_parameters(remove_duplicate=False) if keep(n)},
+        "parameters": {n: list(p.shape) for n, p in parameters if keep(n)},
         "tied": tied_groups(model, keep),
     }
     return values if version == 1 else values | {"configuration": settings(model)}

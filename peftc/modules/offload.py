@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.modules.walk import modules_in
 
 HOOK = "_hf_hook"  # accelerate's name
 
@@ -24,7 +25,7 @@ def hooks(module: nn.Module) -> Iterator[Any]:
 
 def is_dispatched(model: nn.Module) -> bool:
     """Whether accelerate has dispatched a model, maybe to several devices."""
-    return any(HOOK in vars(module) for module in model.modules())
+    return any(HOOK in vars(module) for module in modules_in(model))
 
 
 def execution_device(module: nn.Module) -> torch.device | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, Literal
 
 from peftc.addressing.sites import Site
@@ -44,6 +44,11 @@ class FormInstance:
     @property
     def has_site_parameters(self) -> bool:
         return self.owner is None or self.form.common_count is not None
+
+    @cached_property
+    def selects_positions(self) -> bool:
+        """Whether the form acts at some positions, which its stack tells it."""
+        return self.form.picks(self.form.fill(self.args))
 
     def task_suffixes(self) -> tuple[tuple[str | None, str], ...]:
         """Each task with the suffix of its parameter names; (None, "") without tasks."""

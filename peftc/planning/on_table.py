@@ -24,12 +24,8 @@ def plan_on_table(table: SiteTable, spec: ast.Spec, tasks: tuple[str, ...] = ())
 def needs_graphs(site_edits: SiteEdits) -> bool:
     """Whether the graphs decide if the edits can stand: those of prompts and of positions."""
     edits = site_edits.representatives
-    return any(is_prompt(one) or any(map(selects_positions, one.instances)) for one in edits)
+    return any(is_prompt(one) or any(i.selects_positions for i in one.instances) for one in edits)
 
 
 def is_prompt(site_edit: ir.SiteEdit) -> bool:
     return any(isinstance(a.value, ir.Concat) and isinstance(a.value.shape, Tokens) for a in site_edit.assigns)
-
-
-def selects_positions(instance: ir.FormInstance) -> bool:
-    return instance.form.picks(instance.form.fill(instance.args))

@@ -17,6 +17,7 @@ from peftc.models.identity import VERSION, fingerprint, overlaps, parameter_coun
 from peftc.models.skeleton import skeleton
 from peftc.models.sources import ModelSource, resolve
 from peftc.modules.instance_forward import instance_forward
+from peftc.modules.walk import all_named_buffers, all_named_parameters, named_modules
 from peftc.recognition.layer_types import example_width
 from peftc.recognition.layers import ModelStructure, analyze_structure
 from peftc.recognition.non_layer_sites import module_infos, untraced_modules
@@ -74,15 +75,17 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
 
 def _check_names(model: nn.Module) -> None:
     """Raises: P511 for a name that is no text, or that is hidden by an attribute."""
-    for name in chain(dict(model.named_modules()), dict(model.named_parameters()), dict(model.named_buffers())):
+    modules = named_modules(model)
+    every = chain(modules, all_named_parameters(modules), all_named_buffers(modules))
+    for name, _ in every:
         try:
             name.encode()
         except UnicodeEncodeError:
             shown = name.encode(errors="backslashreplace").decode()
             message = f"the name `{shown}` cannot be written in any file"
             raise PeftcError(Diagnostic("P511", message, help="rename the module")) from None
-    for owner, parent in model.named_modules():
-        for name, module in parent.named_children():
+    for owner, parent in modules:
+        for name, module in parent.named_children() if vars(parent)["_modules"] else ():
             if getattr(parent, name, None) is not module:
                 shown = f"{owner}.{name}".lstrip(".")
                 message = f"`{shown}` is hidden by an attribute of {type(parent).__name__} that has the same name"
@@ -97,7 +100,7 @@ def _warnings(source: ModelSource, sites: SiteList, untraced: tuple[UntracedModu
         yield f"{source.id} has no transformer layers: only its modules have names"
     elif "attn" not in words and not any("attn" in module.roles for module in untraced):
         yield f"{source.id} has no attention: `attn` and the sites below it name nothing"
-    for name, module in source.module.named_modules() if source.module is not None else ():
+    for name, module in named_modules(source.module) if source.module is not None else ():
         if (forward := instance_forward(module)) is not None and forward.function is None:
             yield f"`{name}` has a `forward` in its instance that could not be traced"
 
@@ -123,7 +126,7 @@ def shared_modules(structure: ModelStructure) -> tuple[tuple[str, ...], ...]:
     groups: dict[int, list[str]] = {}
     layers = dict.fromkeys(name for stack in structure.stacks for name in stack.modules)
     for layer in layers:
-        for name, module in structure.model.get_submodule(layer).named_modules(prefix=layer):
+        for name, module in named_modules(structure.model.get_submodule(layer), layer):
             groups.setdefault(id(module), []).append(name)
     in_layers = {id(structure.model.get_submodule(layer)) for layer in layers}
     for name, module in _outside_layers(structure.model, in_layers):

@@ -11,7 +11,7 @@ from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.diagnostics.suggestions import join_names
 from peftc.observation.token_flow import EMBEDS, SampleRun, TokenFlow, token_flow
 from peftc.planning import ir
-from peftc.planning.on_table import is_prompt, selects_positions
+from peftc.planning.on_table import is_prompt
 from peftc.recognition.layers import ModelStructure, Stack
 from peftc.recognition.non_layer_sites import enclosing
 from peftc.rewriting.anchors import Anchor, contains, relative
@@ -128,7 +128,7 @@ def prompt_and_position_errors(
     sources: dict[str, str] = {}  # of each shared form
     refused = set[str]()
     for p in site_edits:
-        for instance in filter(selects_positions, p.instances):
+        for instance in (i for i in p.instances if i.selects_positions):
             error = position_error(p, instance, structure, conflicts, sources)
             if error is not None and p.edit not in refused:
                 refused.add(p.edit)
@@ -166,7 +166,7 @@ def position_regions(site_edits: Iterable[ir.SiteEdit], structure: ModelStructur
     """The stacks around sites with such forms, once each."""
     regions: dict[str, Region] = {}
     for p in site_edits:
-        if any(map(selects_positions, p.instances)):
+        if any(i.selects_positions for i in p.instances):
             module = position_source(p, structure)
             assert module is not None, p.site.path  # else `prompt_and_position_errors` refuses the edit
             edit = RegionEdit(NAME, KIND, (), {KIND: RegionState(anchor=Anchor(KIND, ""))}, {}, ())

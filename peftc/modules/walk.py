@@ -1,0 +1,75 @@
+"""`nn.Module.named_modules` and what is built on it, in a fifth of the time: torch nests one
+generator for each level of a model, and yields each name through all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+Named = list[tuple[str, nn.Module]]
+
+
+def named_modules(model: nn.Module, prefix: str = "") -> Named:
+    """`list(model.named_modules(prefix=prefix))`."""
+    result, seen = [(prefix, model)], {id(model)}
+    _collect(model, f"{prefix}." if prefix else "", result, seen)
+    return result
+
+
+def all_named_modules(model: nn.Module, without: str = "") -> Named:
+    """`list(model.named_modules(remove_duplicate=False))`: every name of every module. `without`:
+    those called by this name, and what is in them.
+    """
+    result = [("", model)]
+    _collect_all(model, "", result, without)
+    return result
+
+
+def _collect(module: Any, start: str, result: Named, seen: set[int]) -> None:
+    for name, child in module._modules.items():
+        if child is not None and id(child) not in seen:
+            seen.add(id(child))
+            result.append((start + name, child))
+            if child._modules:
+                _collect(child, f"{start}{name}.", result, seen)
+
+
+def _collect_all(module: Any, start: str, result: Named, without: str) -> None:
+    for name, child in module._modules.items():
+        if child is not None and name != without:
+            result.append((start + name, child))
+            if child._modules:
+                _collect_all(child, f"{start}{name}.", result, without)
+
+
+def modules_in(model: nn.Module) -> list[nn.Module]:
+    """`list(model.modules())`."""
+    return [module for _, module in named_modules(model)]
+
+
+def named_parameters(modules: Named) -> Iterator[tuple[str, nn.Parameter]]:
+    """`model.named_parameters()`, from `named_modules(model)`."""
+    seen = set[int]()
+    for name, parameter in all_named_parameters(modules):
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            yield name, parameter
+
+
+def all_named_parameters(modules: Named) -> Iterator[tuple[str, nn.Parameter]]:
+    """`model.named_parameters(remove_duplicate=False)`, from `all_named_modules(model)`."""
+    for prefix, module in modules:
+        for name, parameter in vars(module)["_parameters"].items():
+            if parameter is not None:
+                yield f"{prefix}.{name}" if prefix else name, parameter
+
+
+def all_named_buffers(modules: Named) -> Iterator[tuple[str, Tensor]]:
+    """`model.named_buffers(remove_duplicate=False)`, from `all_named_modules(model)`."""
+    for prefix, module in modules:
+        for name, buffer in vars(module)["_buffers"].items():
+            if buffer is not None:
+                yield f"{prefix}.{name}" if prefix else name, buffer
