@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from peftc.addressing.module_list import module_list
 from peftc.addressing.sites import SiteTable, Slice, WeightRef, parameter_name
 from peftc.forms.shapes import Shape, Vector, Weight
 
@@ -35,14 +36,17 @@ class Parameters:
 
     def __init__(self, table: SiteTable) -> None:
         self._canonical = {name: group[0] for group in table.tied for name in group}
-        self._sizes = {f"{m.name}.{a}".lstrip("."): shape for m in table.modules for a, shape in m.parameters.items()}
+        self._modules = module_list(table)
 
     def canonical(self, ref: WeightRef) -> str:
         name = parameter_name(ref)
         return self._canonical.get(name, name)
 
     def numel(self, name: str) -> int:
-        return prod(self._sizes[name])
+        module, _, attribute = name.rpartition(".")
+        info = self._modules.find(module)
+        assert info is not None
+        return prod(info.parameters[attribute])
 
     def row_ranges(self, ref: WeightRef, shape: Shape) -> Iterator[RowRange]:
         """The rows of a state `w` or `b` of this shape."""

@@ -32,7 +32,7 @@ class Renaming:
     def site(self, site: Site) -> Site:
         root = self.module(site.root)
         kind = root if site.kind == site.root else site.kind  # a site with a graph of its own
-        return _with(
+        return with_changes(
             site,
             path=self.path(site.path),
             steps=(*self.new.steps, *site.steps[len(self.old.steps) :]),
@@ -53,14 +53,14 @@ class Renaming:
             return state
         if id(state) not in self._states:
             linear = self.path(state.linear) if state.linear else ""
-            self._states[id(state)] = state, _with(state, weight=weight and self.weight(weight), linear=linear)
+            self._states[id(state)] = state, with_changes(state, weight=weight and self.weight(weight), linear=linear)
         return self._states[id(state)][1]
 
     def weight(self, weight: WeightRef) -> WeightRef:
         stacked = weight.stacked_slice
         if stacked is not None:
-            stacked = _with(stacked, reader=self.module(stacked.reader))
-        return _with(weight, module=self.module(weight.module), stacked_slice=stacked)
+            stacked = with_changes(stacked, reader=self.module(stacked.reader))
+        return with_changes(weight, module=self.module(weight.module), stacked_slice=stacked)
 
     def module(self, name: str) -> str:
         return self._prefixed(name, self.old.module, self.new.module)
@@ -72,7 +72,7 @@ class Renaming:
         return new + name[len(old) :] if name == old or name.startswith(f"{old}.") else name
 
 
-def _with(value: T, **changes: Any) -> T:
+def with_changes(value: T, **changes: Any) -> T:
     """`dataclasses.replace` for frozen records without checks, in a quarter of the time."""
     new = object.__new__(type(value))
     vars(new).update(vars(value), **changes)

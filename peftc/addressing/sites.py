@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -295,7 +295,7 @@ class SiteTable:
     d_model: int
     fingerprint: str
     sites: Sequence[Site]  # in model order
-    modules: tuple[ModuleInfo, ...] = ()
+    modules: Sequence[ModuleInfo] = ()
     tied: tuple[tuple[str, ...], ...] = ()  # groups of dotted parameter names that are one tensor
     overlaps: tuple[tuple[str, ...], ...] = ()  # groups of distinct parameters that share memory
     shared_modules: tuple[tuple[str, ...], ...] = ()  # groups of dotted module names that are one module
@@ -310,19 +310,3 @@ class SiteTable:
 
 def parameter_name(ref: WeightRef) -> str:
     return f"{ref.module}.{ref.attribute}".lstrip(".")
-
-
-def used_ties(table: SiteTable) -> list[list[str]]:
-    """The groups of tied parameters, without names through which no forward reads the parameter.
-
-    Such names belong to modules that no forward calls (a `shared` embedding next to those of the
-    stacks), to modules around the called one (a head whose `bias` is that of its Linear), and to
-    other names of a whole layer, or of what holds it (Enformer's `_trunk` and `transformer`).
-    """
-    called = {module.name for module in table.modules if module.called}
-
-    def is_read(name: str, group: Iterable[str]) -> bool:
-        module = name.rpartition(".")[0]
-        return module in called and not any(o.rpartition(".")[0].startswith(f"{module}.") for o in group)
-
-    return [[name for name in group if is_read(name, group)] for group in table.tied]

@@ -1,20 +1,17 @@
 """A `SiteTable` as JSON data, and back.
 
 A dataclass is a list of the number of its class and its fields, a tuple a list that begins with -1.
-Sites are stored once for each kind of layer, as their list has them. Of the modules of layers of
-one kind the text is stored once, with a mark in the place of each layer's own names.
+Sites and modules are stored once for each kind of layer, as their lists have them.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from itertools import chain, groupby
 from typing import Any, cast
 
 from peftc.addressing import sites
+from peftc.addressing.module_list import ModuleBlock, ModuleList, ModuleTemplate, module_list
 from peftc.addressing.renaming import LayerName
 from peftc.addressing.site_list import Block, Numbers, SiteList, Template, TemplateSite, site_list
 from peftc.addressing.sites import ModuleInfo, Site, SiteTable
@@ -33,38 +30,48 @@ _CLASSES: tuple[type[Any], ...] = (
 _NUMBERS: dict[type[Any], int] = {cls: number for number, cls in enumerate(_CLASSES)}
 _FIELDS = tuple(tuple(field.name for field in fields(cls)) for cls in _CLASSES)
 _TUPLE, _SET = -1, -2
-# Marks of a layer's module, path and number: JSON has no such characters outside of escapes.
-_MODULE, _PATH, _NUMBER = "\x01", "\x02", "\x03"
 _SITES, _MODULES = "sites", "modules"
 _TEXTS, _COUNTS = ("model_id", "model_type", "fingerprint"), ("parameters", "d_model", "fingerprint_version")
-
-Runs = list[list[Any]]  # the number of a text, and the module, path and number of a layer
 
 
 def encode_table(table: SiteTable) -> dict[str, Any]:
     """The table as JSON data."""
     names = [field.name for field in fields(table) if field.name not in (_SITES, _MODULES)]
-    sites = site_list(table)
-    layers = {layer.module: (layer.path, layer.steps[-1][1] or 0) for b in sites.blocks if (layer := b.layer)}
-    texts: dict[str, int] = {}
-    modules = _fold(table.modules, lambda module: _layer_of(module.name, layers), layers, texts)
     data = {name: encode(getattr(table, name)) for name in names}
-    return {**data, _SITES: _encode_sites(sites), _MODULES: modules, "texts": list(texts)}
+    return {**data, _SITES: _encode_sites(site_list(table)), _MODULES: _encode_modules(module_list(table))}
 
 
 def decode_table(data: Mapping[str, Any]) -> SiteTable:
     """The table of JSON data. Raises: ValueError, TypeError, LookupError for other data."""
     names = {field.name for field in fields(SiteTable)}
-    if {*data} != {*names, "texts"}:
+    if {*data} != names:
         raise ValueError
-    sites, modules = _decode_sites(data[_SITES]), tuple(_unfold(data[_MODULES], data["texts"]))
     others = {name: decode(data[name]) for name in names - {_SITES, _MODULES}}
-    table = SiteTable(**others, sites=sites, modules=modules)
+    table = SiteTable(**others, sites=_decode_sites(data[_SITES]), modules=_decode_modules(data[_MODULES]))
     kinds = {**dict.fromkeys(_TEXTS, str), **dict.fromkeys(_COUNTS, int)}
-    items = ((getattr(table, name), kind) for name, kind in kinds.items())
-    if any(type(part) is not kind for part, kind in chain(items, ((module, ModuleInfo) for module in modules))):
+    if any(type(getattr(table, name)) is not kind for name, kind in kinds.items()):
         raise ValueError
     return table
+
+
+def _encode_modules(modules: ModuleList) -> dict[str, Any]:
+    """The templates, and the template and the layer of each block."""
+    templates = {id(block.template): block.template for block in modules.blocks}
+    numbers = {key: i for i, key in enumerate(templates)}
+    return {
+        "templates": [list(map(encode, template.modules)) for template in templates.values()],
+        "blocks": [[numbers[id(block.template)], block.layer] for block in modules.blocks],
+    }
+
+
+def _decode_modules(data: Any) -> ModuleList:
+    templates = [ModuleTemplate(tuple(map(decode, modules))) for modules in data["templates"]]
+    blocks = [ModuleBlock(templates[number], layer) for number, layer in data["blocks"]]
+    if any(type(module) is not ModuleInfo for template in templates for module in template.modules):
+        raise ValueError
+    if any(type(block.layer) is not str for block in blocks):
+        raise ValueError
+    return ModuleList(blocks)
 
 
 def _encode_sites(sites: SiteList) -> dict[str, Any]:
@@ -131,45 +138,3 @@ def decode(value: Any) -> Any:
     if type(value) is dict:
         return {key: decode(item) for key, item in cast(dict[str, Any], value).items()}
     return value
-
-
-# Layers of one kind
-
-
-def _layer_of(module: str, layers: Mapping[str, Any]) -> str:
-    """The layer that a module is in, or is; "" outside of layers."""
-    parts = module.split(".")
-    names = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-    return next((name for name in names if name in layers), "")
-
-
-def _fold(
-    items: Iterable[Any],
-    layer_of: Callable[[Any], str],
-    layers: Mapping[str, tuple[str, int]],
-    texts: dict[str, int],
-) -> Runs:
-    runs: Runs = []
-    for layer, group in groupby(items, layer_of):
-        text = json.dumps([encode(item) for item in group], ensure_ascii=False, separators=(",", ":"))
-        path, number = layers.get(layer, ("", 0))
-        folded = _with_marks(text, layer, path, number) if layer else text
-        if _without_marks(folded, layer, path, number) != text:
-            raise ValueError(layer)
-        runs.append([texts.setdefault(folded, len(texts)), layer, path, number])
-    return runs
-
-
-def _unfold(runs: Runs, texts: list[str]) -> Iterator[Any]:
-    for number, layer, path, index in runs:
-        yield from map(decode, json.loads(_without_marks(texts[number], layer, path, index)))
-
-
-def _with_marks(text: str, module: str, path: str, number: int) -> str:
-    text = re.sub(rf'"{re.escape(module)}(?=["\.])', f'"{_MODULE}', text)
-    text = re.sub(rf'"{re.escape(path)}(?=["\.])', f'"{_PATH}', text)
-    return text.replace(f'"layer",{number}]', f'"layer",{_NUMBER}]')
-
-
-def _without_marks(text: str, module: str, path: str, number: int) -> str:
-    return text.replace(_MODULE, module).replace(_PATH, path).replace(_NUMBER, str(number))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from peftc.addressing.module_list import module_list
 from peftc.addressing.sites import Site, State
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
@@ -135,7 +136,7 @@ class TermLowering:
         path, states = self.site.path, list(self.site.states)
         notes = (f"`{path}` has {join_names(states)}" if states else f"`{path}` has no states",)
         help_ = _as_weight(name, self.site) or did_you_mean(name, [*states, *self.lets])
-        module = next((m for m in self.context.table.modules if m.name == self.site.module), None)
+        module = module_list(self.context.table).find(self.site.module)
         if module is not None and name in ("x", "h"):
             notes = (*notes, *([module.unknown] if module.called and module.unknown else ()))
             if not module.called:
@@ -209,8 +210,8 @@ class TermLowering:
     def frozen_call(self, call: ast.Call, module: str) -> FrozenCall:
         if len(call.args) != 1 or call.kwargs:
             raise error("P108", f"`{call.function}` is a module of the model and takes one value", call.span)
-        parameters = next((info.parameters for info in self.context.table.modules if info.name == module), {})
-        size = parameters.get("weight", ())
+        info = module_list(self.context.table).find(module)
+        size = () if info is None else info.parameters.get("weight", ())
         assert self.target is not None
         # forms in the argument produce what the module reads
         terms = replace(self, target=replace(self.target, shape=Tokens(size[-1]))) if size else self

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.pytorch_utils import Conv1D
 
+from peftc.addressing.module_list import ModuleList
 from peftc.addressing.sites import (
     INPUT,
     OUTPUT,
@@ -25,6 +26,7 @@ from peftc.addressing.sites import (
 from peftc.dataflow.layer_graph import is_pointwise
 from peftc.dataflow.operations import is_norm_module
 from peftc.forms import shapes
+from peftc.modules.walk import all_named_modules, named_modules, named_parameters
 from peftc.observation.sample_forward import ModuleCall
 from peftc.recognition.layer_candidates import containing_list
 from peftc.recognition.layer_types import example_width
@@ -192,16 +194,18 @@ def heads(structure: ModelStructure) -> Iterator[Site]:
         yield _module_site(name, (("head", None),), structure)
 
 
-def module_infos(structure: ModelStructure) -> tuple[ModuleInfo, ...]:
+def module_infos(structure: ModelStructure) -> ModuleList:
     """Every module with its own parameters; one that is used under several names once for each."""
     calls, shared = structure.seen.calls, {name for group in structure.shared for name in group}
-    first = {name for name, _ in structure.model.named_modules()}
-    modules = dict(structure.model.named_modules(remove_duplicate=False))
+    first = {name for name, _ in named_modules(structure.model)}
+    modules = dict(all_named_modules(structure.model))
     called = {id(modules[name]) for name in calls}  # under whichever of its names
+    no_call = ModuleCall()
 
     def info(name: str, module: nn.Module) -> ModuleInfo:
-        parameters = {k: tuple(p.shape) for k, p in module.named_parameters(recurse=False)}
-        call = calls.get(name, ModuleCall())
+        own = vars(module)["_parameters"]
+        parameters = {k: tuple(p.shape) for k, p in named_parameters([("", module)])} if own else {}
+        call = calls.get(name, no_call)
         paths, is_called = (call.input_path, call.output_path), id(module) in called
         x, h = module_features(module, call)
         sizes, maps = (x.size, h.size), (x.is_map, h.is_map)
@@ -218,7 +222,8 @@ def module_infos(structure: ModelStructure) -> tuple[ModuleInfo, ...]:
             x.unknown or h.unknown,
         )
 
-    return tuple(info(name, module) for name, module in modules.items() if name in first or name in shared)
+    infos = (info(name, module) for name, module in modules.items() if name in first or name in shared)
+    return ModuleList.of(infos, {name for stack in structure.stacks for name in stack.modules})
 
 
 def untraced_modules(structure: ModelStructure) -> tuple[UntracedModule, ...]:

@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import accumulate
 from math import prod
 
+from peftc.addressing.module_list import used_ties
 from peftc.addressing.parameter_ranges import Parameters
 from peftc.addressing.paths import stack_steps
 from peftc.addressing.site_list import Place, SiteList, site_list
@@ -22,7 +23,6 @@ from peftc.addressing.sites import (
     Steps,
     WeightRef,
     parameter_name,
-    used_ties,
 )
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import FEW_NAMES, first_names, for_sites, join_names

@@ -3,8 +3,9 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from peftc.addressing.module_list import used_ties
 from peftc.addressing.parameter_ranges import Parameters, RowRange, numel
-from peftc.addressing.sites import Site, SiteTable, State, parameter_name, used_ties
+from peftc.addressing.sites import Site, SiteTable, State, parameter_name
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import FEW_NAMES, first_names, join_names
 from peftc.syntax import ast
