@@ -125,8 +125,30 @@ def data_answers(enabled: bool) -> Generator[None]:
         _thread.answers = before
 
 
+@shielded
+def truth_answers(value: bool) -> Generator[None]:
+    """Inside the block, each truth value that is not known is `value`, and not True."""
+    before, _thread.truth = _thread.truth, value
+    try:
+        yield
+    finally:
+        _thread.truth = before
+
+
+def truth_questions() -> int:
+    """How many truth values this thread has had no data for."""
+    return _thread.questions
+
+
+def _truth(*_: object) -> bool:
+    _thread.questions += 1
+    return _thread.truth
+
+
 class _ThreadState(threading.local):
     answers = True
+    truth = True
+    questions = 0
     patches = 0  # open blocks of `fake_tensor_patches` in this thread
 
 
@@ -254,7 +276,7 @@ def _array(tensor: torch.Tensor) -> Any:
 
 
 def _scalar(tensor: torch.Tensor) -> Any:
-    return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
+    return _truth() if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
 
 
 def _index(tensor: torch.Tensor, indices: list[torch.Tensor | None], *rest: Any) -> torch.Tensor:
@@ -274,8 +296,8 @@ def _unique(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tens
 
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     aten._local_scalar_dense.default: _scalar,
-    aten.equal.default: lambda *_: True,
-    aten.is_nonzero.default: lambda *_: True,
+    aten.equal.default: _truth,
+    aten.is_nonzero.default: _truth,
     aten.nonzero.default: lambda tensor: tensor.new_empty((1, tensor.ndim), dtype=torch.long),
     aten.index.Tensor: _index,
     aten.masked_select.default: lambda tensor, mask: tensor.new_empty((1,)),

@@ -10,14 +10,15 @@ Source: Zhu et al. 2024, "Hyper-Connections", arXiv:2409.19606.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from torch import fx
 
 from peftc.dataflow.layer_graph import LayerGraph
-from peftc.dataflow.nodes import example, first_input, is_tensor, shape
+from peftc.dataflow.nodes import example, first_input, is_tensor, output_of, shape
 from peftc.dataflow.operations import LAYOUT, SCALE, Op, name_of, op_of
-from peftc.dataflow.values import upstream, value_operands
+from peftc.dataflow.values import reaches, upstream, value_operands
 from peftc.fakes.tensors import tensors_in
 from peftc.tracing.in_place import writes_to
 from peftc.tracing.operations import new_version
@@ -26,10 +27,13 @@ _MOVES = LAYOUT | {Op.JOIN, Op.ITEM, Op.CREATE}
 
 
 def stream_input(graph: fx.Graph) -> fx.Node | None:
-    """The layer's hidden state: its first floating tensor argument."""
-    values = [n for n in graph.nodes if n.op == "placeholder" or _is_variadic(n)]
-    values.sort(key=lambda n: n.op != "placeholder")
-    return next((n for n in values if is_tensor(n) and gives_states(n)), None)
+    """The layer's hidden state: its first floating tensor argument. Of the members of an argument,
+    the first that the layer puts back changed, or else the first that it computes with.
+    """
+    values = [n for n in graph.nodes if n.op == "placeholder" and is_tensor(n) and gives_states(n)]
+    members = [n for n in graph.nodes if _is_member(n) and is_tensor(n) and gives_states(n)]
+    members.sort(key=lambda n: not _is_put_back(n, graph))
+    return next(iter((*values, *members)), None)
 
 
 def other_streams(graph: fx.Graph, first: fx.Node) -> list[fx.Node]:
@@ -38,10 +42,22 @@ def other_streams(graph: fx.Graph, first: fx.Node) -> list[fx.Node]:
     return [n for n in values if len(shape(n)) == len(shape(first)) > 2]
 
 
-def _is_variadic(node: fx.Node) -> bool:
-    # Seen in: no transformers model, but wrappers of layers: `forward(*args, **kwargs)`
-    source = node.args[0] if node.target is operator.getitem else None
-    return isinstance(source, fx.Node) and source.op == "placeholder" and str(source.target).startswith("*")
+def _is_member(node: fx.Node) -> bool:
+    """Whether a node is a member of an argument: of `*args`, a dictionary or a record."""
+    # Seen in: no transformers model, but wrappers of layers (`forward(*args, **kwargs)`), and
+    # pipelines whose layers take one state and return it
+    source = node.args[0] if node.target in (operator.getitem, getattr) else None
+    is_argument = isinstance(source, fx.Node) and source.op == "placeholder" and not is_tensor(source)
+    return is_argument and any(user.op != "output" for user in node.users)
+
+
+def _is_put_back(member: fx.Node, graph: fx.Graph) -> bool:
+    """Whether the layer's result has a value that depends on a member in the place of it."""
+    result: Any = output_of(graph).args[0]
+    if isinstance(result, fx.Node) and isinstance(result.target, type):  # a record
+        result = result.kwargs
+    value = result.get(member.args[1]) if isinstance(result, Mapping) else None
+    return isinstance(value, fx.Node) and value is not member and reaches(member, value)
 
 
 class Stream:

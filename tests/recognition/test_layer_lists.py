@@ -6,6 +6,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -134,6 +135,44 @@ def residuals() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(Residual(Attention()), Residual(Ffn())) for _ in range(3)))
 
 
+@dataclass
+class State:
+    hidden: Tensor
+    steps: int = 0
+
+
+class OnState(Block):
+    """Takes one record and returns another."""
+
+    def forward(self, state: State) -> State:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return State(super().forward(state.hidden), state.steps + 1)
+
+
+class OnDict(Block):
+    def forward(self, state: dict[str, Tensor]) -> dict[str, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return {**state, "hidden": super().forward(state["hidden"])}
+
+
+def records(layers: nn.Module, x: Tensor) -> Tensor:
+    state = functools.reduce(lambda state, layer: layer(state), layers.children(), State(x))
+    assert state.steps == 3
+    return state.hidden
+
+
+def dicts(layers: nn.Module, x: Tensor) -> Tensor:
+    state = functools.reduce(lambda state, layer: layer(state), layers.children(), {"first": x, "hidden": x})
+    assert state["first"] is x
+    return state["hidden"]
+
+
+def leaving(layers: nn.Module, x: Tensor) -> Tensor:
+    for layer in layers.children():
+        x = layer(x)
+        if x.abs().mean() > 1e9:
+            return x
+    return x
+
+
 STYLES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor], list[str]]] = {
     "a Sequential with names": (named, call, ["layer_0", "layer_1", "layer_2"]),
     "a ModuleDict": (lambda: nn.ModuleDict(zip("abc", blocks(), strict=True)), loop, ["a", "b", "c"]),
@@ -149,6 +188,9 @@ STYLES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], T
     "functools.partial": (lambda: nn.ModuleList(blocks()), partials, list("012")),
     "functools.reduce": (lambda: nn.ModuleList(blocks()), reduced, list("012")),
     "their forward": (lambda: nn.ModuleList(blocks()), forwards, list("012")),
+    "records": (lambda: nn.ModuleList([OnState(), OnState(), OnState()]), records, list("012")),
+    "dictionaries": (lambda: nn.ModuleList([OnDict(), OnDict(), OnDict()]), dicts, list("012")),
+    "an early exit": (lambda: nn.ModuleList(blocks()), leaving, list("012")),
     "the forward of their parts": (lambda: nn.ModuleList([Direct(), Direct(), Direct()]), forwards, list("012")),
 }
 
@@ -163,8 +205,10 @@ def test_layers_in_any_list_are_found_and_edited(style: str) -> None:
     roots = [site.module for site in table.sites if site.steps[-1][0] == "layer"]
     assert roots == [f"layers.{name}" for name in names]
     base, before = model(**sample), deepcopy(model.state_dict())
-    peftc.compile(SPEC, model, seed=0, sample=sample)
-    assert len(peftc.parameters(model)) == 3 * (2 + 4 + 4)
+    is_hidden = run not in (records, dicts)
+    spec = SPEC if is_hidden else SPEC[: SPEC.index("edit l")]  # a record has no `h`
+    peftc.compile(spec, model, seed=0, sample=sample)
+    assert len(peftc.parameters(model)) == 3 * (2 + 4 + 4 * is_hidden)
     torch.testing.assert_close(model(**sample), base, rtol=0, atol=1e-12)
     with torch.no_grad():
         for parameter in peftc.parameters(model).values():
@@ -174,8 +218,9 @@ def test_layers_in_any_list_are_found_and_edited(style: str) -> None:
     report = peftc.verify(model)
     assert report.ok, str(report)
     assert report.witnessed == report.sites or run is forwards  # past the hooks of the reference
-    changed, model.run = model(**sample), call if isinstance(model.layers, nn.Sequential) else loop
-    torch.testing.assert_close(model(**sample), changed, rtol=0, atol=1e-12)
+    if is_hidden:
+        changed, model.run = model(**sample), call if isinstance(model.layers, nn.Sequential) else loop
+        torch.testing.assert_close(model(**sample), changed, rtol=0, atol=1e-12)
     peftc.remove(model)
     assert before.keys() == model.state_dict().keys()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

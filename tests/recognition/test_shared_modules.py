@@ -174,6 +174,15 @@ def test_an_edit_around_a_shared_module_does_not_fold_into_it(models: dict[str, 
     assert "is tied to" in plan.edits[0].reason
 
 
+@pytest.mark.parametrize(("part", "path"), [("mlp", "ffn"), ("mlp.up_proj", "ffn.up")])
+def test_the_independent_check_edits_each_use(models: dict[str, nn.Module], part: str, path: str) -> None:
+    model = tied(copy.deepcopy(models["llama"]), "layers", part)
+    peftc.compile(spec(f"layer[*].{path}", "{ h += lora(x, r=2) }"), model, seed=0)
+    report = peftc.verify(model)
+    assert report.ok, str(report)
+    assert report.witnessed == report.sites == 2
+
+
 def test_names_of_modules_name_the_uses(models: dict[str, nn.Module]) -> None:
     model = tied(copy.deepcopy(models["llama"]), "layers", "self_attn.q_proj")
     plan = peftc.plan(spec('"layers.*.self_attn.q_proj"', LINEAR), model)

@@ -83,9 +83,10 @@ class ReferenceModel:
         self.reached: set[Location] = set()
         self.replaced: dict[str, ExitStack] = {}  # restores parameters, by layer
         for site_edit in site_edits:
-            uses: dict[int, ir.SiteEdit] = {}  # several where weights are tied
+            uses: dict[tuple[int, ...], ir.SiteEdit] = {}  # several where layers share weights or parts
             for use in site_edit.uses():
-                uses.setdefault(id(base.get_submodule(use.site.module)), use)
+                modules = (use.site.module, use.site.root)
+                uses.setdefault(tuple(id(base.get_submodule(name)) for name in modules), use)
             for use in uses.values():
                 self._bind(use)
         for root in {location.root: None for location in self.states if location.kind in ("sum", "residual", "total")}:
