@@ -60,11 +60,12 @@ class BiasPart:
 
 @dataclass(frozen=True, eq=False)
 class MatrixProduct:
-    """h = W x + b by a bare parameter W. `result` is the product or, of code that adds the bias
-    behind it, that sum. `d_in`, `d_out`: where the features of x and of h are. `biases`: the parts
-    of a bias that code joins.
+    """h = W x + b by a bare parameter W. `node` is the product, and `result` that or, of code that
+    adds the bias behind it, the sum. `d_in`, `d_out`: where the features of x and of h are.
+    `biases`: the parts of a bias that code joins.
     """
 
+    node: fx.Node
     x: fx.Node
     result: fx.Node
     weight: MatrixPart
@@ -115,7 +116,7 @@ def matrix_product(node: fx.Node) -> MatrixProduct | None:
         return None
     result, bias, parts = _with_bias(node, d_out)
     x, d_in = _without_ones(operands.x, d_in)
-    return MatrixProduct(x, result, weight, bias, d_in, d_out, parts)
+    return MatrixProduct(node, x, result, weight, bias, d_in, d_out, parts)
 
 
 def _is_activation(node: fx.Node) -> bool:

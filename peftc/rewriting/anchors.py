@@ -63,8 +63,9 @@ class Anchor:
     - `node`: (operation, ordinal), the result of an operation in the module's code;
     - `ids`: what the module's code reads the table of an embedding, its own weight, at;
     - `operand`: (operation, ordinal, argument index), an operand of one;
-    - `product`: (x or h, position, *parameter): what a product with these rows of a parameter
-      reads or computes, wherever, and whichever rows the code multiplies by at once;
+    - `product`: (x or h, position, module, *parameter): what a product with these rows of a
+      parameter reads or computes, wherever, and whichever rows the code multiplies by at once.
+      `module` runs the product, and the module of the anchor may add the bias;
     - `argument`: (operation, ordinal, name, *(operation, ordinal)), the q, k, v or kv of an
       attention call, and of further calls that read the same value;
     - `tokens`: (embedding, whether the result keeps the prompt), the input of a stack;
@@ -92,10 +93,9 @@ class Anchor:
     def relative(self, region: str) -> Anchor:
         """This anchor with names relative to `region`."""
         if self.kind == "product":
-            state, position, parameter, *rest = self.key
-            return Anchor(
-                self.kind, relative(self.module, region), (state, position, relative(parameter, region), *rest)
-            )
+            state, position, module, parameter, *rest = self.key
+            names = (relative(module, region), relative(parameter, region))
+            return Anchor(self.kind, relative(self.module, region), (state, position, *names, *rest))
         target = str(self.key[0]).partition("call_module ")[2] if self.kind in ("node", "operand") else ""
         # a target inside the calling module is relative to that module already
         is_absolute = target.startswith(f"{region}.")
@@ -177,15 +177,20 @@ def frames_between(region: str, anchor: Anchor, trace: RegionTrace) -> frozenset
     at_boundary = anchor.kind in ("in", "out")
     if at_boundary and anchor.module == region:
         return frozenset()
-    frame = callers.get(anchor.module, "") if at_boundary else anchor.module
-    if not contains(region, anchor.module) or not contains(region, frame):
+    if not contains(region, anchor.module):
         return None
-    frames = {frame}
-    while frame != region:
-        if frame not in callers or not contains(region, callers[frame]):
+    # Seen in: no transformers model, but Megatron, whose Linears return a bias for others to add
+    inner = {anchor.key[2]} if anchor.kind == "product" else set[str]()
+    frames = set[str]()
+    for frame in {callers.get(anchor.module, "") if at_boundary else anchor.module, *inner}:
+        if not contains(region, frame):
             return None
-        frame = callers[frame]
         frames.add(frame)
+        while frame != region:
+            if frame not in callers or not contains(region, callers[frame]):
+                return None
+            frame = callers[frame]
+            frames.add(frame)
     return frozenset(frames)
 
 
@@ -207,12 +212,13 @@ def anchors(node: fx.Node, trace: RegionTrace) -> list[Anchor]:
 def product_anchor(state: str, product: MatrixProduct, rows: Slice | None) -> Anchor:
     """The anchor of what a product with a parameter reads or computes."""
     frame, _, (position, _) = origin(product.result)
-    return Anchor("product", frame, (state, position, product.weight.parameter, product.weight.layout, rows))
+    inner, _, _ = origin(product.node)
+    return Anchor("product", frame, (state, position, inner, product.weight.parameter, product.weight.layout, rows))
 
 
 def products(anchor: Anchor, trace: RegionTrace) -> list[tuple[MatrixProduct, Slice | None]]:
     """The products of a `product` anchor in a trace, and which of their features it names."""
-    _, _, parameter, layout, rows = anchor.key
+    _, _, _, parameter, layout, rows = anchor.key
     graph = LayerGraph(trace.graph, nn.Module() if trace.root is None else trace.root)
     every = (p for node in trace.graph.nodes if (p := graph.product(node)) is not None)
     parts = [

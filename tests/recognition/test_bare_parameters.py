@@ -116,6 +116,28 @@ class Plain(nn.Module):
         return functional.gelu(x @ self.w1 + self.b1) @ self.w2 + self.b2
 
 
+class BiasBeside(nn.Module):
+    """A Linear that returns its bias beside the product, for others to add (Megatron)."""
+
+    def __init__(self, d_in: int, d_out: int) -> None:
+        super().__init__()
+        self.weight, self.bias = parameter(d_out, d_in), parameter(d_out)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return functional.linear(x, self.weight), self.bias
+
+
+class BiasesBeside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = BiasBeside(D, 2 * D), BiasBeside(2 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, bias = self.up(x)
+        y, bias = self.down(functional.gelu(y + bias))
+        return bias + y
+
+
 def encoder(**arguments: Any) -> nn.Module:
     layer: Any = nn.TransformerEncoderLayer(D, H, 2 * D, dropout=0.0, **arguments)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -126,6 +148,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "a matrix of each head": lambda: Model(MatrixOfEachHead, Plain),
     "packed": lambda: Model(Packed, Plain),
     "chunks": lambda: Model(Chunks, Gated),
+    "biases beside": lambda: Model(Packed, BiasesBeside),
     "encoder": lambda: encoder(batch_first=True, norm_first=True),
     "encoder, tokens first": lambda: encoder(),
 }
@@ -134,6 +157,7 @@ ROLES: dict[str, dict[str, str]] = {
     "a matrix of each head": {"q": "wq", "k": "wk", "v": "wv", "o": "wo", "up": "w1", "down": "w2"},
     "packed": {"q": "wqkv[0:16]", "k": "wqkv[16:32]", "v": "wqkv[32:48]", "o": "wo", "down": "w2"},
     "chunks": {"q": "qkv[0:16]", "k": "qkv[16:32]", "v": "qkv[32:48]", "o": "out.weight"},
+    "biases beside": {"q": "wqkv[0:16]", "up": "up.weight", "down": "down.weight"},
     "encoder": {
         "q": "in_proj_weight[0:16]",
         "v": "in_proj_weight[32:48]",
