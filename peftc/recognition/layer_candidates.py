@@ -7,6 +7,7 @@ the list. A layer with a list of experts, or of feed-forward networks, has an at
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -65,6 +66,23 @@ def numbered_blocks(model: nn.Module) -> list[str]:
         if (blocks := max(groups.values(), key=len, default=[])) and len(blocks) > 1:
             return blocks
     return []
+
+
+def blocks_by_class(model: nn.Module) -> list[list[str]]:
+    """Modules that may be layers although no list holds them: those of one class, of which none is
+    in another one, then modules alone. Outer ones come first.
+    """
+    # Seen in: no transformers model, but models of few layers: `self.encoder = Block()`
+    classes: dict[type, list[str]] = {}
+    for name, module in model.named_modules():
+        if name and not isinstance(module, LISTS) and is_callable(module) and _matrices(module) >= 2:
+            classes.setdefault(type(module), []).append(name)
+    groups = [names for names in classes.values() if not any(map(_is_in_another, names, repeat(names)))]
+    return sorted(groups, key=lambda names: (len(names) == 1, min(name.count(".") for name in names)))
+
+
+def _is_in_another(name: str, names: Iterable[str]) -> bool:
+    return any(name.startswith(f"{other}.") for other in names)
 
 
 def _matrices(module: nn.Module) -> int:

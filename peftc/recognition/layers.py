@@ -10,9 +10,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.operations import Op
 from peftc.observation.sample_forward import SampleForward, observe
 from peftc.observation.token_flow import TokenFlow
 from peftc.recognition.layer_candidates import (
+    blocks_by_class,
     containing_list,
     convolutional_blocks,
     numbered_blocks,
@@ -83,7 +85,22 @@ def analyze_structure(model: nn.Module, sample: Mapping[str, Any] | None, mode: 
     if not structure.stacks and (blocks := convolutional_blocks(model)):
         convolutions = _structure_of_layers(model, sample, mode, blocks, bare=True)
         return convolutions if convolutions.stacks else structure
+    attends = structure.seen.token_products.keys() & {Op.ATTENTION, Op.SOFTMAX, Op.MATMUL}
+    if attends and not structure.stacks and not structure.untraced:
+        structure = _structure_of_attributes(model, sample, mode) or structure
     return structure
+
+
+def _structure_of_attributes(
+    model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode
+) -> ModelStructure | None:
+    """The structure whose layers are modules of one class in no list: attention and more."""
+    for blocks in blocks_by_class(model):
+        structure = _structure_of_layers(model, sample, mode, blocks)
+        kinds = [{sub.kind for sub in kind.subs} for stack in structure.stacks for kind in stack.kinds]
+        if kinds and all("attn" in kind and len(kind) > 1 for kind in kinds):
+            return structure
+    return None
 
 
 def _structure_of_layers(

@@ -240,12 +240,59 @@ class Attributes(nn.Module):
         return x
 
 
-def test_numbered_attributes_are_layers() -> None:
+class Letters(nn.Module):
+    """The names of the blocks have nothing in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.low, self.high = nn.Linear(3, D), Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.high(self.low(self.embed(x)))
+
+
+class Linked(nn.Module):
+    """Each block is held by the one before."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(D, D) if depth else nn.Linear(3, D)
+        self.block, self.next = Block(), Linked(depth + 1) if depth < 2 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.next(self.block(self.embed(x)))
+
+
+class Alone(nn.Module):
+    """One layer, which runs three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.encoder = nn.Linear(3, D), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for _ in range(3):
+            x = self.encoder(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("build", "names"),
+    [
+        (Attributes, ["block1", "block2", "block10"]),
+        (Letters, ["low", "high"]),
+        (lambda: Linked(0), ["block", "next.block", "next.next.block"]),
+        (Alone, ["encoder"]),
+    ],
+    ids=["numbers", "letters", "linked", "alone"],
+)
+def test_attributes_are_layers(build: Callable[[], nn.Module], names: list[str]) -> None:
     torch.manual_seed(0)
-    model, sample = Attributes().double().eval(), {"x": torch.randn(2, 5, 3, dtype=torch.float64)}
+    model, sample = build().double().eval(), {"x": torch.randn(2, 5, 3, dtype=torch.float64)}
     roots = [site.module for site in peftc.sites(model, sample=sample).sites if site.steps[-1][0] == "layer"]
-    assert roots == ["block1", "block2", "block10"]
+    assert roots == names
     peftc.compile(SPEC, model, seed=0, sample=sample)
     report = peftc.verify(model)
     assert report.ok, str(report)
-    assert report.witnessed == report.sites == 9
+    assert report.witnessed == report.sites == 3 * len(names)
