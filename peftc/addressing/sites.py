@@ -222,6 +222,7 @@ class ModuleInfo:
         kernel: of a convolution that reads patches; its input has the features of one patch.
         ids: of an embedding, where the ids are (`ActivationRef.node`); `input` is how many.
         unknown: why its input or its output has no name.
+        transposed: whether its weight is stored (in, out).
     """
 
     name: str  # dotted
@@ -237,6 +238,7 @@ class ModuleInfo:
     kernel: Kernel | None = None
     ids: str = ""
     unknown: str = ""
+    transposed: bool = False
 
 
 @dataclass(frozen=True)

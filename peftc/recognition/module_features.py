@@ -1,4 +1,6 @@
-"""Which dimension of what a module reads and returns has its features, and how many there are."""
+"""Which dimension of what a module reads and returns has its features, how many there are, and how
+its matrix is stored.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,16 @@ from itertools import chain
 from math import prod
 
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd  # pyright: ignore[reportPrivateUsage]
+from transformers.pytorch_utils import Conv1D
 
 from peftc.addressing.sites import INPUT, TABLE_IDS, Kernel
 from peftc.dataflow.features import CHANNELS_FIRST
+from peftc.dataflow.layer_graph import LayerGraph
 from peftc.observation.sample_forward import ModuleCall
+from peftc.tracing.module_calls import forward_signature
+from peftc.tracing.tracer import approximate_trace
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,32 @@ def module_features(module: nn.Module, call: ModuleCall) -> tuple[Features, Feat
     has_own = _reads_last_dimension(module, call)
     x, h = (_last(shape, call, has_own) for shape in (call.input_shape, call.output_shape))
     return (_ids(module) if isinstance(module, nn.Embedding) else x), h
+
+
+def stores_transposed(module: nn.Module) -> bool:
+    """Whether a module of one matrix stores it (in, out): of a class of the model's own, its code
+    tells.
+    """
+    # Seen in: GPT-2, whose Conv1D other repositories copy
+    weight = getattr(module, "weight", None)
+    if isinstance(module, Conv1D) or not isinstance(weight, FakeTensor) or weight.ndim != 2:
+        return isinstance(module, Conv1D)
+    if isinstance(module, (nn.Linear, nn.Embedding)) or type(module).__module__.startswith("torch."):
+        return False
+    return any(_multiplies_transposed(module, weight, d_in) for d_in in dict.fromkeys(reversed(weight.shape)))
+
+
+def _multiplies_transposed(module: nn.Module, weight: FakeTensor, d_in: int) -> bool:
+    """Whether code multiplies `d_in` features by a weight as it is stored."""
+    _, *names = forward_signature(module).parameters
+    try:
+        with weight.fake_mode:
+            graph = approximate_trace(module, dict.fromkeys(names[:1], weight.new_empty(1, 1, d_in))).graph
+    except Exception:  # of a model's own code
+        return False
+    products = filter(None, map(LayerGraph(graph, module).product, graph.nodes))
+    layouts = (product.weight.layout for product in products if product.weight.parameter == "weight")
+    return any(layout is not None and layout.is_transposed for layout in layouts)
 
 
 def _ids(module: nn.Embedding) -> Features:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
-from transformers.pytorch_utils import Conv1D
 
 from peftc.addressing.module_list import ModuleList
 from peftc.addressing.sites import (
@@ -31,7 +30,7 @@ from peftc.observation.sample_forward import ModuleCall
 from peftc.recognition.layer_candidates import containing_list
 from peftc.recognition.layer_types import example_width
 from peftc.recognition.layers import ModelStructure, Stack, last_call
-from peftc.recognition.module_features import module_features
+from peftc.recognition.module_features import module_features, stores_transposed
 from peftc.semantics.vocabulary import FROZEN_MODULES
 
 
@@ -47,7 +46,7 @@ def weight_states(name: str, module: nn.Module, rows: Slice | None = None) -> di
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     is_stored = isinstance(weight, nn.Parameter) or isinstance(module, nn.Linear)
     if isinstance(weight, torch.Tensor) and is_stored and weight.ndim == 2:
-        transposed = isinstance(module, Conv1D)  # stored (in, out)
+        transposed = stores_transposed(module)
         d_out, d_in = weight.shape[::-1] if transposed else weight.shape
         d_out = rows.width if rows else d_out
         states["w"] = State("w", shapes.Weight(d_out, d_in), weight=WeightRef(name, "weight", rows, transposed))
@@ -220,6 +219,7 @@ def module_infos(structure: ModelStructure) -> ModuleList:
             x.kernel,
             x.ids,
             x.unknown or h.unknown,
+            stores_transposed(module),
         )
 
     infos = (info(name, module) for name, module in modules.items() if name in first or name in shared)

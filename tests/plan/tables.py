@@ -28,7 +28,7 @@ class Builder:
     modules: list[ModuleInfo] = field(default_factory=list)
 
     def module(self, name: str, type_: str = "Module", **parameters: tuple[int, ...]) -> None:
-        self.modules.append(ModuleInfo(name, type_, parameters))
+        self.modules.append(ModuleInfo(name, type_, parameters, transposed=type_ == "Conv1D"))
 
     def linear(self, name: str, d_out: int, d_in: int, *, bias: bool | None = None) -> None:
         extra = {"bias": (d_out,)} if (self.bias if bias is None else bias) else {}

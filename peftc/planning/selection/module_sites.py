@@ -33,7 +33,6 @@ from peftc.semantics.walk import names_in
 from peftc.syntax import ast
 
 NAMES = {"weight": "w", "bias": "b"}
-TRANSPOSED = frozenset({"Conv1D"})  # transformers' Conv1D stores (in, out)
 ALSO_THERE = "an edit here also acts there"
 SiteKey = tuple[str, tuple[object, ...]]  # a module, and what of the module
 
@@ -66,7 +65,7 @@ def _is_part(site: Site) -> bool:
 def _states(module: ModuleInfo) -> Iterator[State]:
     for attribute, size in module.parameters.items():
         name = NAMES.get(attribute, attribute)
-        transposed = module.type in TRANSPOSED and len(size) == 2
+        transposed = module.transposed and len(size) == 2
         d_in = prod(size[1:])
         is_kernel = module.output_map and len(size) > 2 and module.input == d_in
         layout = MatrixLayout(tuple(range(len(size))), 1) if is_kernel else None
