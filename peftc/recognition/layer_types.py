@@ -17,6 +17,7 @@ from peftc.dataflow.operations import is_norm_by_name
 from peftc.dataflow.values import mark_operands
 from peftc.diagnostics.model_line import model_line
 from peftc.fakes.tensors import fake_copy
+from peftc.recognition.attention.patterns import reads_scores
 from peftc.recognition.loops import contains_name, sub_layers_in_loop
 from peftc.recognition.moe.experts import find_experts
 from peftc.recognition.moe.routers import routing_leaves
@@ -167,16 +168,18 @@ def _leaves_with_roles(layer_type: LayerType) -> Iterator[str]:
 
 def _own_code_leaves(layer_type: LayerType) -> Iterator[str]:
     """The leaves without matrices whose code says what they are: those without state that change
-    the layout or combine several values, and those that scale by a vector of several dimensions.
+    the layout, combine several values or read the scores of an attention, and those that scale by a
+    vector of several dimensions.
     """
-    # Seen in: no transformers model, but modules like `GEGLU`, `Rearrange` and `Attend`
+    # Seen in: no transformers model, but modules like `GEGLU`, `Rearrange` and `Attend`, and the
+    # softmax with a mask of Megatron
     for node in layer_type.traced.graph.nodes:
         module, source = layer_type.layer.module(node), first_input(node)
         if module is None or not is_tensor(source) or not _has_own_code(module):
             continue
         has_shape, after = shape(source) == shape(node), shape(node)
         several = sum(map(gives_states, node.all_input_nodes)) > 1
-        combines = (several or not has_shape) and not module.state_dict()
+        combines = (several or not has_shape or reads_scores(source, layer_type.layer)) and not module.state_dict()
         if combines or (has_shape and any(_scales(p.shape, after) for p in module.parameters())):
             yield str(node.target)
 

@@ -137,6 +137,8 @@ def _condition(guard: Guard, expressions: Expressions) -> str:
             return f"len({text}) == {value}"
         case "keys":
             return f"[*{text}] == {value!r}"
+        case "int" if isinstance(guard.node.meta.get("example"), float):
+            return f"int({text}) == {value}"
         case "ndim":
             tensor = f"isinstance({text}, torch.Tensor) and {text}.ndim == {value}"
             return f"{text} is not None" if value is None else tensor

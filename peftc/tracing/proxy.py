@@ -1,6 +1,7 @@
 """Proxies with the values of one call: ordinary Python runs on them and records a graph."""
 
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from peftc.tracing.region_trace import UnknownLength, is_input
 from peftc.tracing.tracer_base import TracerBase
 
 # Independent of a tensor's values. Those of an argument may differ in another call.
+_TRACING = ("torch.", "peftc.")
 TENSOR_PROPERTIES = frozenset({"ndim", "layout", "requires_grad", "is_cuda", "is_nested", "is_sparse", "is_quantized"})
 
 
@@ -40,8 +42,8 @@ class ConcreteProxy(fx.Proxy):
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         value = object.__getattribute__(self, "_value")
-        if isinstance(value, (tuple, list, dict)):
-            return ConcreteProxy
+        if isinstance(value, (tuple, list, dict)) and sys._getframe(1).f_globals["__name__"].startswith(_TRACING):
+            return ConcreteProxy  # one value, of which torch.fx has a node
         self.tracer.guard_type(self.node, type(value))
         return type(value)
 

@@ -60,7 +60,7 @@ def _written(softmax: fx.Node, layer: LayerGraph) -> Attention | None:
     if not mixtures or logits is None:
         return None
     # the nearest products of two activations; a Linear before them mixes heads
-    nodes = upstream(logits, lambda n: is_scores(n) or (layer.is_linear(n) and not _mixes_heads(n, layer)))
+    nodes = upstream(logits, lambda n: is_scores(n) or (layer.is_linear(n) and not reads_scores(layer.input_of(n), layer)))
     if not (candidates := [n for n in nodes if is_scores(n)]):
         return None
     own = [(pair, scores) for pair in mixtures for scores in candidates if _is_self_attention(scores, pair[1], layer)]
@@ -104,10 +104,10 @@ def has_softmax_mixture(body: Collection[fx.Node], layer: LayerGraph) -> bool:
     return any(layer.op(n) is Op.SOFTMAX and any(value_mixtures(n)) for n in body)
 
 
-def _mixes_heads(linear: fx.Node, layer: LayerGraph) -> bool:
-    """Whether a Linear reads scores, but for layout and what is done entry by entry."""
+def reads_scores(value: fx.Node | None, layer: LayerGraph) -> bool:
+    """Whether a value is scores, but for layout and what is done entry by entry."""
     # Seen in: CaiT (talking heads), which has no role without it
-    nodes = [layer.input_of(linear)]
+    nodes = [value]
     for node in nodes:  # which grows
         if node is not None and is_scores(node):
             return True
