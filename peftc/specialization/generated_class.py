@@ -19,12 +19,13 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.diagnostic import printable
 from peftc.modules.instance_forward import FORWARD, GENERATED, replace_base, with_generated_forward
 from peftc.rewriting.boundary import boundary_graph
-from peftc.rewriting.edits import RegionEdit, own_children, own_length
+from peftc.rewriting.edits import RegionEdit
 from peftc.rewriting.insert import Inserter
 from peftc.specialization.call_paths import CallPaths, CallTraces
 from peftc.specialization.code_printer import OtherPath, function_body
 from peftc.specialization.expressions import call_arguments, conjunction, function, write_dispatch
 from peftc.specialization.names import FIXED_NAMES, GlobalNames
+from peftc.specialization.visible_children import child_members
 from peftc.tracing.bytecode import reachable_code
 from peftc.tracing.module_calls import bind_arguments
 from peftc.tracing.region_trace import RegionTrace
@@ -267,9 +268,8 @@ def make_class(kind: GeneratedClass) -> type[nn.Module]:
         "_replicate_for_data_parallel": replicate,
         CHOICE: ChoiceVar(),
         "_peftc_kind": kind,
+        **child_members(kind.base),
     }
-    if issubclass(kind.base, nn.Sequential):
-        members |= {"__iter__": own_children, "__len__": own_length}
     cls: Any = type(kind.base.__name__, (kind.base,), members)
     return cls
 
