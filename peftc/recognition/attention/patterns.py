@@ -24,7 +24,8 @@ from peftc.tracing.operations import attention
 class Attention:
     """One attention. `call`: of the interface or of PyTorch's function; of a written-out attention
     its softmax, with `scores` the product of queries and keys; of a linear one, without a softmax,
-    its second product, with `scores` the first.
+    its second product, with `scores` the first. `other_pairs`: queries and keys of further products
+    in the same scores.
     """
 
     sort: Literal["interface", "function", "written", "linear"]
@@ -34,6 +35,7 @@ class Attention:
     v: fx.Node
     out: fx.Node
     scores: fx.Node | None = None
+    other_pairs: tuple[tuple[fx.Node, ...], ...] = ()
 
 
 def attentions(layer: LayerGraph) -> list[Attention]:
@@ -73,7 +75,8 @@ def _written(softmax: fx.Node, layer: LayerGraph) -> Attention | None:
         related += [n for n in candidates if shape(n) == shape(logits)]  # not of relative positions
         scores = (related or candidates)[0]
     q, k = compared(scores, softmax, layer)
-    return Attention("written", softmax, q, k, v, out, scores)
+    others = tuple(compared(n, softmax, layer) for n in candidates if n is not scores)
+    return Attention("written", softmax, q, k, v, out, scores, others)
 
 
 def _is_self_attention(scores: fx.Node, v: fx.Node, layer: LayerGraph) -> bool:

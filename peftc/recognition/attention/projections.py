@@ -25,6 +25,10 @@ def attention_projections(
     """
     layer, projections = stream.layer, dict[str, Projection]()
     values = {r: [getattr(a, r) for a in attentions] for r in ("q", "k")}
+    # Seen in: no transformers model, but DeepSeek's own code: features with positions are apart
+    for q, k in (pair for a in attentions for pair in a.other_pairs):
+        values["q"].append(q)
+        values["k"].append(k)
     values["v"] = [a.v for a in outermost(attentions, layer)]
     nearest: dict[str, list[fx.Node]] = {}
     for role, (value, *others) in values.items():
