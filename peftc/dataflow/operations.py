@@ -96,7 +96,7 @@ _NAMES = {
     Op.SOFTMAX: "softmax",
     Op.ATTENTION: "scaled_dot_product_attention",
     Op.SUM: "sum mean var std norm linalg_norm linalg_vector_norm",
-    Op.SCAN: "cumsum cumprod logcumsumexp rfft irfft fft fft2 fftn unfold",
+    Op.SCAN: "cumsum cumprod logcumsumexp rfft irfft fft fft2 fftn unfold grid_sample",
     Op.CHOICE: "topk sort argsort argmax max one_hot scatter",
     Op.RESHAPE: "view view_as reshape reshape_as flatten unflatten squeeze unsqueeze",
     Op.PERMUTE: "transpose permute movedim moveaxis swapaxes swapdims t T mT H mH adjoint",
