@@ -1,8 +1,9 @@
 """Whether a computation mixes tokens: by attention, convolutions, scans or Linears along tokens."""
 
 import contextlib
+import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -20,7 +21,7 @@ from peftc.dataflow.values import value_operands
 from peftc.observation.sample_forward import first_tensor
 from peftc.recognition.attention.patterns import is_scores
 from peftc.recognition.residual_stream import Stream, gives_states
-from peftc.tracing.operations import autograd_function, script_function
+from peftc.tracing.operations import autograd_function, new_version, script_function
 
 _POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.RNNBase)
@@ -126,6 +127,9 @@ def mixes_numbers(body: set[fx.Node], stream: Stream) -> bool:
         if stream.holds(node):
             numbers |= _numbered(node, layer)
             continue
+        if (written := _after_write(node, numbers)) is not None:
+            numbers[node] = written
+            continue
         sources = [n for n in value_operands(node) if n in numbers]
         if not sources:
             continue
@@ -156,6 +160,24 @@ def _numbered(node: fx.Node, layer: LayerGraph) -> dict[fx.Node, Any]:
     return {node: numbers.expand(sizes)}
 
 
+def _after_write(node: fx.Node, numbers: Mapping[fx.Node, Any]) -> torch.Tensor | None:
+    """The numbers in a tensor of which code writes a part, -1 where it has none; None for any other
+    operation.
+    """
+    # Seen in: no transformers model, but recurrences of Griffin's own code
+    if node.target is new_version:
+        return numbers.get(node.args[-1])
+    if node.target is not operator.setitem or not isinstance(value := numbers.get(node.args[2]), torch.Tensor):
+        return None
+    target, key = node.args[0], fx.map_arg(node.args[1], example)
+    before = numbers.get(target)
+    after = torch.full(shape(target), -1) if not isinstance(before, torch.Tensor) else before.clone()
+    with contextlib.suppress(RuntimeError, TypeError, IndexError):  # a key that is computed
+        after[key] = value
+        return after
+    return None
+
+
 def _is_mixture(node: fx.Node, values: list[Any], layer: LayerGraph) -> bool:
     """Whether an operation sums over dimensions of tokens, or computes entries from several."""
     numbers = [v for v in values if isinstance(v, torch.Tensor) and v.ndim]
@@ -165,7 +187,8 @@ def _is_mixture(node: fx.Node, values: list[Any], layer: LayerGraph) -> bool:
         return any(isinstance(d, int) and bool((numbers[0] != numbers[0].narrow(d, 0, 1)).any()) for d in dims)  # pyright: ignore
     if layer.op(node) not in (Op.ADD, Op.SUB, Op.MUL, Op.BLEND):
         return False
-    return any(one.shape == other.shape and bool((one != other).any()) for one, other in pairwise(numbers))
+    pairs = [(one, other) for one, other in pairwise(numbers) if one.shape == other.shape]
+    return any(bool(((one != other) & (one >= 0) & (other >= 0)).any()) for one, other in pairs)
 
 
 def _without_features(tokens: torch.Tensor, linear: fx.Node, source: fx.Node, layer: LayerGraph) -> torch.Tensor | None:
