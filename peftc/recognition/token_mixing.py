@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -165,11 +165,12 @@ def _after_write(node: fx.Node, numbers: Mapping[fx.Node, Any]) -> torch.Tensor 
     operation.
     """
     # Seen in: no transformers model, but recurrences of Griffin's own code
+    args: tuple[Any, ...] = node.args
     if node.target is new_version:
-        return numbers.get(node.args[-1])
-    if node.target is not operator.setitem or not isinstance(value := numbers.get(node.args[2]), torch.Tensor):
+        return numbers.get(args[-1])
+    if node.target is not operator.setitem or not isinstance(value := numbers.get(args[2]), torch.Tensor):
         return None
-    target, key = node.args[0], fx.map_arg(node.args[1], example)
+    target, key = args[0], fx.map_arg(args[1], lambda n: cast(Any, example(n)))
     before = numbers.get(target)
     after = torch.full(shape(target), -1) if not isinstance(before, torch.Tensor) else before.clone()
     with contextlib.suppress(RuntimeError, TypeError, IndexError):  # a key that is computed

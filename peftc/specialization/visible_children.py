@@ -4,7 +4,6 @@ A Sequential, or code that unpacks `self._modules.values()`, would run the conta
 PyTorch and peftc see all children: to move, to save and to list them.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from peftc.rewriting.edits import CONTAINER, own_children, own_length
+from peftc.tracing.tracer_base import is_called_by_library
 
-_LIBRARIES = ("torch.", "peftc.")
 _READERS = frozenset({"_modules", "children", "named_children"})
 
 
@@ -58,13 +57,8 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _is_library(depth: int) -> bool:
-    """Whether the code that called a function of this file is PyTorch's, or peftc's."""
-    return str(sys._getframe(depth + 1).f_globals.get("__name__")).startswith(_LIBRARIES)
-
-
 def _visible_modules(self: Any) -> dict[str, nn.Module]:
-    return vars(self)["_modules"] if _is_library(1) else _own_modules(self)
+    return vars(self)["_modules"] if is_called_by_library(1) else _own_modules(self)
 
 
 def _set_modules(self: Any, modules: dict[str, nn.Module]) -> None:
@@ -72,8 +66,8 @@ def _set_modules(self: Any, modules: dict[str, nn.Module]) -> None:
 
 
 def _children(self: Any) -> Iterator[nn.Module]:
-    return nn.Module.children(self) if _is_library(1) else iter(_own_modules(self).values())
+    return nn.Module.children(self) if is_called_by_library(1) else iter(_own_modules(self).values())
 
 
 def _named_children(self: Any) -> Iterator[tuple[str, nn.Module]]:
-    return nn.Module.named_children(self) if _is_library(1) else iter(_own_modules(self).items())
+    return nn.Module.named_children(self) if is_called_by_library(1) else iter(_own_modules(self).items())

@@ -1,7 +1,6 @@
 """Proxies with the values of one call: ordinary Python runs on them and records a graph."""
 
 import operator
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,10 +12,9 @@ from peftc.tracing.in_place import AUGMENTED, Binding, leaves
 from peftc.tracing.ragged_loops import RaggedSizes, Segments
 from peftc.tracing.records import contents, converted, is_named_tuple, is_record
 from peftc.tracing.region_trace import UnknownLength, is_input
-from peftc.tracing.tracer_base import TracerBase
+from peftc.tracing.tracer_base import TracerBase, is_called_by_library
 
 # Independent of a tensor's values. Those of an argument may differ in another call.
-_TRACING = ("torch.", "peftc.")
 TENSOR_PROPERTIES = frozenset({"ndim", "layout", "requires_grad", "is_cuda", "is_nested", "is_sparse", "is_quantized"})
 
 
@@ -42,7 +40,7 @@ class ConcreteProxy(fx.Proxy):
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         value = object.__getattribute__(self, "_value")
-        if isinstance(value, (tuple, list, dict)) and sys._getframe(1).f_globals["__name__"].startswith(_TRACING):
+        if isinstance(value, (tuple, list, dict)) and is_called_by_library(1):
             return ConcreteProxy  # one value, of which torch.fx has a node
         self.tracer.guard_type(self.node, type(value))
         return type(value)

@@ -1,6 +1,7 @@
 """The part of the tracer that proxies and patches use: nodes, guards, the recording state."""
 
 import contextlib
+import inspect
 import operator
 import threading
 from collections import Counter
@@ -154,6 +155,14 @@ class TracerBase(fx.Tracer):
             yield
         finally:
             self.recording = before
+
+
+def is_called_by_library(frames: int) -> bool:
+    """Whether code of PyTorch's or peftc's called the function so many frames above this one."""
+    frame = inspect.currentframe()
+    for _ in range(frames + 1):
+        frame = frame and frame.f_back
+    return frame is not None and str(frame.f_globals.get("__name__")).startswith(("torch.", "peftc."))
 
 
 def current_tracer() -> TracerBase | None:

@@ -62,7 +62,7 @@ def _written(softmax: fx.Node, layer: LayerGraph) -> Attention | None:
     if not mixtures or logits is None:
         return None
     # the nearest products of two activations; a Linear before them mixes heads
-    nodes = upstream(logits, lambda n: is_scores(n) or (layer.is_linear(n) and not reads_scores(layer.input_of(n), layer)))
+    nodes = upstream(logits, lambda n: is_scores(n) or _computes_factor(n, layer))
     if not (candidates := [n for n in nodes if is_scores(n)]):
         return None
     own = [(pair, scores) for pair in mixtures for scores in candidates if _is_self_attention(scores, pair[1], layer)]
@@ -105,6 +105,11 @@ def has_softmax_mixture(body: Collection[fx.Node], layer: LayerGraph) -> bool:
     """Whether a softmax is multiplied with an activation, as in an attention."""
     # Seen in: attentions of an unknown kind. Without it, they would be mixers
     return any(layer.op(n) is Op.SOFTMAX and any(value_mixtures(n)) for n in body)
+
+
+def _computes_factor(node: fx.Node, layer: LayerGraph) -> bool:
+    """Whether a node is a Linear before the scores, not one that mixes heads of them."""
+    return layer.is_linear(node) and not reads_scores(layer.input_of(node), layer)
 
 
 def reads_scores(value: fx.Node | None, layer: LayerGraph) -> bool:
