@@ -1,0 +1,213 @@
+"""Styles of original repositories: matrices stored (in, out), tuples as states, softmax modules,
+scores of two products, recurrences, sampling, and modules that list their children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import peftc
+from tests.layers import Layers
+
+D, H, T = 16, 2, 6
+LORA = "peft 1  edit a at layer[*].attn.q { h += lora(x, r=2) }  edit b at layer[*].ffn.up { h *= vector(init=1) }"
+
+
+class InOut(nn.Module):
+    """W is (in, out), in the style of GPT-2's Conv1D."""
+
+    def __init__(self, width: int, d_in: int) -> None:
+        super().__init__()
+        self.width = width
+        self.weight, self.bias = nn.Parameter(torch.randn(d_in, width) / 4), nn.Parameter(torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.size()[:-1], self.width)
+
+
+class MaskedSoftmax(nn.Module):
+    def forward(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return nn.Softmax(dim=-1)(scores.masked_fill_(mask, -1e4))
+
+
+class TupleLayer(nn.Module):
+    """The state is a tuple, as in DeepSpeed's pipelines and ESPnet; the softmax a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.softmax = nn.LayerNorm(D), nn.LayerNorm(D), MaskedSoftmax()
+        self.qkv, self.out, self.up, self.down = InOut(3 * D, D), InOut(D, D), InOut(2 * D, D), InOut(D, 2 * D)
+
+    def forward(self, state: Any) -> Any:
+        mask = None
+        if isinstance(state, tuple):
+            state, mask = state
+        x = state
+        assert isinstance(mask, Tensor)
+        q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(D, dim=-1))
+        x = x + self.out((self.softmax(q @ k.mT, mask) @ v).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x)))), mask
+
+
+class Tuples(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(TupleLayer(), TupleLayer())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers((x, torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)))[0]
+
+
+def draw(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in peftc.parameters(model).values():
+            parameter.add_(torch.randn_like(parameter) / 3)
+
+
+def test_matrices_in_out_behind_tuples() -> None:
+    """Rows of q, k, v are columns of what is stored; folded equals unfolded."""
+    torch.manual_seed(0)
+    model, x = Tuples().double().eval(), torch.randn(2, T, D, dtype=torch.float64)
+    weights = {s.path: s.states["w"].weight for s in peftc.sites(model, sample={"x": x}).sites if "w" in s.states}
+    query, out = weights["encoder.layer[1].attn.self.q"], weights["encoder.layer[1].attn.self.o"]
+    assert query.transposed and out.transposed and (query.rows.start, query.rows.stop) == (0, D)
+    with torch.no_grad():
+        base = model(x)
+        peftc.compile(LORA, model, seed=0, sample={"x": x})
+        assert torch.equal(model(x), base)
+        draw(model)
+        edited = model(x)
+        peftc.fold(model)
+    assert not torch.allclose(edited, base)
+    torch.testing.assert_close(model(x), edited, rtol=1e-10, atol=1e-10)
+
+
+class Apart(nn.Module):
+    """Features with positions are apart: the scores are a sum of two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.q, self.kv, self.out = nn.LayerNorm(D), nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q = self.q(y).unflatten(-1, (H, -1)).transpose(1, 2)
+        k, v = self.kv(y).unflatten(-1, (H, -1)).transpose(1, 2), self.kv(y).unflatten(-1, (H, -1)).transpose(1, 2)
+        scores = q[..., :5] @ k[..., :5].mT + q[..., 5:] @ k[..., 5:].cos().mT
+        return x + self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_queries_of_all_products_in_the_scores() -> None:
+    table = peftc.sites(Layers(Apart(), Apart()), sample={"x": torch.randn(2, T, D)})
+    (query,) = (s for s in table.sites if s.path == "encoder.layer[0].attn.self.q")
+    assert query.states["w"].weight.rows is None
+
+
+class Recurrence(nn.Module):
+    """y_t = a y_{t-1} + x_t, written into a tensor, times a gate: no feed-forward network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.x, self.y, self.out = nn.LayerNorm(D), nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, h: Tensor) -> Tensor:
+        x, gate = self.x(self.norm(h)), F.gelu(self.y(self.norm(h)))
+        states, state = torch.zeros_like(x), torch.zeros_like(x[:, 0])
+        for t in range(x.shape[1]):
+            states[:, t] = 0.9 * state + x[:, t]
+            state = states[:, t].clone()
+        return h + self.out(states * gate)
+
+
+class Sampling(nn.Module):
+    """Values at places that are computed: deformable attention has no keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.at, self.v, self.out = nn.LayerNorm(D), nn.Linear(D, 2), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        image = self.v(y).transpose(1, 2).unflatten(-1, (2, -1))
+        sampled = F.grid_sample(image, self.at(y).tanh().unsqueeze(1), align_corners=False)
+        return x + self.out(F.relu(sampled.squeeze(2).transpose(1, 2)))
+
+
+@pytest.mark.parametrize("layer", [Recurrence, Sampling])
+def test_mixers_are_no_feed_forward_networks(layer: Callable[[], nn.Module]) -> None:
+    table = peftc.sites(Layers(layer(), layer()), sample={"x": torch.randn(2, T, D)})
+    paths = [site.path for site in table.sites]
+    assert "encoder.layer[1].mixer" in paths and not any("ffn" in path or "attn" in path for path in paths)
+
+
+class ByName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self._modules.values()
+        for child in self.children():
+            x = child(x)
+        for _, child in self.named_children():
+            x = child(x)
+        return second(first(x))
+
+
+class InList(nn.ModuleList):
+    def forward(self, x: Tensor) -> Tensor:
+        for child in self:
+            x = child(x)
+        return self[-1](x)
+
+
+class InDict(nn.ModuleDict):
+    def forward(self, x: Tensor) -> Tensor:
+        for name, child in self.items():
+            x = self[name](child(x))
+        return x
+
+
+def test_modules_that_list_their_children_do_not_see_edits() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(ByName(), InList([nn.Linear(D, D)]), InDict({"a": nn.Linear(D, D)}))
+    x = torch.randn(2, 3, D)
+    base = model(x)
+    spec = 'peft 1  edit e at "0" | "1" | "2" { h += adapter(h, r=2, init=lora) }'
+    peftc.compile(spec, model, seed=0, sample={"input": x})
+    assert torch.equal(model(x), base)
+    names = [name for name, _ in model.named_modules()]
+    assert {"0.peftc", "1.peftc", "2.peftc"} <= {*names} and len(peftc.parameters(model)) == 12
+    assert all(p.dtype == torch.float64 for p in model.double().parameters())
+
+
+class DropSamples(nn.Module):
+    """Some samples of a batch skip a layer in training: `int(b * ratio)` of them do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x + self.down(F.relu(self.up(self.norm(x))))
+        kept = max(int(x.shape[0] * 0.7), 1)
+        rows = torch.arange(x.shape[0], device=x.device)[:kept]
+        added = self.down(F.relu(self.up(self.norm(x[rows]))))
+        return torch.index_add(x, 0, rows, added, alpha=x.shape[0] / kept)
+
+
+def test_whole_numbers_of_sizes_are_conditions() -> None:
+    model = Layers(DropSamples(), DropSamples()).train()
+    x = torch.randn(4, T, D)
+    base = model(x)
+    spec = "peft 1  edit e at layer[*].ffn { h += adapter(x, r=2, init=lora) }"
+    peftc.compile(spec, model, seed=0, sample={"x": x})
+    assert torch.equal(model(x), base)
+    assert model(x[:3]).shape == (3, T, D)  # two samples, as of four: the condition is on the whole number
