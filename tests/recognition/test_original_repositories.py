@@ -197,10 +197,10 @@ class DropSamples(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x + self.down(F.relu(self.up(self.norm(x))))
-        kept = max(int(x.shape[0] * 0.7), 1)
-        rows = torch.arange(x.shape[0], device=x.device)[:kept]
+        count = max(int(x.shape[0] * 0.7), 1)
+        rows = torch.arange(x.shape[0], device=x.device)[:count]
         added = self.down(F.relu(self.up(self.norm(x[rows]))))
-        return torch.index_add(x, 0, rows, added, alpha=x.shape[0] / kept)
+        return torch.index_add(x, 0, rows, added, alpha=x.shape[0] / count)
 
 
 def test_whole_numbers_of_sizes_are_conditions() -> None:
