@@ -76,7 +76,9 @@ def test_matrices_in_out_behind_tuples() -> None:
     model, x = Tuples().double().eval(), torch.randn(2, T, D, dtype=torch.float64)
     weights = {s.path: s.states["w"].weight for s in peftc.sites(model, sample={"x": x}).sites if "w" in s.states}
     query, out = weights["encoder.layer[1].attn.self.q"], weights["encoder.layer[1].attn.self.o"]
-    assert query.transposed and out.transposed and (query.rows.start, query.rows.stop) == (0, D)
+    assert query.transposed
+    assert out.transposed
+    assert (query.rows.start, query.rows.stop) == (0, D)
     with torch.no_grad():
         base = model(x)
         peftc.compile(LORA, model, seed=0, sample={"x": x})
@@ -143,7 +145,8 @@ class Sampling(nn.Module):
 def test_mixers_are_no_feed_forward_networks(layer: Callable[[], nn.Module]) -> None:
     table = peftc.sites(Layers(layer(), layer()), sample={"x": torch.randn(2, T, D)})
     paths = [site.path for site in table.sites]
-    assert "encoder.layer[1].mixer" in paths and not any("ffn" in path or "attn" in path for path in paths)
+    assert "encoder.layer[1].mixer" in paths
+    assert not any("ffn" in path or "attn" in path for path in paths)
 
 
 class ByName(nn.Module):
@@ -183,7 +186,8 @@ def test_modules_that_list_their_children_do_not_see_edits() -> None:
     peftc.compile(spec, model, seed=0, sample={"input": x})
     assert torch.equal(model(x), base)
     names = [name for name, _ in model.named_modules()]
-    assert {"0.peftc", "1.peftc", "2.peftc"} <= {*names} and len(peftc.parameters(model)) == 12
+    assert {"0.peftc", "1.peftc", "2.peftc"} <= {*names}
+    assert len(peftc.parameters(model)) == 12
     assert all(p.dtype == torch.float64 for p in model.double().parameters())
 
 
