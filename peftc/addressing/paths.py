@@ -214,14 +214,21 @@ class SitePaths:
 
     def indices(self, match: ItemMatch, written: int) -> Iterator[tuple[StepList, Sequence[int], Collection[int]]]:
         """For a written step: each of its lists, the blocks in which it is the list, and the
-        numbers there. Lists in layers of one kind are alike: the first stands for them all.
+        numbers there, of layers that of each block. Lists in layers of one kind are alike: the
+        first stands for them all.
         """
         template, position = self.sites.blocks[match.blocks[0]].template, match.positions[written]
         numbers = template.items[match.item].numbers
-        if template.layer is not None and position == len(template.layer.steps) - 1:
+        if self.is_of_layer(match, written):
+            groups: dict[object, tuple[list[int], list[int]]] = {}
             for block in match.blocks:
-                index = self.steps(block, match.item)[position][1]
-                yield self.step_list(match, block, written), (block,), () if index is None else (index,)
+                steps = layer.steps if (layer := self.sites.blocks[block].layer) else self.steps(block, match.item)
+                name, index = steps[position]
+                blocks, indices = groups.setdefault((steps[:position], name, index is None), ([], []))
+                blocks.append(block)
+                indices += () if index is None else (index,)
+            for blocks, indices in groups.values():
+                yield self.step_list(match, blocks[0], written), blocks, indices
             return
         lists = self.step_list(match, match.blocks[0], written)
         if numbers is not None and position == numbers.position:
@@ -229,6 +236,11 @@ class SitePaths:
         else:
             index = template.items[match.item].site.steps[position][1]
             yield lists, match.blocks, () if index is None else (index,)
+
+    def is_of_layer(self, match: ItemMatch, written: int) -> bool:
+        """Whether a written step is that of the layer."""
+        layer = self.sites.blocks[match.blocks[0]].template.layer
+        return layer is not None and match.positions[written] == len(layer.steps) - 1
 
     def selected(self, match: ItemMatch, steps: Sequence[ast.Step]) -> tuple[Sequence[int], frozenset[int]]:
         """The blocks, and the numbers of networks, that the indices of a path select."""
@@ -242,6 +254,10 @@ class SitePaths:
             remaining = set[int]()
             for lists, own, numbers in self.indices(match, i):
                 ranges = [index_range(index, self.size(lists)) for index in step.indices]
+                if self.is_of_layer(match, i):
+                    of_blocks = zip(own, numbers, strict=False)  # () where layers have no number
+                    remaining.update(block for block, number in of_blocks if any(number in one for one in ranges))
+                    continue
                 chosen = {number for number in numbers if any(number in one for one in ranges)}
                 networks &= chosen if is_network else networks
                 remaining.update(own if chosen else ())

@@ -27,20 +27,21 @@ class Renaming:
 
     def __init__(self, old: LayerName, new: LayerName) -> None:
         self.old, self.new = old, new
+        self._inside = f"{old.module}.", f"{old.path}."  # how names in the layer begin
         self._states = dict[int, tuple[State, State]]()  # by `id` of the old one, which must not be reused
 
     def site(self, site: Site) -> Site:
         root = self.module(site.root)
-        kind = root if site.kind == site.root else site.kind  # a site with a graph of its own
+        frozen = {name: self.module(module) for name, module in site.frozen_modules.items()}
         return with_changes(
             site,
             path=self.path(site.path),
             steps=(*self.new.steps, *site.steps[len(self.old.steps) :]),
             module=self.module(site.module),
             root=root,
-            kind=kind,
+            kind=root if site.kind == site.root else site.kind,  # a site with a graph of its own
             states=self.states(site.states),
-            frozen_modules={name: self.module(module) for name, module in site.frozen_modules.items()},
+            frozen_modules=frozen or site.frozen_modules,
             runs=self.new.runs,
         )
 
@@ -63,13 +64,12 @@ class Renaming:
         return with_changes(weight, module=self.module(weight.module), stacked_slice=stacked)
 
     def module(self, name: str) -> str:
-        return self._prefixed(name, self.old.module, self.new.module)
+        is_inside = name.startswith(self._inside[0]) or name == self.old.module
+        return self.new.module + name[len(self.old.module) :] if is_inside else name
 
     def path(self, path: str) -> str:
-        return self._prefixed(path, self.old.path, self.new.path)
-
-    def _prefixed(self, name: str, old: str, new: str) -> str:
-        return new + name[len(old) :] if name == old or name.startswith(f"{old}.") else name
+        is_inside = path.startswith(self._inside[1]) or path == self.old.path
+        return self.new.path + path[len(self.old.path) :] if is_inside else path
 
 
 def with_changes(value: T, **changes: Any) -> T:

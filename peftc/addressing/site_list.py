@@ -158,7 +158,7 @@ class SiteList(Sequence[Site]):
         self.blocks = tuple(block for block in blocks if len(block))
         self._starts = (0, *accumulate(map(len, self.blocks)))
         self._sites = dict[Place, Site]()
-        self._renamings = dict[int, Renaming]()
+        self._renamings = dict[int, Renaming | None]()
 
     @classmethod
     def of(cls, sites: Iterable[Site]) -> SiteList:
@@ -222,12 +222,11 @@ class SiteList(Sequence[Site]):
 
     def in_layer(self, site: Site, block: int) -> Site:
         """A site of a template, in a layer of its kind."""
-        old, new = self.blocks[block].template.layer, self.blocks[block].layer
-        if old is None or new is None or old == new:
-            return site
         if block not in self._renamings:
-            self._renamings[block] = Renaming(old, new)
-        return self._renamings[block].site(site)
+            old, new = self.blocks[block].template.layer, self.blocks[block].layer
+            self._renamings[block] = None if old is None or new is None or old == new else Renaming(old, new)
+        renaming = self._renamings[block]
+        return site if renaming is None else renaming.site(site)
 
     def template_site(self, place: Place) -> Site:
         """The site of the first layer, and the first network, that differs in names alone."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any, Literal
 
+from peftc.addressing.renaming import with_changes
 from peftc.addressing.sites import Site
 from peftc.forms.registry import Args, Count, Dims, Form
 from peftc.forms.shapes import Ids, KeyValue, Scalar, Shape, Tokens, Vector, Weight
@@ -203,7 +204,7 @@ def at_sites(site_edit: SiteEdit) -> Callable[[Site], SiteEdit]:
     """The edit at another site, with the frozen modules of that site."""
     if any(isinstance(term, FrozenCall) for term in site_edit.terms()):
         return partial(_at_site, site_edit)
-    return lambda site: replace(site_edit, site=site, count=1)
+    return lambda site: with_changes(site_edit, site=site, count=1)
 
 
 def _at_site(site_edit: SiteEdit, site: Site) -> SiteEdit:

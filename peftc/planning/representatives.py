@@ -108,9 +108,12 @@ class Representatives:
 
     def site(self, representative: Site, place: Place) -> Site:
         """The site at a place, of those that a representative stands for."""
-        site = self.sites.at(place)
-        is_parameter = self.sites.find(representative.path) is None
-        return parameter_site(site, representative.steps[-1][0]) if is_parameter else site
+        return next(self._sites_at(representative, (place,)))
+
+    def _sites_at(self, representative: Site, places: Iterable[Place]) -> Iterator[Site]:
+        is_parameter, name = self.sites.find(representative.path) is None, representative.steps[-1][0]
+        sites = map(self.sites.at, places)
+        return (parameter_site(site, name) for site in sites) if is_parameter else sites
 
     def expand(self, site_edits: Sequence[SiteEdit], selection: Selection) -> list[SiteEdit]:
         """An edit at all its sites, in order. `site_edits`: those at representatives."""
@@ -127,9 +130,9 @@ class Representatives:
             if one.count == 1:
                 result.append((min(map(position, one.site.uses)), one))
                 continue
-            copy = at_sites(one)
-            sites = (self.site(one.site, place) for place in self.places(one.site))
-            result += ((position(site), copy(site)) for site in sites)
+            copy, places = at_sites(one), list(self.places(one.site))
+            for place, site in zip(places, self._sites_at(one.site, places), strict=True):
+                result.append(((modules.get(site.module, -1), self.sites.order(place)), copy(site)))
         return [one for _, one in sorted(result, key=lambda pair: pair[0])]
 
 

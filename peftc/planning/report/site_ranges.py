@@ -66,9 +66,25 @@ def _add_layers(
 ) -> None:
     """Adds a path and a module in every layer that is like the layer of a place."""
     blocks = representatives.sites.blocks
+    own, first = blocks[place.block].layer, numbers or (0,)
+    known: dict[object, dict[int, set[int]]] = {}  # by what a pattern has of a layer
     for block in representatives.alike_blocks(place):
-        pattern, index = _in_layer(path, module, blocks[place.block].layer, blocks[block].layer, bool(numbers))
-        members.setdefault(pattern, {}).setdefault(index, set()).update(numbers or (0,))
+        layer = blocks[block].layer
+        word, index = ("", None) if layer is None else layer.steps[-1]
+        key = None if layer is None else (layer.steps[:-1], word, layer.module.rpartition(".")[0])
+        if key in known and layer is not None and index is not None and _has_number(layer, index):
+            known[key].setdefault(index, set()).update(first)
+            continue
+        pattern, index = _in_layer(path, module, own, layer, bool(numbers))
+        members.setdefault(pattern, {}).setdefault(index, set()).update(first)
+        if pattern.has_layer:
+            known[key] = members[pattern]
+
+
+def _has_number(layer: LayerName, index: int) -> bool:
+    """Whether the module of a layer has its number as its name."""
+    parent = layer.module.rpartition(".")[0]
+    return layer.module == f"{parent}.{index}".lstrip(".") and "{" not in layer.module
 
 
 def _follows_numbers(numbers: Numbers) -> bool:

@@ -160,11 +160,11 @@ def _uneven_layers(path: ast.Path, paths: SitePaths) -> Iterator[Diagnostic]:
     matches = list(paths.item_matches(path.steps))
     for i, step in enumerate(path.steps):
         present: dict[StepList, set[int]] = defaultdict(set)  # with such a site, for each list in order
-        alike: dict[StepList, dict[StepList, None]] = defaultdict(dict)  # that list in other layers of the kind
+        alike: dict[StepList, list[tuple[ItemMatch, Sequence[int]]]] = defaultdict(list)
         for match in matches:
             for lists, blocks, numbers in paths.indices(match, i):
                 present[lists].update(numbers)
-                alike[lists] |= dict.fromkeys(paths.step_list(match, block, i) for block in blocks)
+                alike[lists].append((match, blocks))
         for first, numbers in present.items():
             size = paths.size(first)
             if not size:
@@ -173,7 +173,8 @@ def _uneven_layers(path: ast.Path, paths: SitePaths) -> Iterator[Diagnostic]:
             named = sorted({number for index in indices for number in index_range(index, size)})
             missing = [number for number in named if number not in numbers]
             past = [index for index in indices if not in_range(index, size)] if len(present) > 1 else []
-            for steps in alike[first] if missing or past else ():
+            in_layers = (paths.step_list(match, block, i) for match, blocks in alike[first] for block in blocks)
+            for steps in dict.fromkeys(in_layers) if missing or past else ():  # that list in layers of the kind
                 yield from _uneven_list(path, steps, size, named, missing, past)
 
 

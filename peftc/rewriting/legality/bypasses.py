@@ -76,8 +76,14 @@ def disable_fast_paths(regions: list[Region], model: nn.Module, shared: Iterable
     by_module = {region.module: region for region in regions}
     entered = {f"{r.module}.{name}".strip(".") for r in regions for name in r.inline}
     outer: dict[str, Region] = {}
-    for name in (p for r in regions for module in names.get(r.module, (r.module,)) for p in parents(module)):
-        if name in entered or name in outer or not has_fast_path(type(model.get_submodule(name))):
+    around = dict[str, None]()
+    for module in (module for r in regions for module in names.get(r.module, (r.module,))):
+        for name in parents(module):
+            if name in around:
+                break  # and so are its parents
+            around[name] = None
+    for name in around:
+        if name in entered or not has_fast_path(type(model.get_submodule(name))):
             continue
         if name in by_module:
             by_module[name].inline |= ENTERED
