@@ -225,9 +225,10 @@ def module_op(module: nn.Module) -> Op:
 
 def is_norm_module(module: nn.Module) -> bool:
     """Whether the only parameters of a module scale and shift features: layer norms, RMS norms."""
+    if next(module.children(), None) is not None:
+        return False
     weights = [sum(size > 1 for size in p.shape) for p in module.parameters()]
-    is_norm = max(weights) == 1 if weights else is_norm_by_name(module)
-    return is_norm and next(module.children(), None) is None
+    return max(weights) == 1 if weights else is_norm_by_name(module)
 
 
 def is_norm_by_name(module: nn.Module) -> bool:

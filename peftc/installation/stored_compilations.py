@@ -95,10 +95,11 @@ def _decoded(
     return None
 
 
-def _encoded(regions: Iterable[Region], site_edits: Sequence[ir.SiteEdit]) -> tuple[list[Any], list[Any]]:
+def _encoded(regions: Sequence[Region], site_edits: Sequence[ir.SiteEdit]) -> tuple[list[Any], list[Any]]:
     """Regions, and the states of edits, each once. Raises: ValueError for what is not stored."""
     numbers = {id(one): number for number, one in enumerate(site_edits)}
     texts: dict[str, int] = {}
+    known: dict[int, int] = {}  # the texts of edits, which layers of one type share
     data: list[Any] = []
     rows: list[Any] = []
     for region in regions:
@@ -106,11 +107,13 @@ def _encoded(regions: Iterable[Region], site_edits: Sequence[ir.SiteEdit]) -> tu
             raise ValueError
         row: list[Any] = [region.module]
         for edit, site_edit in zip(region.edits, region.site_edits, strict=True):
-            states = [[name, *_encoded_state(state)] for name, state in edit.states.items()]
-            one = [edit.slug, states, dict(edit.functions)]
-            if (number := texts.setdefault(repr(one), len(texts))) == len(data):
-                data.append(one)
-            row += [numbers[id(site_edit)], number]
+            if id(edit) not in known:
+                states = [[name, *_encoded_state(state)] for name, state in edit.states.items()]
+                one = [edit.slug, states, dict(edit.functions)]
+                if (number := texts.setdefault(repr(one), len(texts))) == len(data):
+                    data.append(one)
+                known[id(edit)] = number
+            row += [numbers[id(site_edit)], known[id(edit)]]
         rows.append(row)
     return rows, data
 

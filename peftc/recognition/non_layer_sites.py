@@ -65,7 +65,12 @@ def weight_states(name: str, module: nn.Module, rows: Slice | None = None) -> di
 def _outside_layers(structure: ModelStructure) -> list[str]:
     """Modules called outside every layer, in the order of their calls."""
     layers = {n for s in structure.stacks for n in s.modules}
-    outside = (n for n in structure.seen.calls if layers.isdisjoint(enclosing(n)))
+    outside: list[str] = []
+    layer = ""  # of the last module: mostly those of a layer follow each other
+    for name in structure.seen.calls:
+        if not layer or not name.startswith(f"{layer}."):
+            layer = next((n for n in enclosing(name) if n in layers), "")
+            outside += [] if layer else [name]
     return [n for n in outside if not _computes_weight(n, structure.model)]
 
 
@@ -203,7 +208,8 @@ def module_infos(structure: ModelStructure) -> ModuleList:
 
     def info(name: str, module: nn.Module) -> ModuleInfo:
         own = vars(module)["_parameters"]
-        parameters = {k: tuple(p.shape) for k, p in named_parameters([("", module)])} if own else {}
+        several = named_parameters([("", module)]) if len(own) > 1 else own.items()
+        parameters = {k: tuple(p.shape) for k, p in several if p is not None}
         call = calls.get(name, no_call)
         paths, is_called = (call.input_path, call.output_path), id(module) in called
         x, h = module_features(module, call)
