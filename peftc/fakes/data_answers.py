@@ -259,7 +259,8 @@ class _DataAnswers(TorchDispatchMode):
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     # The shapes do not depend on the dtype, but the check of shapes requires bfloat16.
-    return aten._grouped_mm.default(a.to(torch.bfloat16), b.to(torch.bfloat16), *args, **kwargs).to(a.dtype)
+    halves = [aten._to_copy.default(t, dtype=torch.bfloat16) for t in (a, b)]
+    return aten._to_copy.default(aten._grouped_mm.default(*halves, *args, **kwargs), dtype=a.dtype)
 
 
 def _split_sizes(tensor: torch.Tensor, sizes: list[int], dim: int = 0) -> list[int]:

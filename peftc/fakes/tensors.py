@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from peftc.fakes.library_hooks import HOOKS, copy_library_hooks
+from peftc.fakes.shape_mode import ShapeMode
 from peftc.modules.instance_forward import FORWARD, class_and_attributes
 from peftc.modules.memory import MEMORY, memory_of
 from peftc.modules.offload import is_dispatched
@@ -36,7 +37,7 @@ _NO_MODULES = _IMMUTABLE | {dict, OrderedDict, set, list, tuple}
 
 def new_mode() -> FakeTensorMode:
     """A mode in which fake tensors can meet real ones, such as constants that a forward makes."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return ShapeMode()
 
 
 def fake_mode(model: nn.Module) -> FakeTensorMode:
