@@ -110,8 +110,8 @@ def _decode_template(data: Any) -> Template:
 
 
 def encode(value: Any) -> Any:
-    if is_dataclass(value):
-        number = _NUMBERS[type(value)]
+    number = _NUMBERS.get(type(value))
+    if number is not None:
         return [number, *(encode(getattr(value, name)) for name in _FIELDS[number])]
     if isinstance(value, tuple):
         return [_TUPLE, *map(encode, value)]

@@ -30,6 +30,8 @@ class LayerGraph:
         self.graph, self.root = graph, root
         self._modules: dict[str, nn.Module] = {}
         self._products: dict[fx.Node, MatrixProduct | None] = {}
+        self._linears: dict[fx.Node, bool] = {}
+        self._module_ops: dict[fx.Node, Op] = {}
         self._norms: dict[fx.Node, Normalization | None] = {}
         self.over_tokens: dict[fx.Node, bool] = {}  # Linears that sum over tokens
 
@@ -44,6 +46,11 @@ class LayerGraph:
     def op(self, node: fx.Node) -> Op:
         if (module := self.module(node)) is None:
             return op_of(node)
+        if node not in self._module_ops:
+            self._module_ops[node] = self._module_op(node, module)
+        return self._module_ops[node]
+
+    def _module_op(self, node: fx.Node, module: nn.Module) -> Op:
         if self.is_linear(node):
             return Op.LINEAR
         op = module_op(module)
@@ -90,7 +97,14 @@ class LayerGraph:
 
     def is_linear_module(self, node: object) -> bool:
         """Whether a node calls a module of one matrix: nn.Linear, Conv1D, a quantised Linear."""
-        module = self.module(node) if isinstance(node, fx.Node) and is_tensor(node) else None
+        if not isinstance(node, fx.Node) or node.op != "call_module":
+            return False
+        if node not in self._linears:
+            self._linears[node] = self._calls_linear(node)
+        return self._linears[node]
+
+    def _calls_linear(self, node: fx.Node) -> bool:
+        module = self.module(node) if is_tensor(node) else None
         if isinstance(module, CONVOLUTIONS):
             return is_pointwise(module) and len(shape(node)) == module.weight.ndim
         if module is None or getattr(getattr(module, "weight", None), "ndim", 0) != 2:

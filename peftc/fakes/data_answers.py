@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map
 from peftc.concurrency.interrupts import shielded
 from peftc.fakes.tensors import tensors_in
 
-aten = torch.ops.aten
+aten, _DEVICE = torch.ops.aten, torch.ops.prim.device.default
 LARGEST = 1 << 20  # elements of a constant
 _KEY = "peftc_constant"
 
@@ -225,7 +225,7 @@ class _DataAnswers(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _thread.answers:
+        if not _thread.answers or func is _DEVICE:
             return func(*args, **kwargs)
         if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _grouped_mm(*args, **kwargs)

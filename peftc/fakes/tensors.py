@@ -73,7 +73,8 @@ def as_fake(
     dtype = torch.float32 if widen and tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
     fake = _new_fake(meta, mode, device, {} if attributes is None else attributes)
-    fake.requires_grad_(tensor.requires_grad)
+    if tensor.requires_grad:
+        fake.requires_grad_()
     if not is_plain_meta and (memory := memory_of(tensor)):
         vars(fake)[MEMORY] = memory
     if isinstance(tensor, nn.Parameter):

@@ -117,6 +117,7 @@ def trace_layer(
                 more = set(chain(*(find(layer_type) for find in leaves_to_try))) - inlined - leaves.keys() - tried
                 tried |= more
             if not more:
+                traced.memory = {}
                 return layer_type
         inlined.update(more)
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import wraps
+from typing import Any, Literal, TypeVar
 
 from torch import fx, nn
 
@@ -22,6 +23,8 @@ from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.matrices import MatrixProduct
 from peftc.tracing.bytecode import Occurrence, Origin
 from peftc.tracing.region_trace import ModuleCall, RegionTrace
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,21 @@ def item_of(node: fx.Node, key: Any) -> fx.Node:
         return node.graph.call_function(operator.getitem, (node, key))
 
 
+def remembered(function: Callable[[RegionTrace], T]) -> Callable[[RegionTrace], T]:
+    """A function of a trace that is computed once, if the graph does not change."""
+
+    @wraps(function)
+    def result(trace: RegionTrace) -> T:
+        if trace.memory is None:
+            return function(trace)
+        if (function,) not in trace.memory:
+            trace.memory[function,] = function(trace)
+        return trace.memory[function,]
+
+    return result
+
+
+@remembered
 def calls_of(trace: RegionTrace) -> list[ModuleCall]:
     """The modules that are called once, including the region itself."""
     counts = Counter(c.name for c in trace.calls)
@@ -157,6 +175,7 @@ def calls_of(trace: RegionTrace) -> list[ModuleCall]:
     return [*called, ModuleCall("", "", placeholders, result, inlined=True)]
 
 
+@remembered
 def weight_only_linears(trace: RegionTrace) -> dict[str, fx.Node]:
     """The Linears whose weights the code around them uses, once, instead of calling them."""
     calls = {c.name for c in trace.calls}
@@ -165,6 +184,7 @@ def weight_only_linears(trace: RegionTrace) -> dict[str, fx.Node]:
     return {str(n.target): n for n in nodes if counts[n.target] == 1}
 
 
+@remembered
 def callers_of(trace: RegionTrace) -> dict[str, tuple[str, str]]:
     """For each module, the module whose code calls it, and the position in that code."""
     linears = {name: (origin(n)[0], origin(n)[2][0]) for name, n in weight_only_linears(trace).items()}
@@ -196,6 +216,15 @@ def frames_between(region: str, anchor: Anchor, trace: RegionTrace) -> frozenset
 
 def anchors(node: fx.Node, trace: RegionTrace) -> list[Anchor]:
     """All anchors of a node's value."""
+    key = (anchors, node)
+    if trace.memory is None:
+        return _anchors(node, trace)
+    if key not in trace.memory:
+        trace.memory[key] = _anchors(node, trace)
+    return list(trace.memory[key])
+
+
+def _anchors(node: fx.Node, trace: RegionTrace) -> list[Anchor]:
     result: list[Anchor] = []
     for call in calls_of(trace):
         result += [Anchor("in", call.name, path) for path, n in parts(call.arguments) if is_value(n, node)]

@@ -70,9 +70,14 @@ class FunctionCode:
 
 
 @cache
+def _instructions(code: CodeType) -> list[dis.Instruction]:
+    return list(dis.get_instructions(code))
+
+
+@cache
 def is_path_dependent(function: FunctionCode, start: int, stop: int | None) -> bool:
     """Whether what is read at offset `stop`, or at the return, depends on the path from `start`."""
-    after = [i for i in dis.get_instructions(function.code) if i.offset > start]
+    after = [i for i in _instructions(function.code) if i.offset > start]
     stops = [i for i in after if i.offset == stop or (stop is None and i.opname.startswith("RETURN"))]
     path = [i for i in after if stops and i.offset < stops[-1].offset]
     jumps = [i for i in path if "_IF_" in i.opname]
@@ -93,7 +98,7 @@ def mutates_conditionally(
 ) -> bool:
     """Whether some paths of a function, but not all, may change `argument` (or any) in place."""
     code = FunctionCode.of(function, owner)
-    instructions = list(dis.get_instructions(code.code))
+    instructions = _instructions(code.code)
     first_jump = next((i.offset for i in instructions if "_IF_" in i.opname), None)
     parameters = {*code.code.co_varnames[: code.code.co_argcount + code.code.co_kwonlyargcount]} - {"self"}
     names = _aliases({argument} if argument in parameters else parameters, instructions)

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Mapping
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,9 +26,14 @@ def forward_signature(module: nn.Module) -> inspect.Signature:
 
 def bind_arguments(forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call of `forward`, defaults included, by parameter."""
-    bound = inspect.signature(inspect.unwrap(forward)).bind(module, *args, **kwargs)
+    bound = _signature(inspect.unwrap(forward)).bind(module, *args, **kwargs)
     bound.apply_defaults()
     return dict(list(bound.arguments.items())[1:])
+
+
+@cache
+def _signature(function: Any) -> inspect.Signature:
+    return inspect.signature(function)
 
 
 def with_positional_tensors(
@@ -35,8 +41,9 @@ def with_positional_tensors(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """`linear(x, w)` for `linear(input=x, weight=w)`: readers of a graph find operands by index."""
     rest = dict(kwargs)
-    for name in _required_parameters(kind, target)[len(args) :] if rest else ():
-        if name not in rest or not (contains_proxy(rest[name]) or isinstance(rest[name], torch.Tensor)):
+    tensors = {n for n, v in rest.items() if contains_proxy(v) or isinstance(v, torch.Tensor)} - {"dtype", "device"}
+    for name in _required_parameters(kind, target)[len(args) :] if tensors else ():
+        if name not in tensors:
             break
         args = (*args, rest.pop(name))
     return args, rest
@@ -45,6 +52,8 @@ def with_positional_tensors(
 @cache
 def _required_parameters(kind: str, target: Any) -> tuple[str, ...]:
     function = getattr(torch.Tensor, target, None) if kind == "call_method" else target
+    if isinstance(function, FunctionType) and not function.__module__.startswith("torch"):
+        return ()  # the table takes 10 ms to make
     table = get_testing_overrides() if kind in ("call_method", "call_function") else {}
     if not callable(function) or function not in table:
         return ()

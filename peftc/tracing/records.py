@@ -2,12 +2,18 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 
 def is_record(value: Any) -> bool:
     """Whether `value` is an instance of a dataclass, or a named tuple."""
-    return dataclasses.is_dataclass(type(value)) or is_named_tuple(value)
+    return _is_record_class(type(value))
+
+
+@cache
+def _is_record_class(cls: type) -> bool:
+    return dataclasses.is_dataclass(cls) or (issubclass(cls, tuple) and hasattr(cls, "_fields"))
 
 
 def is_named_tuple(value: Any) -> bool:

@@ -66,6 +66,8 @@ class RegionTrace:
     result: Any = None  # of a region whose code is a leaf: the parts by path
     outcomes: tuple[bool, ...] = ()  # of each `branch`
     root: nn.Module | None = None
+    # What was computed of the graph, by function and arguments, once it does not change any more.
+    memory: dict[tuple[Any, ...], Any] | None = None
 
 
 def getitem_root(node: fx.Node) -> fx.Node:

@@ -15,10 +15,12 @@ Reads of metadata (`self.fc.weight.dtype`) do not count.
 
 import ast
 import inspect
+import linecache
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from types import CodeType, FunctionType
 from typing import Any, cast
 
@@ -130,8 +132,19 @@ def parameter_reads(module: nn.Module, parameters: Collection[str]) -> Iterator[
 def may_run_children(module: nn.Module, region: str) -> bool:
     """Whether the code of a module may use all children of its part `region`."""
     children = [n for n, c in module.get_submodule(region).named_children() if next(c.parameters(), None) is not None]
-    attributes = {name for forward in forwards(module) for name in attributes_of(forward, type(module), region)}
-    return len(children) > 1 and attributes.issuperset(children)
+    if len(children) < 2:
+        return False
+    functions = list(forwards(module))
+    if not names_of(functions, type(module)).issuperset(children):  # to parse source takes longer
+        return False
+    attributes = {name for forward in functions for name in attributes_of(forward, type(module), region)}
+    return attributes.issuperset(children)
+
+
+def names_of(functions: Iterable[FunctionType], cls: type[nn.Module]) -> set[str]:
+    """The names in functions and in those that they name."""
+    reachable = (function for forward in functions for function, _ in reachable_functions(forward, cls))
+    return {name for function in reachable for name in names_in(function.__code__)}
 
 
 @cache
@@ -244,11 +257,32 @@ class AttributeUse:
                 yield ParameterRead((*self.names, ANY), self.from_self, mode_dependent, line=self.line)
 
 
+def syntax_tree(function: FunctionType) -> ast.Module:
+    """Raises: OSError, TypeError, SyntaxError without source."""
+    code = function.__code__
+    lines = linecache.getlines(code.co_filename, function.__globals__)
+    source = "".join(lines[code.co_firstlineno - 1 : last_line(code)])
+    try:
+        # `inspect.getsource` reads tokens up to the end of the function, in ten times as long.
+        tree = ast.parse(textwrap.dedent(source))
+        if len(tree.body) == 1 and isinstance(tree.body[0], ast.FunctionDef | ast.AsyncFunctionDef):
+            return tree
+    except SyntaxError:  # the last statement goes on behind the last instruction
+        pass
+    return ast.parse(textwrap.dedent(inspect.getsource(function)))
+
+
+def last_line(code: CodeType) -> int:
+    """The last line of a function that has instructions."""
+    inner = (last_line(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return max(chain((end or 0 for _, end, _, _ in code.co_positions()), inner), default=0)
+
+
 @cache
 def attribute_uses(function: FunctionType, root: str) -> tuple[AttributeUse, ...]:
     """The attribute uses of a function; without source, it may read all parameters."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        tree = syntax_tree(function)
     except (OSError, TypeError, SyntaxError):
         return (AttributeUse(("parameters",), False),)
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
