@@ -11,7 +11,7 @@ from peftc.adapters.base import dtype_name
 from peftc.addressing.sites import WeightRef, parameter_name
 from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.folding.computed_weight import is_computed, stored_values
+from peftc.folding.computed_weight import evaluated, has_plain_form, is_computed, stored_values
 from peftc.folding.own_forward import base_class, computes_product
 from peftc.folding.report import Change
 from peftc.forms.affine_module import Affine
@@ -42,8 +42,9 @@ class CannotFold(Exception):
     reason: str
 
 
-def combine(model: nn.Module, module: str, folds: Sequence[Fold]) -> dict[str, tuple[Tensor, Change]]:
+def combine(model: nn.Module, module: str, folds: Sequence[Fold], plain: bool) -> dict[str, tuple[Tensor, Change]]:
     """The parameters of `module` after all folds into it, by dotted name. Nothing is written.
+    `plain`: whether a parameter may take the place of what computes a weight.
 
     w and b first, as when the model runs; then what is done to the output; what is done to the
     input last and backwards, since W (E2 (E1 x)) = ((W E2) E1) x. Sums are in float32 (float64).
@@ -65,9 +66,11 @@ def combine(model: nn.Module, module: str, folds: Sequence[Fold]) -> dict[str, t
     for name, (value, _) in values.items():
         owner, _, attribute = name.rpartition(".")
         own = model.get_submodule(owner)
-        if is_computed(own, attribute) and stored_values(own, attribute, value) is None:
+        if not is_computed(own, attribute) or stored_values(own, attribute, value) is not None:
+            continue
+        if not plain or not has_plain_form(own, attribute):
             reason = f"`{name}` is computed from other parameters, no values of which give the folded weight"
-            raise CannotFold(edits[-1], reason)
+            raise CannotFold(edits[-1], reason + ("" if plain else ", and other edits stay"))
     return values
 
 
@@ -114,7 +117,7 @@ class UnroundedParameters:
     def matrix(self, ref: WeightRef) -> Tensor:
         """The parameter as (out, in)."""
         if (name := self.name(ref)) not in self.values:
-            stored = dense(getattr(self.model.get_submodule(ref.module), ref.attribute).detach())
+            stored = dense(evaluated(self.model.get_submodule(ref.module), ref.attribute).detach())
             self.values[name] = stored.to(sum_dtype(stored.dtype), copy=True)
         tensor = self.values[name]
         if ref.stacked_slice is not None:
@@ -149,7 +152,7 @@ class UnroundedParameters:
         for name, value in self.values.items():
             owner, _, attribute = name.rpartition(".")
             module, created = self.model.get_submodule(owner), name in self.created
-            like = dense(getattr(module, "weight" if created else attribute))
+            like = dense(evaluated(module, "weight" if created else attribute))
             before = torch.zeros_like(value, dtype=like.dtype) if created else like.detach()
             new = rounded(name, value, like.dtype, edits)
             entries = int(torch.count_nonzero(new != before))

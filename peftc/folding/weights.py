@@ -12,7 +12,7 @@ from peftc.adapters.base import dtype_name, require_base
 from peftc.addressing.sites import parameter_name
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
-from peftc.folding.computed_weight import is_computed, stored_values
+from peftc.folding.computed_weight import is_computed, make_plain, stored_values
 from peftc.folding.module_folds import CannotFold, Fold, combine, is_linear_module
 from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.forms.module import FormModule, has_values
@@ -184,19 +184,23 @@ class Folding:
 
         Raises: CannotFold, P530, P546; whatever planning the other edits raises.
         """
-        changes: list[Change] = []
+        changes, plain = list[Change](), dict[str, Tensor]()
         with transaction(self.journal) as (journal, deferral):
             for module, folds in self.folds(folded).items() if into_weights else ():
                 with deferral.interruptible():
-                    values = combine(self.model, module, folds)
+                    values = combine(self.model, module, folds, plain=len(folded) == len(self.names))
                 while values:  # none is held longer than it takes to write it
                     name = next(iter(values))
                     new, change = values.pop(name)
-                    write_value(journal, self.model, name, new)
+                    if not write_value(journal, self.model, name, new):
+                        plain[name] = new
                     changes.append(change)
             created = [change.parameter for change in changes if change.created]
             with deferral.interruptible():
                 self.remove_edits(folded, created, journal)
+            for name, new in plain.items():  # into modules of their own classes
+                owner, _, attribute = name.rpartition(".")
+                make_plain(journal, self.model.get_submodule(owner), attribute, new)
         return changes
 
     def remove_edits(self, edits: Collection[str], created: Collection[str], journal: Journal) -> None:
@@ -242,15 +246,19 @@ def _check_names(only: Iterable[str], known: Collection[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-def write_value(journal: Journal, model: nn.Module, name: str, value: Tensor) -> None:
-    """Sets a parameter, or those that its module computes it from."""
+def write_value(journal: Journal, model: nn.Module, name: str, value: Tensor) -> bool:
+    """Sets a parameter, or those that its module computes it from. Returns: whether there are such
+    values.
+    """
     owner, _, attribute = name.rpartition(".")
     module = model.get_submodule(owner)
     if not is_computed(module, attribute):
         journal.write(model, name, value)
-        return
-    for part, new in (stored_values(module, attribute, value) or {}).items():
+        return True
+    values = stored_values(module, attribute, value)
+    for part, new in (values or {}).items():
         journal.write(model, f"{owner}.{part}".lstrip("."), new)
+    return values is not None
 
 
 def without(spec: ast.Spec, folded: Collection[str]) -> ast.Spec | None:

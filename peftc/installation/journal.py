@@ -54,6 +54,21 @@ class Journal:
             self.steps.append(partial(tensor.copy_, tensor.detach().clone()))
         tensor.copy_(value)
 
+    def keep(self, module: nn.Module) -> None:
+        """Restores the class and the attributes of a module, its tables of parameters included."""
+        cls, state = type(module), dict(vars(module))
+        tables = [(table, dict(table)) for table in state.values() if isinstance(table, dict)]
+
+        def restore() -> None:
+            module.__class__ = cls
+            vars(module).clear()
+            vars(module).update(state)
+            for table, entries in tables:  # whose identity others hold
+                table.clear()
+                table.update(entries)
+
+        self.steps.append(restore)
+
     def save(self, tensor: Tensor) -> int:
         """Appends the bytes of a tensor to the file. Returns their offset. Raises: P546."""
         start: int = self.file.seek(0, 2)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, weight_norm
+from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 import peftc
 from peftc.folding import FoldReport
@@ -82,25 +85,71 @@ def test_a_fold_relies_on_zeros_of_a_buffer(equation: str, scales: bool, entry: 
     assert all("no fold changes a buffer" in one.reason for one in report.refused)
 
 
-NORMS = {
-    "weight norm": (parametrizations.weight_norm, True),
-    "weight norm by a hook": (weight_norm, True),
-    "spectral norm": (parametrizations.spectral_norm, False),
+NORMS: dict[str, Any] = {
+    "weight norm": parametrizations.weight_norm,
+    "weight norm by a hook": weight_norm,
+    "spectral norm": parametrizations.spectral_norm,
+    "spectral norm by a hook": spectral_norm,
 }
+
+
+def normed(name: str) -> Layers:
+    torch.manual_seed(0)
+    model = Layers(Block("none"), Block("none")).eval()
+    for layer in model.layers:
+        layer.proj = NORMS[name](layer.proj)
+    return model
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", NORMS)
 def test_a_fold_sets_what_a_weight_is_computed_from(name: str) -> None:
-    """W = g v / |v| has g and v for every W, and a matrix of spectral norm 1 has none for most."""
-    torch.manual_seed(0)
-    wrap, folds = NORMS[name]
-    x, model = torch.randn(2, 5, D), Layers(Block("none"), Block("none")).eval()
-    for layer in model.layers:
-        layer.proj = wrap(layer.proj)
-    names = [*model.state_dict()]
+    """W = g v / |v| has g and v for every W. A matrix of spectral norm 1 has nothing for most: a
+    plain weight takes the place of the norm, also in training, where its power iteration ends.
+    """
+    x, model = torch.randn(2, 5, D), normed(name)
+    names, plain = [*model.state_dict()], [*Layers(Block("none"), Block("none")).state_dict()]
     peftc.compile("peft 1\nedit e at layer[*].attn.o { h += lora(x, r=2) }", model, seed=0, sample={"x": x})
-    report = fold_with_values(model, x)
-    assert bool(report.folded) is folds
-    assert not folds or [*model.state_dict()] == names
-    assert all("no values of which" in one.reason for one in report.refused)
+    assert fold_with_values(model, x).folded
+    assert sorted(model.state_dict()) == sorted(plain if "spectral" in name else names)
+    with torch.no_grad():
+        expected = model(x)
+        torch.testing.assert_close(model.train()(x), expected)
+    model.load_state_dict(copy.deepcopy(model).state_dict())
+
+
+@pytest.mark.parametrize("name", ["spectral norm", "spectral norm by a hook"])
+def test_a_norm_stays_while_edits_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its module keeps the norm where an edit stays, and after an error."""
+    x, model = torch.randn(2, 5, D), normed(name)
+    state, classes = copy.deepcopy(model.state_dict()), list(map(type, model.modules()))
+    text = "peft 1\nedit e at layer[*].attn.o { h += lora(x, r=2) }\nedit f at layer[*].attn { h += adapter(h, r=2) }"
+    peftc.compile(text, model, seed=0, sample={"x": x})
+    assert [one.edit for one in fold_with_values(model, x).refused] == ["e", "f"]
+    peftc.remove(model)
+    peftc.compile(text.partition("\nedit f")[0], model, seed=0, sample={"x": x})
+    for parameter in peftc.parameters(model).values():
+        nn.init.normal_(parameter)
+
+    def fail(self: object, name: str, parameter: object) -> None:
+        raise ZeroDivisionError(name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(nn.Linear, "register_parameter", fail)
+        with pytest.raises(ZeroDivisionError):
+            peftc.fold(model)
+    peftc.remove(model)
+    assert list(map(type, model.modules())) == classes
+    assert [*model.state_dict()] == [*state]
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    torch.testing.assert_close(model(x), normed(name)(x))
+
+
+@pytest.mark.parametrize("name", ["spectral norm", "spectral norm by a hook"])
+def test_a_fold_does_not_iterate(name: str) -> None:
+    """Of a model in training mode the weight is folded that evaluation uses."""
+    x, model = torch.randn(2, 5, D), normed(name)
+    peftc.compile("peft 1\nedit e at layer[*].attn.o { h += lora(x, r=2) }", model, seed=0, sample={"x": x})
+    expected = model.eval()(x)
+    peftc.fold(model.train())
+    torch.testing.assert_close(model.eval()(x), expected)
