@@ -42,7 +42,9 @@ class CannotFold(Exception):
     reason: str
 
 
-def combine(model: nn.Module, module: str, folds: Sequence[Fold], plain: bool) -> dict[str, tuple[Tensor, Change]]:
+def combine(
+    model: nn.Module, module: str, folds: Sequence[Fold], plain: bool = False
+) -> dict[str, tuple[Tensor, Change]]:
     """The parameters of `module` after all folds into it, by dotted name. Nothing is written.
     `plain`: whether a parameter may take the place of what computes a weight.
 
