@@ -215,3 +215,22 @@ def test_whole_numbers_of_sizes_are_conditions() -> None:
     peftc.compile(spec, model, seed=0, sample={"x": x})
     assert torch.equal(model(x), base)
     assert model(x[:3]).shape == (3, T, D)  # two samples, as of four: the condition is on the whole number
+
+
+class Headwise(nn.Module):
+    """One Linear; its features become queries, keys and values by matrices of each few features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.out = nn.LayerNorm(D), nn.Linear(D, D), nn.Linear(D, D)
+        self.q, self.k, self.v = (nn.Parameter(torch.randn(4, 4, 4)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(self.norm(x)).unflatten(-1, (4, -1))
+        q, k, v = (torch.einsum("bthd,hod->btho", y, w).flatten(2) for w in (self.q, self.k, self.v))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v))
+
+
+def test_rows_that_weights_behind_them_tell_apart_have_no_role() -> None:
+    table = peftc.sites(Layers(Headwise(), Headwise()), sample={"x": torch.randn(2, T, D)})
+    assert not any(site.path.endswith((".q", ".k", ".v")) for site in table.sites)

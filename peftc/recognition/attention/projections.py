@@ -13,6 +13,7 @@ from peftc.dataflow.values import upstream, value_operands
 from peftc.recognition.attention.patterns import Attention
 from peftc.recognition.ffn import Projection
 from peftc.recognition.residual_stream import Stream
+from peftc.recognition.token_mixing import is_weighted
 
 
 def attention_projections(
@@ -48,6 +49,8 @@ def attention_projections(
         if len(same_size) == 1:  # more heads of queries than of keys
             projections[role] = Projection(same_size[0])
     for role in roles_with_overlapping_rows(projections, attentions[0], layer):
+        del projections[role]
+    for role in roles_by_other_weights(projections, attentions[0], layer):
         del projections[role]
     return projections
 
@@ -122,6 +125,20 @@ def reads_projections(value: fx.Node, attentions: list[Attention], layer: LayerG
     operands = [operand for a in attentions for operand in (a.q, a.k, a.v)]
     linears = {linear for operand in operands for linear in layer.linears(set(upstream(operand, layer.is_linear)))}
     return not linears.isdisjoint(upstream(value, layer.is_linear))
+
+
+def roles_by_other_weights(projections: Mapping[str, Projection], attention: Attention, layer: LayerGraph) -> list[str]:
+    """The roles that share rows with another, and differ from it by weights behind them."""
+    # Seen in: no transformers model, but xLSTM (matrices of each few features, which are no Linear)
+    roles: list[str] = []
+    for role, one in projections.items():
+        rows = one.slice(layer.width(one.node))
+        others = [p for name, p in projections.items() if name != role and p.node is one.node]
+        between = upstream(getattr(attention, role), lambda n, linear=one.node: n is linear)
+        is_own = any(is_weighted(n, layer) for n in between if n is not one.node)
+        if is_own and any(rows.overlaps(other.slice(layer.width(other.node))) for other in others):
+            roles.append(role)
+    return roles
 
 
 def nodes_up_to_linears(linear: fx.Node, layer: LayerGraph) -> set[fx.Node]:
