@@ -22,7 +22,15 @@ from peftc.recognition.layer_candidates import (
     repeated_blocks,
 )
 from peftc.recognition.layer_types import LayerType, trace_layer
-from peftc.recognition.loops import Loop, contains_name, find_loops, may_hold_layers, repeated_part, sub_layers_by_body
+from peftc.recognition.loops import (
+    Loop,
+    attribute_loops,
+    contains_name,
+    find_loops,
+    may_hold_layers,
+    repeated_part,
+    sub_layers_by_body,
+)
 from peftc.recognition.roles import SubLayer
 from peftc.recognition.untraced import NOT_ADDED
 
@@ -195,6 +203,8 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
     others = {name: kind.subs for name, kind in layers.items() if name not in stages}
     outside = [name for name in seen.calls if not any(prefix in others for prefix in _parents(name))]
     loops = [loop for loop in find_loops(model, seen, outside) if may_hold_layers(loop, model, others)]
+    if not loops and not layers and not structure.untraced and seen.token_products:
+        loops = [loop for loop in attribute_loops(model, seen) if may_hold_layers(loop, model, others)]
     if not loops:
         return
     arguments = observe(model, sample, mode, seen.candidates, {loop.caller for loop in loops}).arguments

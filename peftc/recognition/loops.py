@@ -131,6 +131,45 @@ def _has_matrix(module: nn.Module) -> bool:
     return any(p.ndim >= 2 for p in module.parameters())
 
 
+def attribute_loops(model: nn.Module, seen: SampleForward) -> list[Loop]:
+    """The parts of layers that are attributes of one module, as if its code had a loop over them:
+    `x = x + self.attn_1(x)`. Where a part like an earlier one follows, the next layer begins.
+    """
+    # Seen in: no transformers model, but models of few layers
+    callers: dict[str, list[str]] = {}
+    for name in seen.calls:
+        caller = name.rpartition(".")[0]
+        is_own = seen.callers.get(name) == caller and next(model.get_submodule(name).parameters(), None) is not None
+        if is_own and type(model.get_submodule(caller)).forward is not nn.Sequential.forward:
+            callers.setdefault(caller, []).append(name)
+    groups = {caller: _bodies_of_attributes(names, model) for caller, names in callers.items()}
+    loops = [Loop(caller, (caller,), tuple(map(tuple, bodies))) for caller, bodies in groups.items() if bodies]
+    return sorted(loops, key=lambda loop: -_depth(loop.caller))
+
+
+def _bodies_of_attributes(names: Sequence[str], model: nn.Module) -> list[list[str]]:
+    """Modules by layer. Those of one matrix or less, but for norms, are in none; norms are before
+    their parts if the first one is.
+    """
+    bodies: list[list[str]] = []
+    kinds: set[object] = set()
+    norms: list[str] = []
+    is_before = not _has_matrix(model.get_submodule(names[0]))
+    for name in names:
+        shapes = [p.shape for p in model.get_submodule(name).parameters()]
+        if all(len(sizes) < 2 for sizes in shapes):
+            (norms if is_before or not bodies else bodies[-1]).append(name)
+        elif sum(len(sizes) > 1 for sizes in shapes) > 1:
+            kind = (type(model.get_submodule(name)), *shapes)
+            if not bodies or kind in kinds:
+                bodies.append([])
+                kinds.clear()
+            kinds.add(kind)
+            bodies[-1] += [*norms, name]
+            norms.clear()
+    return bodies
+
+
 def may_hold_layers(loop: Loop, model: nn.Module, layers: Mapping[str, Sequence[SubLayer]]) -> bool:
     """Whether the iterations of a loop may be layers: what they call are no layers, or each of it
     is one sub-layer that adds to the stream itself. `layers`: modules that are layers.

@@ -150,6 +150,22 @@ class Shifted(Nested):
         return x
 
 
+class Unlisted(Model):
+    """Parts and norms are attributes, and nothing is in a list."""
+
+    modules_of_q = ("attn_1.q", "attn_2.q")
+
+    def build(self) -> None:
+        self.norm_1, self.norm_2, self.attn_1, self.attn_2 = nn.LayerNorm(D), nn.LayerNorm(D), Attention(), Attention()
+        self.ffn_1, self.ffn_2 = Ffn(), Ffn()
+
+    def loop(self, x: Tensor) -> Tensor:
+        x = x + self.attn_1(self.norm_1(x))
+        x = x + self.ffn_1(x)
+        x = x + self.attn_2(self.norm_2(x))
+        return x + self.ffn_2(x)
+
+
 def shifted(x: Tensor) -> Tensor:
     here, before = x.chunk(2, dim=-1)
     return torch.cat((here, nn.functional.pad(before, (0, 0, 1, -1))), dim=-1)
@@ -239,7 +255,8 @@ class Records(Model):
 
 
 @pytest.fixture(
-    scope="module", params=[Nested, InPlace, SideBySide, Residuals, Pyramid, Records, Skips, Shifted, Convolved]
+    scope="module",
+    params=[Nested, InPlace, SideBySide, Residuals, Pyramid, Records, Skips, Shifted, Convolved, Unlisted],
 )
 def compiled(request: pytest.FixtureRequest) -> tuple[Model, Model, dict[str, Tensor]]:
     torch.manual_seed(0)
