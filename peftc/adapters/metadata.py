@@ -1,17 +1,21 @@
 """The format of `adapter.json`, which describes a saved adapter and names its file of tensors."""
 
 import json
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, NonNegativeInt, ValidationError
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import SEEDS
+from peftc.planning.ir import SiteEdit
 from peftc.planning.report.plan import Plan, Record
 
 # 1.0 has its tensors in `adapter.safetensors` and no key `file`; plans have version 2.0 since 1.2.
-FORMAT = "1.2"
-FORMATS = ("1.0", "1.1", FORMAT)
+# 1.3 has edits of modules that their layers call several times, which act at each call; before
+# 1.3 they acted at one. All other adapters are saved as 1.2.
+FORMAT, EVERY_CALL = "1.2", "1.3"
+FORMATS = ("1.0", "1.1", FORMAT, EVERY_CALL)
 METADATA, TENSORS = "adapter.json", "adapter.safetensors"
 TENSORS_NAME = r"adapter(-[0-9a-f]{16})?\.safetensors"
 
@@ -61,7 +65,7 @@ class WeightsDigest(Record):
 class Adapter(Record):
     """An adapter without its tensors."""
 
-    format_version: Literal["1.0", "1.1", "1.2"] = FORMAT
+    format_version: Literal["1.0", "1.1", "1.2", "1.3"] = FORMAT
     peftc: str
     spec: str  # the expanded spec of the saved parameters, in export form and without expectations
     source: str  # the expanded spec that was compiled
@@ -73,6 +77,17 @@ class Adapter(Record):
     tensors: dict[str, StoredTensor]
     file: str = Field(TENSORS, pattern=f"^{TENSORS_NAME}$")  # of the tensors
     sha256: str  # of `file`
+
+
+def of_every_call(site_edits: Iterable[SiteEdit]) -> list[SiteEdit]:
+    """The edits of what a Linear or a norm computes in each of several calls by its layer."""
+    return [
+        p
+        for p in site_edits
+        if p.site.is_of_every_call
+        and p.site.steps[-1][0] != "hidden"  # which has always been of every call
+        and any(p.site.states[name].activation is not None for name in {*p.reads(), *(a.state for a in p.assigns)})
+    ]
 
 
 def parse_adapter(text: str) -> Adapter:

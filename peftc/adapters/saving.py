@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from peftc.adapters.base import base_of, digest_of, elect_writer, require_values, whole
 from peftc.adapters.files import listing, path_of, write
-from peftc.adapters.metadata import Adapter, tensors_name
+from peftc.adapters.metadata import EVERY_CALL, FORMAT, Adapter, of_every_call, tensors_name
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms import FORMS
 from peftc.forms.fusion_module import Fusion
@@ -70,10 +70,13 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
     source = joint_spec(part.spec for part in parts)
     spec, base = stored_spec(source), base_of(model, record)
     tensors = {key: whole(tensor) for key, tensor in stored_tensors(model, record, name).items()}
+    edits = {edit for part in parts for edit in part.edits}
+    own = [p for p in record.site_edits if p.edit in edits]
     plan = parts[0].plan if len(parts) == 1 else record.planned.plan
 
     def describe(sha256: str) -> Adapter:
         return Adapter(
+            format_version=EVERY_CALL if of_every_call(own) else FORMAT,
             peftc=version("peftc"),
             spec=spec,
             source=print_spec(source),

@@ -188,8 +188,10 @@ class Site:
     group: str = ""  # the attention group ("encoder.self") or the stack
     layer_input: State | None = None  # set where a state here has batch and tokens flattened into one dimension
     runs: int = 1  # how often one forward runs its layer (layers may share one set of weights)
-    calls: int = 1  # how often the layer calls this Linear; `x` and `h` belong to one of these calls
+    calls: int = 1  # how often the layer computes with the weight; see `is_of_every_call`
+    by_example: bool = True  # whether all these calls read values of shape (examples, …, d)
     bare: bool = False  # code multiplies by the parameter itself: no call of a module computes `h`
+    read_besides: bool = False  # such code computes with the parameter in other ways, too
     computed_bias: bool = False  # what code adds to a product with a parameter, and no parameter of one role
     constant_bias: str = ""  # the buffer that code adds to such a product: a fold relies on its zeros
     shared_with: tuple[Site, ...] = ()  # other sites of the same module, on which an edit acts, too
@@ -200,6 +202,11 @@ class Site:
         """The steps below the layer; all of them outside of layers."""
         start = next((i + 1 for i, (name, _) in enumerate(self.steps) if name == "layer"), 0)
         return self.steps[start:]
+
+    @property
+    def is_of_every_call(self) -> bool:
+        """Whether a layer calls the module several times: `x` and `h` are those of each call."""
+        return self.calls > 1 and self.root == self.module and not self.bare
 
     @property
     def uses(self) -> tuple[Site, ...]:

@@ -2,17 +2,18 @@
 
 from torch import fx, nn
 
-from peftc.addressing.sites import FeatureDims
+from peftc.addressing.sites import FeatureDims, Slice
 from peftc.dataflow.matrices import MatrixProduct, matrix_product
 from peftc.dataflow.nodes import example, first_input, is_tensor, shape
 from peftc.dataflow.normalization import Normalization, normalization
-from peftc.dataflow.operations import Op, module_op, op_of
+from peftc.dataflow.operations import LAYOUT, Op, module_op, op_of
 from peftc.dataflow.values import upstream, value_users
 
 # Operations that keep the values of one tensor, but for rounding, dropout, limits and layout.
 PASSING = frozenset({Op.CAST, Op.RESHAPE, Op.CLAMP, Op.DROPOUT})
 
-
+READS = frozenset({*LAYOUT, Op.CAST, Op.ITEM})  # operations on a parameter that keep its values
+PRODUCTS = frozenset({Op.LINEAR, Op.MATMUL})
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -63,6 +64,27 @@ class LayerGraph:
         if node not in self._products:
             self._products[node] = matrix_product(node)
         return self._products[node]
+
+    def product_count(self, parameter: str, rows: Slice | None) -> int:
+        """How many operations multiply by these rows of a parameter."""
+        products = [p for n in self.graph.nodes if (p := self.product(n)) is not None]
+        parts = [p.weight.rows for p in products if p.weight.parameter == parameter]
+        others = [n for n in self.uses(parameter) if self.product(n) is None and op_of(n) in PRODUCTS]
+        return len(others) + sum(rows is None or part is None or rows.overlaps(part) for part in parts)
+
+    def is_read_besides(self, parameter: str) -> bool:
+        """Whether code computes with a parameter, and not by multiplying by it as a matrix."""
+        return any(self.product(n) is None and op_of(n) not in PRODUCTS for n in self.uses(parameter))
+
+    def uses(self, parameter: str) -> list[fx.Node]:
+        """The operations that read a parameter, behind those that change its layout."""
+        uses = dict[fx.Node, None]()
+        reads = [n for n in self.graph.nodes if n.op == "get_attr" and n.target == parameter]
+        for read in reads:  # which grows
+            users = value_users(read)
+            reads += [user for user in users if op_of(user) in READS]
+            uses |= dict.fromkeys(user for user in users if op_of(user) not in READS)
+        return list(uses)
 
     def normalization(self, node: fx.Node) -> Normalization | None:
         """The norm that code of the layer computes itself, up to a node."""

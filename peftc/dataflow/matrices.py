@@ -47,6 +47,14 @@ def numbers_of(rows: Slice | None, size: int) -> list[int]:
     return [i for start, stop in (rows or Slice(0, size)).blocks() for i in range(start, stop)]
 
 
+def rows_within(outer: Slice | None, inner: Slice | None, size: int) -> Slice | None:
+    """Rows of a parameter: the `inner` ones of `outer` ones; None for all of `size`."""
+    if outer is None or inner is None:
+        return inner if outer is None else outer
+    numbers = torch.tensor(numbers_of(outer, size))
+    return as_slice(torch.cat([numbers[start:stop] for start, stop in inner.blocks()]), size)
+
+
 @dataclass(frozen=True)
 class BiasPart:
     """What is added to some rows of a product: a parameter, a constant tensor of the module's by

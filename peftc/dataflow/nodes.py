@@ -1,5 +1,6 @@
 """Nodes of a traced graph and the values that they had in the sample forward."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -48,6 +49,18 @@ def nodes_in(value: Any) -> list[fx.Node]:
     nodes: list[fx.Node] = []
     fx.map_arg(value, nodes.append)  # pyright: ignore[reportArgumentType]
     return nodes
+
+
+def parts(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], fx.Node]]:
+    """The nodes in nested arguments or results, with the path to each."""
+    if isinstance(value, fx.Node):
+        yield path, value
+    elif isinstance(value, (tuple, list)):
+        for i, item in enumerate(value):
+            yield from parts(item, (*path, i))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from parts(item, (*path, key))
 
 
 def ancestors(node: fx.Node) -> set[fx.Node]:

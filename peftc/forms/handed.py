@@ -16,7 +16,7 @@ def check_depth(form: str, dims: Dims) -> None:
         )
         raise Illegal("P315", message, help=f"write `{form}(…)` in the equation")
     if dims.runs > 1:
-        message = f"the layers of `{stack}` share weights and run {dims.runs} times: `{form}` has one place for each"
+        message = f"the layers of `{stack}`, or modules in them, run {dims.runs} times: `{form}` has one place for each"
         raise Illegal("P315", message)
     if not last or int(last[:-1]) != dims.depth - 1:
         where = f"its last place is layer {last[:-1]} of {dims.depth}" if last else "it has no place in a layer"

@@ -26,6 +26,7 @@ from peftc.planning.ir import (
     combine_shapes,
 )
 from peftc.planning.lowering_context import FormInstances, LoweringContext
+from peftc.planning.repeated_calls import check_repeated_calls
 from peftc.planning.selection.module_sites import body_at
 from peftc.semantics.arguments import bind
 from peftc.semantics.substitute import numeric_value
@@ -42,7 +43,8 @@ def lower_edit(edit: ast.Edit, site: Site, context: LoweringContext) -> SiteEdit
     """The typed equations of an edit at one site; `h += f` becomes `h = h + f`.
 
     Raises: P101, P105 (no such form, not a value), P205 (no such state), P301 (shapes), P303
-    (`concat`), P305 (shared by two shapes), P306 (read-only), P307 (no such module), and more.
+    (`concat`), P305 (shared by two shapes), P306 (read-only), P307 (no such module), P218 and P219
+    (a weight that the layer uses several times), and more.
     """
     instances = FormInstances(edit.name, site, context, context.tasks if edit.per_task else ())
     terms = TermLowering(edit.name, site, context, instances)
@@ -56,7 +58,9 @@ def lower_edit(edit: ast.Edit, site: Site, context: LoweringContext) -> SiteEdit
             terms.target = terms.state(*use)
             terms.lets[line.name] = terms.term(line.value)
             lets.append((len(assigns), terms.lets[line.name]))
-    return SiteEdit(edit.name, site, tuple(assigns), tuple(instances.instances), tuple(lets))
+    site_edit = SiteEdit(edit.name, site, tuple(assigns), tuple(instances.instances), tuple(lets))
+    check_repeated_calls(edit, site_edit)
+    return site_edit
 
 
 def unused(edit: ast.Edit) -> Iterable[Diagnostic]:

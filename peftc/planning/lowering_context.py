@@ -125,7 +125,8 @@ class FormInstances:
         self.keys[form.name] += 1
         number = self.keys[form.name]
         key = form.name if number == 1 else f"{form.name}_{number}"
-        unshared = FormInstance(key, form, args, replace(dims, runs=self.site.runs), tasks=self.tasks)
+        runs = self.site.runs * (self.site.calls if self.site.is_of_every_call else 1)
+        unshared = FormInstance(key, form, args, replace(dims, runs=runs), tasks=self.tasks)
         instance = self._with_owner(unshared, target, owner)
         if owner is not None:
             self.shared[owner] = instance

@@ -5,20 +5,23 @@ its matrix is stored.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
 
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd  # pyright: ignore[reportPrivateUsage]
 from transformers.pytorch_utils import Conv1D
 
-from peftc.addressing.sites import INPUT, TABLE_IDS, Kernel
+from peftc.addressing.sites import INPUT, OUTPUT, TABLE_IDS, Kernel, State
 from peftc.dataflow.features import CHANNELS_FIRST
 from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.nodes import is_tensor, parts, shape
 from peftc.observation.sample_forward import ModuleCall
 from peftc.tracing.module_calls import forward_signature
+from peftc.tracing.region_trace import ModuleCall as TracedCall
 from peftc.tracing.tracer import approximate_trace
 
 
@@ -131,6 +134,32 @@ def _patch(module: _ConvNd) -> Features:
         return Features(features, is_map=True)
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     return Features(features, is_map=True, kernel=Kernel(size, module.stride, module.dilation, padding, mode))
+
+
+def boundary_states(
+    states: Mapping[str, State], values: Mapping[str, fx.Node | None], calls: Sequence[TracedCall]
+) -> dict[str, State]:
+    """The states of a module with its argument as `x` and its result as `h`, those of each call.
+
+    Args: `values`: the nodes of both in one of the `calls` of the layer's graph.
+    """
+    # Seen in: DeBERTa (keys of tokens and of positions), CogView 4, Perceiver AR
+    result = dict(states)
+    for name, boundary in (("x", INPUT), ("h", OUTPUT)):
+        place = states[name].activation if name in states else None
+        if place is not None:
+            nested = [call.arguments if name == "x" else call.result for call in calls]
+            tensors = [(path, part) for value in nested for path, part in parts(value) if is_tensor(part)]
+            paths = [path for path, part in tensors if part is values[name]]  # none of a parameter
+            path = (*paths, *(path for path, _ in tensors))[0]
+            result[name] = replace(states[name], activation=replace(place, node=boundary, key_path=path))
+    return result
+
+
+def reads_examples(calls: Iterable[fx.Node]) -> bool:
+    """Whether all calls read values of shape (examples, …, d), of one batch or with one example."""
+    shapes = [shape(operand) for call in calls for operand in call.all_input_nodes if is_tensor(operand)]
+    return len({sizes[0] for sizes in shapes if sizes} - {1}) < 2 and all(len(sizes) > 2 for sizes in shapes)
 
 
 def _has_own_forward(module: _ConvNd) -> bool:

@@ -3,9 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from torch import fx
 
 from peftc.addressing.renaming import LayerName
@@ -13,7 +12,7 @@ from peftc.addressing.site_list import Block, Numbers, SiteList, Template, Templ
 from peftc.addressing.sites import ActivationRef, FeatureDims, Site, Slice, State, WeightRef
 from peftc.dataflow.features import features_dim, separates
 from peftc.dataflow.layer_graph import LayerGraph
-from peftc.dataflow.matrices import MatrixPart, MatrixProduct, as_slice, numbers_of
+from peftc.dataflow.matrices import MatrixPart, MatrixProduct, rows_within
 from peftc.dataflow.nodes import first_input, is_tensor, output_of, shape
 from peftc.dataflow.values import upstream
 from peftc.forms import shapes
@@ -22,16 +21,16 @@ from peftc.recognition.attention.states import attention_heads, pair_shape
 from peftc.recognition.ffn import Projection
 from peftc.recognition.layer_types import LayerType
 from peftc.recognition.layers import ModelStructure
+from peftc.recognition.module_features import boundary_states, reads_examples
 from peftc.recognition.moe.lists import ExpertModules
 from peftc.recognition.moe.routers import Router
 from peftc.recognition.moe.states import expert_states, linear_states, router_states
 from peftc.recognition.non_layer_sites import Steps, embeddings, final_norms, heads, path_of, qualified, weight_states
 from peftc.recognition.norms import norm_parts
 from peftc.recognition.roles import SubLayer
-from peftc.recognition.stack_names import ROLES, common, named_steps, relative_name
+from peftc.recognition.stack_names import ROLES, common, named_steps, numbered, relative_name
 from peftc.recognition.token_mixing import is_weighted
 
-T = TypeVar("T")
 CALLS = ("interface", "function")
 
 
@@ -108,7 +107,7 @@ class LayerSites:
         if heads is not None:
             h = State("h", shapes.Heads(*shape(heads)[2:]), ActivationRef(heads.name))
             yield self.site(steps + (("heads", None),), module, {"h": h, "q": states["q"]}, group=group)
-        if sub.hidden is not None and self.calls[str(sub.projections["down"].node.target)] > 1:
+        if sub.hidden is not None and self.is_called_again(str(sub.projections["down"].node.target)):
             yield self.hidden_of_all_calls(sub, steps + (("hidden", None),))
         elif sub.hidden is not None:
             hidden = {"h": self.input_of("h", sub.projections["down"])} | ({"x": states["x"]} if "x" in states else {})
@@ -119,9 +118,9 @@ class LayerSites:
     def hidden_of_all_calls(self, sub: SubLayer, steps: Steps) -> Site:
         """What `down` reads in each of its calls: other streams have the same feed-forward part."""
         # Seen in: no transformers model, but CogView 4
-        name = str(sub.projections["down"].node.target)
-        states = linear_states(self.full(name), self.kind.root.get_submodule(name))
-        return with_own_graph(self.site(steps, self.full(name), {"h": replace(states["x"], name="h")}))
+        down = self.linear((), sub.projections["down"])
+        site = self.site(steps, down.module, {"h": replace(down.states["x"], name="h")})
+        return with_own_graph(replace(site, calls=down.calls, by_example=down.by_example))
 
     def routed_sites(self, sub: SubLayer, steps: Steps) -> Iterator[Site | TemplateSite]:
         """The router, the Linears of the experts, and those of the networks beside them."""
@@ -174,7 +173,9 @@ class LayerSites:
             for i, projection in enumerate(several):
                 yield self.linear(steps + ((role, i if len(several) > 1 else None),), projection, group)
         inside = self.module(sub)
-        targets = {n: name for n in sub.linears if (name := self.name_of(n)) not in self.others}
+        again = {self.name_of(p.node) for p in sub.projections.values()} & set(filter(self.is_called_again, self.calls))
+        named = again | self.others  # a role is that of each call
+        targets = {n: name for n in sub.linears if (name := self.name_of(n)) not in named}
         self.others.update(targets.values())
         names = {name: relative_name(self.full(name), inside) for name in targets.values()}
         many = Counter(names.values())
@@ -285,7 +286,17 @@ class LayerSites:
         if (source := first_input(node)) is not None:
             states["x"] = self.state("x", source)
         states["h"] = self.state("h", node, rows)
-        return replace(self.site(steps, name, states, group=group), calls=self.calls[str(node.target)])
+        site = replace(self.site(steps, name, states, group=group), calls=self.calls[str(node.target)])
+        if not self.is_called_again(str(node.target)):
+            return site
+        calls = [call for call in self.kind.traced.calls if call.name == str(node.target)]
+        by_example = reads_examples(n for n in self.kind.traced.graph.nodes if n.target == node.target)
+        states = boundary_states(states, {"x": source, "h": node}, calls)
+        return with_own_graph(replace(site, states=states, by_example=by_example, layer_input=None))
+
+    def is_called_again(self, name: str) -> bool:
+        """Whether the layer calls a module several times, and never reads its weight itself."""
+        return self.calls[name] > 1 and self.calls[name] == sum(call.name == name for call in self.kind.traced.calls)
 
     def bare_linear(self, steps: Steps, product: MatrixProduct, rows: Slice | None, group: str) -> Site:
         """A matrix that code multiplies by itself: a parameter, or some of its rows."""
@@ -300,12 +311,12 @@ class LayerSites:
         owner = self.full(product.weight.parameter.rpartition(".")[0])
         site = self.site(steps, owner, states, group=group)
         own = states["w"].weight
-        others = (self.graph.product(node) for node in self.kind.traced.graph.nodes)
-        same = [p.weight for p in others if p is not None and p.weight.parameter == product.weight.parameter]
-        calls = [p for p in same if own is None or own.rows is None or p.rows is None or own.rows.overlaps(p.rows)]
+        calls = self.graph.product_count(product.weight.parameter, None if own is None else own.rows)
         constant = self.full(joined.constant) if joined is not None and joined.constant else ""
         is_computed = joined is None and product.has_computed_bias
-        return replace(site, calls=len(calls), bare=True, computed_bias=is_computed, constant_bias=constant)
+        is_read = self.graph.is_read_besides(product.weight.parameter)
+        site = replace(site, calls=calls, bare=True, read_besides=is_read)
+        return replace(site, computed_bias=is_computed, constant_bias=constant)
 
     def input_of(self, name: str, projection: Projection) -> State:
         """What a Linear reads."""
@@ -366,14 +377,6 @@ def sub_layer_steps(subs: list[SubLayer]) -> list[Steps]:
     return [((kind, None), (variant, index)) if variant else ((kind, index),) for (kind, variant), index in names]
 
 
-def numbered(names: list[T]) -> Iterator[tuple[T, int | None]]:
-    """Each name with its number among equal ones; None for the only one."""
-    many, seen = Counter(names), Counter[T]()
-    for name in names:
-        yield name, seen[name] if many[name] > 1 else None
-        seen[name] += 1
-
-
 def norm_owner(node: fx.Node, sub: SubLayer, layer: LayerGraph) -> str:
     """`q` or `k` for a norm of queries or keys inside the attention, else empty."""
     if sub.attention is None or node is sub.output_norm:
@@ -388,11 +391,3 @@ def q_width(sub: SubLayer, layer: LayerGraph) -> int | None:
     """The features of the queries' Linear."""
     query = sub.projections.get("q")
     return None if query is None else query.slice(layer.width(query.node)).width
-
-
-def rows_within(outer: Slice | None, inner: Slice | None, size: int) -> Slice | None:
-    """Rows of a parameter: the `inner` ones of `outer` ones; None for all of `size`."""
-    if outer is None or inner is None:
-        return inner if outer is None else outer
-    numbers = torch.tensor(numbers_of(outer, size))
-    return as_slice(torch.cat([numbers[start:stop] for start, stop in inner.blocks()]), size)

@@ -3,9 +3,9 @@
 """
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PretrainedConfig
@@ -13,6 +13,8 @@ from transformers import PretrainedConfig
 from peftc.recognition.layers import ModelStructure, Stack
 from peftc.recognition.non_layer_sites import Steps
 from peftc.semantics.vocabulary import SITES, STACKS, TOWERS
+
+T = TypeVar("T")
 
 ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 
@@ -129,3 +131,11 @@ def common(names: list[str]) -> str:
     """The deepest module that contains all the named ones."""
     columns = zip(*(name.split(".")[:-1] for name in names), strict=False)
     return ".".join(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, columns))
+
+
+def numbered(names: list[T]) -> Iterator[tuple[T, int | None]]:
+    """Each name with its number among equal ones; None for the only one."""
+    many, seen = Counter(names), Counter[T]()
+    for name in names:
+        yield name, seen[name] if many[name] > 1 else None
+        seen[name] += 1

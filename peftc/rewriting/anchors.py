@@ -21,6 +21,7 @@ from torch import fx, nn
 from peftc.addressing.sites import Slice
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.matrices import MatrixProduct
+from peftc.dataflow.nodes import parts
 from peftc.tracing.bytecode import Occurrence, Origin
 from peftc.tracing.region_trace import ModuleCall, RegionTrace
 
@@ -113,18 +114,6 @@ def relative(name: str, region: str) -> str:
 
 def contains(region: str, name: str) -> bool:
     return not region or name == region or name.startswith(region + ".")
-
-
-def parts(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], fx.Node]]:
-    """The nodes in nested arguments or results, with the path to each."""
-    if isinstance(value, fx.Node):
-        yield path, value
-    elif isinstance(value, (tuple, list)):
-        for i, item in enumerate(value):
-            yield from parts(item, (*path, i))
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from parts(item, (*path, key))
 
 
 def value_at(value: Any, path: tuple[Any, ...]) -> fx.Node | None:

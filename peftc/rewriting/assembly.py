@@ -1,6 +1,6 @@
 """The regions of a whole model for a plan's site edits, one for each module."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from peftc.addressing.sites import TABLE_IDS, Site
@@ -10,7 +10,7 @@ from peftc.planning.on_table import is_prompt
 from peftc.recognition.layer_types import LayerType
 from peftc.recognition.layers import ModelStructure
 from peftc.rewriting.anchors import relative
-from peftc.rewriting.edits import Region
+from peftc.rewriting.edits import Region, used_states
 from peftc.rewriting.legality.bypasses import (
     disable_fast_paths,
     has_fast_path,
@@ -41,18 +41,21 @@ def regions_of(site_edits: Iterable[ir.SiteEdit], structure: ModelStructure) -> 
             layer = next((n for n in (root, *parents(root)) if n in layers), None)
             if layer is not None and layers[layer].calls(relative(root, layer)):
                 is_apart = root not in parts and has_own_region(use.site, layers[layer], layer, structure)
-                root = root if is_apart else layer
-            by_root.setdefault(root, []).append(use)
+                root = root if is_apart or use.site.is_of_every_call else layer
+            if not any(is_same_use(use, other) for other in by_root.setdefault(root, [])):
+                by_root[root].append(use)
     memory: dict[Any, Any] = {}
     for root, edits in by_root.items():
         if root in layers:
             regions += LayerRegions(layers[root], root, memory, structure.shared, kinds).regions(edits)
         else:
-            module = innermost_called(root, structure.seen.calls, structure.model)
+            is_called = any(use.site.is_of_every_call for use in edits)
+            module = root if is_called else innermost_called(root, structure.seen.calls, structure.model)
             regions.append(module_region(edits, module, structure.model))
     regions = merge_by_module(regions, structure)
     check_shared_modules(regions, structure)
     check_repeated_calls(regions)
+    check_order(site_edits)
     check_parameter_reads(regions, structure)
     return disable_fast_paths(regions, structure.model, structure.shared)
 
@@ -76,6 +79,12 @@ def has_own_region(site: Site, kind: LayerType, layer: str, structure: ModelStru
     return is_leaf and not LayerRegions(kind, layer, {}).has_external_reads(name)
 
 
+def is_same_use(use: ir.SiteEdit, other: ir.SiteEdit) -> bool:
+    """Whether two sites of an edit are one module, which its layer calls in several places."""
+    same = (use.edit, use.owner_path, use.site.module) == (other.edit, other.owner_path, other.site.module)
+    return same and use.site.is_of_every_call
+
+
 def layers_of(structure: ModelStructure) -> set[str]:
     return {layer for stack in structure.stacks for layer in stack.modules}
 
@@ -91,6 +100,19 @@ def check_repeated_calls(regions: list[Region]) -> None:
                 message = f"`{edit.edit}` changes every call of `{inner.module}`, {reason}"
                 span, help_ = other.assigns[0].source.span, "let one of them name a state outside of this module"
                 raise PeftcError(Diagnostic("P216", message, span, help=help_))
+
+
+def check_order(site_edits: Sequence[ir.SiteEdit]) -> None:
+    """Raises: P216 for edits of what `down` reads, in each of its calls and at one of them: the
+    first would act last, and edits of one state act from inner sites to outer ones.
+    """
+    inner = {p.site.path.removesuffix(".hidden"): p for p in site_edits if p.site.path.endswith(".hidden")}
+    for p in site_edits:
+        hidden = inner.get(p.site.path)
+        if hidden is not None and hidden.site.is_of_every_call and "z" in used_states(p):
+            message = f"`{hidden.edit}` acts at every call of `{hidden.site.module}`, and `{p.edit}` at one"
+            help_ = "let both name `hidden`, or neither"
+            raise PeftcError(Diagnostic("P216", message, p.assigns[0].source.span, help=help_))
 
 
 def merge_by_module(regions: list[Region], structure: ModelStructure) -> list[Region]:

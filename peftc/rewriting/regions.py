@@ -325,6 +325,11 @@ def _row_count(value: torch.Tensor, weight: WeightRef) -> int:
     return prod(value.shape[dim] for dim in layout.order[: layout.rows])
 
 
+def _stored_rows(weight: WeightRef, model: nn.Module) -> int:
+    """The rows of a whole parameter, of which a site may have some."""
+    return _row_count(getattr(model.get_submodule(weight.module), weight.attribute), weight)
+
+
 def edit_key(site_edit: ir.SiteEdit) -> object:
     """Equal for edits at two layers of one type that have the same equations, as one object."""
     site = site_edit.site
@@ -342,7 +347,8 @@ def module_region(site_edits: list[ir.SiteEdit], region: str, model: nn.Module) 
             state = p.site.states[name]
             if state.weight is not None:
                 inner = relative(state.weight.module, region)
-                states[name] = RegionState(weight=replace(state.weight, module=inner))
+                size = _stored_rows(state.weight, model) if state.weight.rows and not state.weight.stacked_slice else 0
+                states[name] = RegionState(size=size, weight=replace(state.weight, module=inner))
                 inline |= {".".join(inner.split(".")[:i]) for i in range(inner.count(".") + 2)}
             else:
                 activation = activation_of(state)
@@ -353,6 +359,8 @@ def module_region(site_edits: list[ir.SiteEdit], region: str, model: nn.Module) 
                     path = tuple(forward_signature(module).parameters)[1:2]
                 image = "channels first" if activation.feature_map else ""
                 anchor = Anchor(kind, "", path)
-                states[name] = RegionState(anchor, activation.rows, image=image, kernel=activation.kernel)
+                whole = None if activation.rows is None else p.site.states["w"].weight
+                size = 0 if whole is None else _stored_rows(whole, model)
+                states[name] = RegionState(anchor, activation.rows, size, image=image, kernel=activation.kernel)
         edits.append(RegionEdit.of(p, states, {f: relative(m, region) for f, m in frozen_modules(p).items()}))
     return Region(region, inline, edits, site_edits)

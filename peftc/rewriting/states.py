@@ -9,7 +9,7 @@ from torch import fx, nn
 from peftc.addressing.paths import stack_steps
 from peftc.addressing.sites import INPUT, OUTPUT, ActivationRef, Site, State, parameter_name
 from peftc.dataflow.layer_graph import LayerGraph
-from peftc.dataflow.nodes import EDIT, example, first_input, is_edit, shape
+from peftc.dataflow.nodes import EDIT, example, first_input, is_edit, parts, shape
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.recognition.layer_types import LayerType
 from peftc.recognition.site_builder import sub_layer_steps
@@ -23,7 +23,6 @@ from peftc.rewriting.anchors import (
     operand,
     ordinal,
     origin,
-    parts,
     product_anchor,
     products,
     relative,

@@ -150,7 +150,8 @@ def attention_operands(
 
     def add_noise(_: nn.Module, args: Any, result: Any) -> Any:
         value = first_tensor(result)
-        if noisy is None or value is None or not reference.depth[noisy[0].root]:
+        is_inside = noisy is not None and (noisy[0].root == noisy[0].module or reference.depth[noisy[0].root] > 0)
+        if noisy is None or value is None or not is_inside:
             return result
         part = features(noisy[1], value)
         noise = torch.randn(part.shape, generator=torch.Generator().manual_seed(0)).to(part.device, part.dtype)

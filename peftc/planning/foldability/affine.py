@@ -77,7 +77,7 @@ def fold_reason(
     return (
         _not_affine(site_edit, linear_states(target, site_edit.site))
         or _lacking_bias(site_edit, target)
-        or next(_other_effects(target, tied, overlaps, edited, external_reads), None)
+        or next(_other_effects(site_edit.site, target, tied, overlaps, edited, external_reads), None)
     )
 
 
@@ -109,17 +109,20 @@ def _lacking_bias(site_edit: SiteEdit, target: FoldTarget) -> str | None:
 
 
 def _other_effects(
+    site: Site,
     target: FoldTarget,
     tied: Iterable[Collection[str]],
     overlaps: Collection[Collection[str]],
     edited: Collection[str],
     external_reads: Iterable[Sequence[str]],
 ) -> Iterator[str]:
-    """Why a fold would change more than the edit does."""
+    """Why a fold would change more than the edit at a site does."""
     calls, names = target.site.calls, target.parameters
-    if target.side != "weight" and calls != 1:
+    if target.side != "weight" and calls != 1 and not site.is_of_every_call:
         subject = f"`{target.site.module}` is called {calls} times"
         yield f"{subject}, and the edit is at one of these calls: a fold would change all"
+    if target.side != "weight" and target.site.read_besides and target.weight is not None:
+        yield f"the model's code computes with `{parameter_name(target.weight)}` besides: a fold would change both uses"
     for groups, relation in ((tied, "is tied to"), (overlaps, "shares memory with")):
         for group in map(frozenset, groups):
             others = sorted(group - names - set(edited))

@@ -43,6 +43,12 @@ class _SiteFold:
         states = (self.site_edit.site.states[assign.state] for assign in self.site_edit.assigns)
         return [state.weight for state in states if state.weight is not None]
 
+    @property
+    def own(self) -> list[WeightRef]:
+        """The weight at the site: `h` may be the same value at another site of the module."""
+        state = self.site_edit.site.states.get("w")
+        return [] if state is None or state.weight is None else [state.weight]
+
     def writes(self, state: str, *paths: str) -> bool:
         return self.path in paths and any(assign.state == state for assign in self.site_edit.assigns)
 
@@ -111,7 +117,7 @@ def _blocked(folds: Sequence[Sequence[_SiteFold]]) -> dict[int, str]:
     stays = [fold for site_folds in folds if any(f.reason for f in site_folds) for fold in site_folds]
     by_module: dict[str, list[_SiteFold]] = defaultdict(list)
     for fold in stays:
-        for module in {fold.site_edit.site.root, *(ref.module for ref in fold.written)}:
+        for module in {fold.site_edit.site.root, *(ref.module for ref in (*fold.written, *fold.own))}:
             by_module[module].append(fold)
     shared = {owner: fold.site_edit.edit for fold in stays for owner in _joint_owners(fold.site_edit)}
     blocked: dict[int, str] = {}
@@ -147,6 +153,9 @@ def _between(stays: _SiteFold, folds: _SiteFold) -> bool:
         return False
     sublayer = target.site.path.rpartition(".")[0]
     if target.side == "output":
+        is_other = stays.writes("h", stays.path) and stays.path not in (folds.path, target.site.path)
+        if is_other and any(_same_rows(own, ref) for own in stays.own for ref in target.refs):
+            return _acts_before(stays, folds)  # at another site of the module
         if not stays.writes("h", target.site.path, folds.path, sublayer):
             return False
         return stays.order < folds.order if stays.path == folds.path else stays.path == target.site.path
@@ -156,6 +165,15 @@ def _between(stays: _SiteFold, folds: _SiteFold) -> bool:
         return (-stays.path.count("."), stays.order) > (-folds.path.count("."), folds.order)
     changed = {(target.site.path, "x"), (folds.path, "h"), (folds.path, "z"), (hidden, "h"), (sublayer, "z")}
     return any((stays.path, state) in changed for state in stays.site_edit.reads())
+
+
+def _acts_before(one: _SiteFold, other: _SiteFold) -> bool:
+    """Whether an edit acts first of two at a module: of those in its own forward, in their order;
+    else from inner sites to outer ones, and then in their order.
+    """
+    if one.site_edit.site.root == other.site_edit.site.root:
+        return one.order < other.order
+    return (-one.path.count("."), one.order) < (-other.path.count("."), other.order)
 
 
 def _same_rows(one: WeightRef, other: WeightRef) -> bool:

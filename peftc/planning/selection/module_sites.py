@@ -9,7 +9,7 @@ from math import prod
 
 from peftc.addressing.module_list import used_ties
 from peftc.addressing.parameter_ranges import Parameters
-from peftc.addressing.paths import stack_steps
+from peftc.addressing.paths import BRANCHES, stack_steps
 from peftc.addressing.site_list import Place, SiteList, site_list
 from peftc.addressing.sites import (
     INPUT,
@@ -221,6 +221,7 @@ class SharedModules:
     def merge(self, sites: Sequence[Site], selector: ast.Selector) -> list[Site]:
         """Sites with each module once, at its first name. Raises: P211: it has uses elsewhere."""
         self._refuse_cross_layer_calls(sites, selector)
+        sites = self._merge_calls(sites, selector)
         if not any(site.module in self.groups for site in sites):
             return list(sites)
         selected = {(site.module, _role(site)): site for site in sites}
@@ -235,6 +236,28 @@ class SharedModules:
                 runs = site.runs + sum(other.runs for other in others)
                 merged.append(replace(site, shared_with=others, runs=runs) if others else site)
         return merged
+
+    def _merge_calls(self, sites: Sequence[Site], selector: ast.Selector) -> list[Site]:
+        """Sites of one module that its layer calls in several sub-layers as one. Raises: P211."""
+        selected = _by_call(sites)
+        every = _by_call(self.table.sites) if selected else {}
+        errors: list[Diagnostic] = []
+        for key, (first, *others) in selected.items():
+            paths = [site.path for site in every.get(key, ())]
+            if missing := [path for path in paths if path not in {site.path for site in (first, *others)}]:
+                message = f"`{first.path}` is one module with {first_names(missing)}"
+                note = f"its layer calls `{first.module}` in each of these places"
+                help_ = f"name all of them: one set of parameters acts at each, `at {' | '.join(paths)}`"
+                errors.append(Diagnostic("P211", message, selector.span, label=ALSO_THERE, notes=(note,), help=help_))
+        if errors:
+            raise PeftcError(for_sites(errors))
+        merged = {members[0].path: members for members in selected.values()}
+        dropped = {site.path for members in selected.values() for site in members[1:]}
+        return [
+            replace(site, shared_with=tuple(merged[site.path][1:])) if len(merged.get(site.path, ())) > 1 else site
+            for site in sites
+            if site.path not in dropped
+        ]
 
     def _refuse_cross_layer_calls(self, sites: Sequence[Site], selector: ast.Selector) -> None:
         """Raises: P211 if another layer calls the module of a site without registering it."""
@@ -258,6 +281,18 @@ class SharedModules:
         if len(paths) <= FEW_NAMES:
             help_ += f", `at {' | '.join((site.path, *paths))}`"
         return Diagnostic("P211", message, selector.span, label=ALSO_THERE, notes=(note,), help=help_)
+
+
+def _by_call(sites: Iterable[Site]) -> dict[object, list[Site]]:
+    """Sites of the same states of a module that its layer calls again, together."""
+    groups: dict[object, list[Site]] = defaultdict(list)
+    for site in sites:
+        if site.is_of_every_call:
+            start = stack_steps([name for name, _ in site.steps]) + 1
+            layer, names = site.steps[:start], tuple(name for name, _ in site.steps[start:] if name not in BRANCHES)
+            rows = tuple(str(state.weight and state.weight.rows) for state in site.states.values())
+            groups[site.module, layer, names, tuple(site.states), rows].append(site)
+    return groups
 
 
 def _role(site: Site) -> tuple[object, ...]:
