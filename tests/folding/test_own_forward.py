@@ -70,7 +70,7 @@ SPECS = (
         (Casting, True),
         (Scaled, False),
         (Normed, False),
-        (Stored, False),
+        (Stored, True),
     ],
 )
 @pytest.mark.parametrize("spec", SPECS)
