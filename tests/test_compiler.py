@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import peftc
+from peftc.concurrency.garbage_collection import paused_gc
 from tests import zoo
 from tests.call_counts import calls
 
@@ -121,6 +122,22 @@ def test_settings_from_python_and_as_texts_agree() -> None:
 def test_a_post_norm_after_a_view_is_recognised() -> None:
     table = peftc.sites(zoo.build("opt", do_layer_norm_before=False))
     assert "decoder.layer[0].ffn.norm" in {s.path for s in table.sites}
+
+
+def test_what_is_made_in_a_pause_is_not_collected_at_once() -> None:
+    gc.unfreeze()  # the tests have frozen what they import
+    with paused_gc():
+        lists = [[] for _ in range(20_000)]
+    young = {id(thing) for generation in (0, 1) for thing in gc.get_objects(generation)}
+    gc.freeze()
+    assert young.isdisjoint(map(id, lists))
+
+
+def test_frozen_objects_stay_frozen() -> None:
+    gc.freeze()
+    with paused_gc():
+        pass
+    assert gc.get_freeze_count()
 
 
 def test_garbage_collection_is_restored() -> None:
