@@ -4,6 +4,7 @@ import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from itertools import chain
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -42,7 +43,7 @@ def new_mode() -> FakeTensorMode:
 
 def fake_mode(model: nn.Module) -> FakeTensorMode:
     """The mode of a skeleton: enter it to call that. Raises: ValueError for other models."""
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in chain(model.parameters(), model.buffers()):
         if isinstance(tensor, FakeTensor):
             return tensor.fake_mode
     raise ValueError(f"{type(model).__name__} is not a skeleton: none of its tensors is fake")

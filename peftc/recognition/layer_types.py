@@ -1,6 +1,6 @@
 """Types of layers: one traced graph for all layers of one structure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -20,7 +20,7 @@ from peftc.fakes.tensors import fake_copy
 from peftc.recognition.attention.patterns import reads_scores
 from peftc.recognition.loops import contains_name, sub_layers_in_loop
 from peftc.recognition.moe.experts import find_experts
-from peftc.recognition.moe.routers import routing_leaves
+from peftc.recognition.moe.routers import has_matrix, routing_leaves
 from peftc.recognition.residual_stream import gives_states, stream_input
 from peftc.recognition.roles import SubLayer, sub_layers
 from peftc.recognition.token_mixing import is_weighted, moves_entries
@@ -71,20 +71,26 @@ class LayerType:
 
 
 def trace_layer(
-    layer: nn.Module, arguments: dict[str, Any], mode: FakeTensorMode, bodies: Sequence[Sequence[str]] = WHOLE
+    layer: nn.Module,
+    arguments: dict[str, Any],
+    mode: FakeTensorMode,
+    bodies: Sequence[Sequence[str]] = WHOLE,
+    several: Iterable[str] = (),
 ) -> LayerType | str:
     """Traces a layer with all children inlined that have children, that route, or that alone make a
     sub-layer; one that cannot be traced stays a leaf. Where not even the layer's own code can be
     traced, the reason. `bodies`: where `layer` has a loop, the modules that each iteration calls;
-    others stay leaves.
+    others stay leaves. `several`: modules in it that returned more than a tensor in the sample
+    forward: those that route need no further trace to be found.
     """
     leaves: dict[str, str] = {}
-    inlined: set[str] = set()
     tried: set[str] = set()  # leaves that may have missing roles; they stay leaves where they cannot be traced
     nones: set[Any] = set()
 
     def in_loop(name: str) -> bool:
         return any(contains_name(part, name) for body in bodies for part in body)
+
+    inlined = {name for name in several if in_loop(name) and has_matrix(layer.get_submodule(name))}
 
     def inline(name: str) -> bool:
         return name not in leaves and in_loop(name) and (name in inlined or has_parts(layer, name))

@@ -137,7 +137,9 @@ def _structure_of_blocks(
     others: list[str] = []
     for name, (key, arguments) in seen.layers.items():
         if key not in types:
-            types[key] = trace_layer(model.get_submodule(name), arguments, mode)
+            calls = seen.calls.items()
+            several = [relative_name(n, name) for n, c in calls if c.output_path and n.startswith(f"{name}.")]
+            types[key] = trace_layer(model.get_submodule(name), arguments, mode, several=several)
         layer_type = types[key]
         if isinstance(layer_type, str):
             structure.untraced[name] = layer_type

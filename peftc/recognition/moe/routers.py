@@ -69,8 +69,11 @@ def routing_leaves(graph: fx.Graph, root: nn.Module) -> set[str]:
     """
     # Seen in: Phi MoE, Qwen2 MoE, GLM-4 MoE Lite
     leaves = {str(n.target) for n in graph.nodes if n.op == "call_module" and not is_tensor(n)}
-    leaves = {name for name in leaves if not isinstance(root.get_submodule(name), nn.RNNBase)}
-    return {name for name in leaves if any(p.ndim == 2 for p in root.get_submodule(name).parameters(recurse=False))}
+    return {name for name in leaves if has_matrix(root.get_submodule(name))}
+
+
+def has_matrix(module: nn.Module) -> bool:
+    return not isinstance(module, nn.RNNBase) and any(p.ndim == 2 for p in module.parameters(recurse=False))
 
 
 def _is_of(experts: Experts, node: fx.Node, code: ExpertGraph) -> bool:
