@@ -16,6 +16,7 @@ from peftc.folding.own_forward import base_class, computes_product
 from peftc.folding.report import Change
 from peftc.forms.affine_module import Affine
 from peftc.forms.module import FormModule, has_values
+from peftc.forms.shapes import Tokens
 from peftc.planning.foldability.affine import FoldTarget, NotAffine, Side, is_linear, is_table, show_term
 from peftc.planning.ir import ARITHMETIC, Arithmetic, Constant, FormCall, Read, SiteEdit, Term, subterms
 from peftc.rewriting.node_builder import row_arguments
@@ -330,9 +331,27 @@ def _fold(
         value = _hidden_value(site_edit, modules, like, weight.t(), None, side)
         table = value.matrix().t()
         return table if value.bias is None else table + value.bias, None
+    if side == "input":
+        return _fold_input(site_edit, modules, like, weight, bias)
     value = _hidden_value(site_edit, modules, like, weight, bias, side)
-    value = value.through(weight, bias) if side == "input" else value
     return value.matrix(), value.bias
+
+
+def _fold_input(
+    site_edit: SiteEdit, modules: Mapping[str, FormModule], like: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """W' = W E for an edit E of what is read: by a convolution for each entry of its kernel.
+
+    Shapes: weight (out, features · kernel).
+    """
+    written = next(assign.state for assign in site_edit.assigns if assign.state in ("h", "z"))
+    shape = site_edit.site.states[written].shape
+    assert isinstance(shape, Tokens)
+    rows = weight.unflatten(1, (shape.d, -1)).transpose(1, 2)  # (out, kernel, features)
+    value = _hidden_value(site_edit, modules, like, rows.flatten(0, 1), None, "input").through(rows.flatten(0, 1))
+    matrix = value.matrix().view(rows.shape).transpose(1, 2).flatten(1)
+    constant = None if value.bias is None else value.bias.view(rows.shape[:2]).sum(1)
+    return matrix, bias if constant is None else constant if bias is None else constant + bias
 
 
 def _hidden_value(

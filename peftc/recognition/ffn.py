@@ -1,5 +1,6 @@
 """The Linears of one feed-forward network: `up`, `gate` and `down` around an activation."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import fx
@@ -9,7 +10,10 @@ from peftc.dataflow.features import is_affine, is_only_layout, source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import first_input
 from peftc.dataflow.operations import LAYOUT, Op
-from peftc.dataflow.values import upstream
+from peftc.dataflow.values import reaches, upstream
+from peftc.recognition.module_features import reads_patches
+from peftc.recognition.residual_stream import Stream
+from peftc.recognition.token_mixing import is_weighted, mixes_tokens
 
 Source = tuple[fx.Node, Slice | None]
 
@@ -36,6 +40,27 @@ def input_projections(hidden: fx.Node, layer: LayerGraph) -> dict[str, Projectio
         return _gated(dict(zip(fed, sources, strict=True)), layer)
     ups = source_linears(layer, hidden)
     return {"up": Projection(*ups[0])} if len(ups) == 1 else {}
+
+
+def convolutions(h: fx.Node, body: Collection[fx.Node], stream: Stream) -> dict[str, Projection]:
+    """`up` and `down` of a network of two matrices, of which convolutions by a kernel may be one or
+    both; none where anything else has weights, mixes tokens, or goes around them.
+    """
+    # Seen in: no transformers model, but FastSpeech and Axial Attention
+    layer = stream.layer
+    own = [n for n in sorted(body) if not stream.holds(n)]
+    weighted = [n for n in own if is_weighted(n, layer) and not layer.is_norm(n)]
+    kernels = [n for n in weighted if reads_patches(layer.module(n))]
+    if len(weighted) != 2 or not kernels or not all(n in kernels or layer.is_linear(n) for n in weighted):
+        return {}
+    up, down = weighted
+    x, hidden = layer.input_of(up), layer.input_of(down)
+    if x is None or hidden is None or not reaches(up, hidden) or is_affine(hidden, up, layer):
+        return {}
+    behind = [n for end in weighted for n in upstream(h if end is down else hidden, lambda n, end=end: n is end)]
+    alone = not any(map(stream.holds, behind)) and all(n in kernels for n in own if mixes_tokens(n, layer))
+    is_network = alone and (stream.holds(x) or stream.moves(x)) and is_affine(h, down, layer)
+    return {"up": Projection(up), "down": Projection(down)} if is_network else {}
 
 
 def _before_norms(hidden: fx.Node, layer: LayerGraph) -> fx.Node:

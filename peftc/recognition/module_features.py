@@ -15,10 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd  # pyright: ignore[reportPrivateUsage]
 from transformers.pytorch_utils import Conv1D
 
-from peftc.addressing.sites import INPUT, OUTPUT, TABLE_IDS, Kernel, State
+from peftc.addressing.sites import INPUT, OUTPUT, TABLE_IDS, ActivationRef, Kernel, MatrixLayout, State, WeightRef
 from peftc.dataflow.features import CHANNELS_FIRST
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_tensor, parts, shape
+from peftc.forms.shapes import Tokens, Vector, Weight
 from peftc.observation.sample_forward import ModuleCall
 from peftc.tracing.module_calls import forward_signature
 from peftc.tracing.region_trace import ModuleCall as TracedCall
@@ -118,6 +119,32 @@ def _reads_last_dimension(module: nn.Module, call: ModuleCall) -> bool:
         return ends[1] == module.embedding_dim
     sizes = tuple(weight.shape) * (1 if weight.ndim == 2 else 2)
     return len(sizes) == 2 and ends in (sizes, sizes[::-1])
+
+
+def reads_patches(module: nn.Module | None) -> bool:
+    """Whether a module is a convolution that multiplies patches of positions by a matrix."""
+    return isinstance(module, _ConvNd) and _patch(module).kernel is not None
+
+
+def patch_states(name: str, module: nn.Module, x: tuple[int, ...], h: tuple[int, ...]) -> dict[str, State]:
+    """The states of a convolution that multiplies patches by a matrix. `x`, `h`: sizes of what it
+    reads and returns.
+    """
+    before, after = module_features(module, ModuleCall(input_shape=x, output_shape=h))
+    if before.size is None or after.size is None:
+        return {}
+    layout = MatrixLayout(tuple(range(len(x))), 1)
+    shapes_and_places = {
+        "w": (Weight(after.size, before.size), WeightRef(name, "weight", layout=layout), None),
+        "b": (Vector(after.size), WeightRef(name, "bias"), None),
+        "x": (Tokens(before.size), None, ActivationRef(INPUT, feature_map=True, kernel=before.kernel)),
+        "h": (Tokens(after.size), None, ActivationRef(OUTPUT, feature_map=True)),
+    }
+    return {
+        name: State(name, shape, weight=weight, activation=place)
+        for name, (shape, weight, place) in shapes_and_places.items()
+        if weight is None or isinstance(getattr(module, weight.attribute), nn.Parameter)
+    }
 
 
 def _patch(module: _ConvNd) -> Features:

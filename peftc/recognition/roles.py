@@ -23,7 +23,7 @@ from peftc.recognition.attention.linear_attention import linear_attentions
 from peftc.recognition.attention.patterns import Attention, attentions, has_softmax_mixture
 from peftc.recognition.attention.projections import attention_projections, reads_projections, without_sorting
 from peftc.recognition.attention.side_by_side import heads_beside
-from peftc.recognition.ffn import Projection, input_projections
+from peftc.recognition.ffn import Projection, convolutions, input_projections
 from peftc.recognition.moe.lists import Experts, Network
 from peftc.recognition.moe.routers import Router
 from peftc.recognition.norms import NormFinder, is_of_scores
@@ -94,6 +94,9 @@ def sub_layers(layer: LayerGraph, opaque: Collection[str] = (), first: fx.Node |
         finder, subs = restart
     if len(subs) > 1 and not any(s.kind == "ffn" for s in subs) and subs[-1].kind == "mixer":
         _relabel_local_mixer(subs[-1], finder.stream)
+    for sub in subs if finder.attentions else ():
+        if sub.kind == "mixer" and convolutions(sub.h, sub.body, finder.stream):
+            _relabel_as_ffn(sub, finder.stream)
     apart: list[Stream] = []  # streams with sub-layers of their own
     for side in sides:
         start, *_ = side.values
@@ -117,9 +120,13 @@ def _relabel_local_mixer(sub: SubLayer, stream: Stream) -> None:
     """Without another ffn in its layer, a last mixer of neighbouring tokens becomes the `ffn`."""
     # Seen in: PVT v2, RWKV, SegFormer
     if mixes(sub.body, stream) and mixes_neighbours(sub.body, stream):
-        sub.kind = "ffn"
-        _set_ffn_roles(sub, stream)
-        sub.set_linears(stream.layer)
+        _relabel_as_ffn(sub, stream)
+
+
+def _relabel_as_ffn(sub: SubLayer, stream: Stream) -> None:
+    sub.kind = "ffn"
+    _set_ffn_roles(sub, stream)
+    sub.set_linears(stream.layer)
 
 
 def _all_attentions(layer: LayerGraph) -> list[Attention]:
@@ -356,6 +363,10 @@ def _input_of(projection: Projection | None, entry: fx.Node | None, stream: Stre
 
 def _set_ffn_roles(sub: SubLayer, stream: Stream) -> None:
     layer = stream.layer
+    if roles := convolutions(sub.h, sub.body, stream):
+        sub.projections, sub.x = roles, layer.input_of(roles["up"].node)
+        sub.hidden = layer.input_of(roles["down"].node)
+        return
     # not the Linears that compute gates from something else, nor those before joined tokens
     downs = [(n, rows) for n, rows in source_linears(layer, sub.h) if n in sub.body and stream.reaches(n)]
     if len(downs) != 1:

@@ -21,7 +21,7 @@ from peftc.recognition.attention.states import attention_heads, pair_shape
 from peftc.recognition.ffn import Projection
 from peftc.recognition.layer_types import LayerType
 from peftc.recognition.layers import ModelStructure
-from peftc.recognition.module_features import boundary_states, reads_examples
+from peftc.recognition.module_features import boundary_states, patch_states, reads_examples, reads_patches
 from peftc.recognition.moe.lists import ExpertModules
 from peftc.recognition.moe.routers import Router
 from peftc.recognition.moe.states import expert_states, linear_states, router_states
@@ -281,8 +281,12 @@ class LayerSites:
         node, rows = projection.node, projection.rows
         if (product := self.graph.product(node)) is not None:
             return self.bare_linear(steps, product, rows, group)
-        name = self.full(str(node.target))
-        states = weight_states(name, self.kind.root.get_submodule(str(node.target)), rows)
+        name, module = self.full(str(node.target)), self.kind.root.get_submodule(str(node.target))
+        if reads_patches(module):
+            states = patch_states(name, module, shape(first_input(node)), shape(node))
+            site = replace(self.site(steps, name, states, group=group), calls=self.calls[str(node.target)])
+            return with_own_graph(site)
+        states = weight_states(name, module, rows)
         if (source := first_input(node)) is not None:
             states["x"] = self.state("x", source)
         states["h"] = self.state("h", node, rows)

@@ -89,6 +89,23 @@ class Positions(nn.Module):
         return x + self.o((q @ k.transpose(1, 2)).softmax(-1) @ self.v(self.norm(x)))
 
 
+class Convolutions(nn.Module):
+    """Axial Attention: two networks of 3 x 3 convolutions, behind the attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(D, D) for _ in range(3))
+        self.first, self.second = (
+            nn.Sequential(nn.Conv1d(D, 16, 3, padding=1), nn.LeakyReLU(inplace=True), nn.Conv1d(16, D, 3, padding=1))
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + (self.q(x) @ self.k(x).transpose(1, 2)).softmax(-1) @ self.v(x)
+        x = x + self.first(x.transpose(1, 2)).transpose(1, 2)
+        return x + self.second(x.transpose(1, 2)).transpose(1, 2)
+
+
 class Affine(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -121,6 +138,11 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Roles]] = {
         {f"attn.self.{role}": f"qkv[{8 * i}:{8 * i + 8}]" for i, role in enumerate("qkv")} | {"attn.self.o": "o"},
     ),
     "positions": (Positions, ATTENTION | {"attn.self.o": "o", "attn.self.norm": "norm"}),
+    "convolutions": (
+        Convolutions,
+        ATTENTION
+        | {"ffn[0].up": "first.0", "ffn[0].down": "first.2", "ffn[1].up": "second.0", "ffn[1].down": "second.2"},
+    ),
     "channels are tokens": (
         Channels,
         {"mixer.conv": "conv", "mixer.norm": "affine", "ffn.up": "up", "ffn.down": "down"},

@@ -77,6 +77,7 @@ def fold_reason(
     return (
         _not_affine(site_edit, linear_states(target, site_edit.site))
         or _lacking_bias(site_edit, target)
+        or _beyond_border(site_edit, target)
         or next(_other_effects(site_edit.site, target, tied, overlaps, edited, external_reads), None)
     )
 
@@ -106,6 +107,16 @@ def _lacking_bias(site_edit: SiteEdit, target: FoldTarget) -> str | None:
     if target.site.computed_bias and scales_output(site_edit, target):
         return "the model's code computes its bias"
     return "no parameter is added to its result" if value.constant else None
+
+
+def _beyond_border(site_edit: SiteEdit, target: FoldTarget) -> str | None:
+    """Why a constant that is added to what a convolution reads is not one that its bias holds."""
+    kernel = target.site.states["x"].activation.kernel if target.side == "input" else None  # pyright: ignore
+    if kernel is None or kernel.mode != "constant" or not any(n for pair in kernel.padding for n in pair):
+        return None
+    value = affine_structure(site_edit, linear_states(target, site_edit.site))
+    subject = f"the kernel of `{target.site.module}` reads zeros beyond the border"
+    return f"{subject}, and a constant is added only inside" if value.constant else None
 
 
 def _other_effects(
