@@ -7,7 +7,7 @@ model keeps them: one block each, or interleaved head by head.
 
 import contextlib
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import prod
 from typing import Any
 
@@ -232,6 +232,20 @@ def features_dim(node: fx.Node, layer: LayerGraph) -> int:
     dim = _dim_of_producer(node, layer, set())
     dim = _dim_of_consumer(node, layer, set()) if dim is None else dim
     return last if dim is None else dim
+
+
+def dims_of_readers(values: Iterable[fx.Node], layer: LayerGraph) -> set[int]:
+    """The dimensions in which what directly reads some values has features; one where a norm or a
+    scale tells.
+    """
+    dims = set[int]()
+    for value in values:
+        for user in filter(is_tensor, value_users(value)):
+            own = _own_dim(user, layer) if first_input(user) is value or layer.op(user) is Op.MUL else None
+            if own is not None and not layer.is_linear(user):
+                return {own}
+            dims |= set() if own is None else {own}
+    return dims
 
 
 def _dim_of_producer(node: fx.Node, layer: LayerGraph, seen: set[fx.Node]) -> int | None:

@@ -112,7 +112,8 @@ class Widening(Folding):
             raise NotWider(f"the matrices of `{site.path}` are parameters of no Linear")
         if not (is_linear(up) and is_linear(down) and site.states["h"].linear == down.path):
             raise NotWider(f"`h` of `{site.path}` is not simply the output of `down`")
-        if any(one.states["x"].activation.kernel is not None for one in (up, down)):  # pyright: ignore
+        places = (one.states["x"].activation for one in (up, down))
+        if any(place is not None and place.kernel is not None for place in places):
             raise NotWider(f"`{site.path}` has convolutions over several positions")
         for linear in (up, down):
             self.check_forward(linear)

@@ -86,7 +86,7 @@ class Stream:
         source: fx.Node | None = node
         while source is not None and source not in self.values:
             streams = filter(self.holds, mixed_streams(source))
-            same = self.layer.passes_through(source) or self._affine(source) or _selected(source)
+            same = self.layer.passes_through(source) or self._affine(source) or selected(source)
             source = same or next(streams, _overwritten(source))
         return source is not None
 
@@ -164,7 +164,7 @@ def _overwritten(node: fx.Node) -> fx.Node | None:
     return source if writes_to(node, example(source)) else None
 
 
-def _selected(node: fx.Node) -> fx.Node | None:
+def selected(node: fx.Node) -> fx.Node | None:
     """The tensor of which `node` is some tokens, or one of several copies, with all features."""
     # Seen in: BLIP-2, Gemma 3n, Granite Speech
     source = first_input(node) if node.target is operator.getitem else None

@@ -386,7 +386,7 @@ def norm_owner(node: fx.Node, sub: SubLayer, layer: LayerGraph) -> str:
     if sub.attention is None or node is sub.output_norm:
         return ""
     for role, value in (("q", sub.attention.q), ("k", sub.attention.k)):
-        if node in upstream(value, layer.is_linear):
+        if node in upstream(value, layer.is_linear) and any(map(layer.is_linear, upstream(node, layer.is_linear))):
             return role
     return ""
 

@@ -13,14 +13,14 @@ from torch import fx, nn
 from torch.nn.modules.padding import _ConstantPadNd  # pyright: ignore[reportPrivateUsage]
 
 from peftc.addressing.sites import FeatureDims
-from peftc.dataflow.features import features_dim, move_numbers
+from peftc.dataflow.features import dims_of_readers, features_dim, move_numbers
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import example, first_input, shape
 from peftc.dataflow.operations import Op, name_of
 from peftc.dataflow.values import value_operands
 from peftc.observation.sample_forward import first_tensor
 from peftc.recognition.attention.patterns import is_scores
-from peftc.recognition.residual_stream import Stream, gives_states
+from peftc.recognition.residual_stream import Stream, gives_states, selected
 from peftc.tracing.operations import autograd_function, new_version, script_function
 
 _POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
@@ -125,7 +125,7 @@ def mixes_numbers(body: set[fx.Node], stream: Stream) -> bool:
     layer, numbers = stream.layer, dict[fx.Node, Any]()
     for node in sorted(body):
         if stream.holds(node):
-            numbers |= _numbered(node, layer)
+            numbers |= _numbered(node, stream)
             continue
         if (written := _after_write(node, numbers)) is not None:
             numbers[node] = written
@@ -135,7 +135,7 @@ def mixes_numbers(body: set[fx.Node], stream: Stream) -> bool:
             continue
         tokens = numbers[sources[0]]
         if not isinstance(tokens, torch.Tensor) or not layer.is_linear(node):
-            if _is_mixture(node, [numbers[n] for n in sources], layer):
+            if _is_mixture(node, [numbers.get(n) for n in value_operands(node)], layer):
                 return True
             moved = move_numbers(node, sources[:1], numbers)
             numbers |= {node: moved} if moved is not None else {}
@@ -146,13 +146,19 @@ def mixes_numbers(body: set[fx.Node], stream: Stream) -> bool:
     return False
 
 
-def _numbered(node: fx.Node, layer: LayerGraph) -> dict[fx.Node, Any]:
-    """A number for each token of a value of the stream: (batch, tokens, d), or an image."""
-    sizes = shape(node)
+def _numbered(node: fx.Node, stream: Stream) -> dict[fx.Node, Any]:
+    """A number for each token of a value of the stream: (batch, tokens, d), or an image; and for
+    those that it selects.
+    """
+    if (whole := selected(node)) is not None:
+        numbers = _numbered(whole, stream)
+        moved = move_numbers(node, [whole], numbers) if numbers else None
+        return {} if moved is None else {node: moved}
+    sizes, features = shape(node), _features_dims(node, stream)
     if len(sizes) not in (3, 4):
         return {}
-    places = [dim for dim in range(1, len(sizes)) if dim != features_dim(node, layer)]
-    if len(sizes) == 3 and places != [1]:
+    places = [dim for dim in range(1, len(sizes)) if features != {dim}]
+    if len(sizes) == 3 and places not in ([1], [1, 2]):
         return {}
     numbers = torch.arange(prod(sizes[dim] for dim in places)).view([sizes[dim] for dim in places])
     for dim in range(len(sizes)):
@@ -179,17 +185,41 @@ def _after_write(node: fx.Node, numbers: Mapping[fx.Node, Any]) -> torch.Tensor 
     return None
 
 
+def _features_dims(node: fx.Node, stream: Stream) -> set[int]:
+    """Where the features of a value of the stream are; several where what reads it disagrees."""
+    # Seen in: no transformers model, but convolutions whose channels are tokens, without norms
+    layer, sizes = stream.layer, shape(node)
+    sums = [n for n in layer.graph.nodes if len(sizes) == 3 and layer.op(n) is Op.ADD and shape(n) == sizes]
+    dims = dims_of_readers([*stream.values, *sums], layer) if len(sizes) == 3 else set[int]()
+    return dims if len(dims) > 1 else {features_dim(node, layer)}
+
+
 def _is_mixture(node: fx.Node, values: list[Any], layer: LayerGraph) -> bool:
-    """Whether an operation sums over dimensions of tokens, or computes entries from several."""
+    """Whether an operation sums over dimensions of tokens, or computes entries from several. A
+    value without numbers is None.
+    """
     numbers = [v for v in values if isinstance(v, torch.Tensor) and v.ndim]
-    if layer.op(node) is Op.SUM and numbers:
-        dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+    op = layer.op(node)
+    if op in (Op.SUM, Op.SOFTMAX) and numbers:
+        dims = getattr(layer.module(node), "dim", node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None))
         dims = [dims] if isinstance(dims, int) else dims or ()  # one number of all tokens is a scale
-        return any(isinstance(d, int) and bool((numbers[0] != numbers[0].narrow(d, 0, 1)).any()) for d in dims)  # pyright: ignore
-    if layer.op(node) not in (Op.ADD, Op.SUB, Op.MUL, Op.BLEND):
+        return any(isinstance(d, int) and _varies(numbers[0], d) for d in dims)  # pyright: ignore
+    if op is Op.MATMUL and len(values) == 2 and len(numbers) == 1 and node.target is not torch.einsum:
+        return _varies(numbers[0], -1 if numbers[0] is values[0] else -2)
+    if op not in (Op.ADD, Op.SUB, Op.MUL, Op.BLEND):
         return False
-    pairs = [(one, other) for one, other in pairwise(numbers) if one.shape == other.shape]
+    pairs = [(a, b) for a, b in pairwise(numbers) if _broadcast(a, b)]
     return any(bool(((one != other) & (one >= 0) & (other >= 0)).any()) for one, other in pairs)
+
+
+def _varies(numbers: torch.Tensor, dim: int) -> bool:
+    return -numbers.ndim <= dim < numbers.ndim and bool((numbers != numbers.narrow(dim, 0, 1)).any())
+
+
+def _broadcast(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the shapes of two tensors are equal but for sizes of 1."""
+    sizes = zip(one.shape, other.shape, strict=False)
+    return one.ndim == other.ndim and all(a == b or 1 in (a, b) for a, b in sizes)
 
 
 def _without_features(tokens: torch.Tensor, linear: fx.Node, source: fx.Node, layer: LayerGraph) -> torch.Tensor | None:

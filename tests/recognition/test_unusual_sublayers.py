@@ -129,6 +129,64 @@ class Channels(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
+class Unnormed(nn.Module):
+    """A convolution over tokens and a Linear over features, without norms: either may be either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.up, self.down = nn.Conv1d(T, T, 1), nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.conv(x)
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Mixed(nn.Module):
+    """One of the functions below, and a feed-forward part."""
+
+    def __init__(self, mix: Callable[[Mixed, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mix = mix
+        self.q, self.k, self.v, self.o, self.memory = (nn.Linear(D, D) for _ in range(5))
+        self.up, self.down, self.norm = nn.Linear(D, 2 * D), nn.Linear(2 * D, D), nn.LayerNorm(D)
+        self.table = nn.Parameter(torch.randn(T, T))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.o(self.mix(self, x))
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def attention_free(layer: Mixed, x: Tensor) -> Tensor:
+    keys, weights = layer.k(x).exp(), layer.table.exp()
+    return layer.q(x).sigmoid() * (weights @ (keys * layer.v(x))) / (weights @ keys)
+
+
+def recurrent(layer: Mixed, x: Tensor) -> Tensor:
+    h, states = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = torch.tanh(layer.q(x[:, t]) + layer.k(h))
+        states.append(h)
+    return torch.stack(states, 1)
+
+
+def external(layer: Mixed, x: Tensor) -> Tensor:
+    return layer.v(layer.memory(layer.q(x)).softmax(1))
+
+
+def random_synthesizer(layer: Mixed, x: Tensor) -> Tensor:
+    return layer.table.softmax(-1) @ layer.v(x)
+
+
+def entry_by_entry(layer: Mixed, x: Tensor) -> Tensor:
+    weights = (layer.q(x)[:, :, None] * layer.k(x)[:, None]).sum(-1).softmax(-1)
+    return (weights[..., None] * layer.v(x)[:, None]).sum(2)
+
+
+def slots(layer: Mixed, x: Tensor) -> Tensor:
+    weights = (layer.k(x) @ layer.q(x).transpose(1, 2)).softmax(-1)
+    return (weights / weights.sum(1, keepdim=True)).transpose(1, 2) @ layer.v(x)
+
+
 ATTENTION = {"attn.self.q": "q", "attn.self.k": "k", "attn.self.v": "v"}
 KINDS: dict[str, tuple[Callable[[], nn.Module], Roles]] = {
     "queries are the shortcut": (Shortcut, ATTENTION | {"attn.self.norm": "norm", "ffn.down": "fc"}),
@@ -150,6 +208,16 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Roles]] = {
 }
 
 
+NETWORK = {"ffn.up": "up", "ffn.down": "down", "ffn.norm": "norm"}
+MIXERS: dict[Callable[[Mixed, Tensor], Tensor], set[str]] = {
+    attention_free: {"mixer"},
+    recurrent: {"mixer"},
+    external: {"mixer"},
+    random_synthesizer: set(),  # an attention of an unknown kind is refused
+    entry_by_entry: set(),
+}
+
+
 def roles(model: nn.Module, sample: Tensor) -> Roles:
     """The weights of the first layer by role, with their rows."""
     weights: Roles = {}
@@ -166,3 +234,24 @@ def roles(model: nn.Module, sample: Tensor) -> Roles:
 def test_roles_of(name: str) -> None:
     layer, expected = KINDS[name]
     assert roles(Layers(layer(), layer()), torch.randn(2, T, D)) == expected
+
+
+@pytest.mark.parametrize("mix", MIXERS)
+def test_what_mixes_tokens_is_no_network(mix: Callable[[Mixed, Tensor], Tensor]) -> None:
+    model, x = Layers(Mixed(mix), Mixed(mix)), torch.randn(2, T, D)
+    own = roles(model, x)
+    others = {role.partition(".")[0] for role in own.keys() - NETWORK.keys()}
+    assert {role: own.get(role) for role in NETWORK} == NETWORK
+    assert others == MIXERS[mix]
+    untraced = peftc.sites(model, sample={"x": x}).untraced
+    assert bool(untraced) is not bool(others)
+
+
+def test_keys_are_what_the_values_are_summed_over() -> None:
+    """Slot Attention: the softmax is over queries."""
+    assert roles(Layers(Mixed(slots), Mixed(slots)), torch.randn(2, T, D)).items() >= ATTENTION.items()
+
+
+def test_without_norms_either_of_two_dimensions_may_have_the_features() -> None:
+    own = roles(Layers(Unnormed(), Unnormed()), torch.randn(2, T, D))
+    assert {role.partition("[")[0] for role in own} == {"mixer"}

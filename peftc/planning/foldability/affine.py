@@ -111,7 +111,8 @@ def _lacking_bias(site_edit: SiteEdit, target: FoldTarget) -> str | None:
 
 def _beyond_border(site_edit: SiteEdit, target: FoldTarget) -> str | None:
     """Why a constant that is added to what a convolution reads is not one that its bias holds."""
-    kernel = target.site.states["x"].activation.kernel if target.side == "input" else None  # pyright: ignore
+    place = target.site.states["x"].activation if target.side == "input" else None
+    kernel = place.kernel if place is not None else None
     if kernel is None or kernel.mode != "constant" or not any(n for pair in kernel.padding for n in pair):
         return None
     value = affine_structure(site_edit, linear_states(target, site_edit.site))

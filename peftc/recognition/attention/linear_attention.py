@@ -16,13 +16,12 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from peftc.dataflow.einsum import einsum_labels, einsum_operands
 from peftc.dataflow.features import dim_before, follow_numbers, source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import shape
 from peftc.dataflow.operations import Op
 from peftc.dataflow.values import reaches, upstream, value_operands
-from peftc.recognition.attention.patterns import Attention, factors, is_activation, is_scores
+from peftc.recognition.attention.patterns import Attention, is_activation, is_scores, product_labels
 
 
 def linear_attentions(layer: LayerGraph, known: Collection[Attention]) -> Iterator[Attention]:
@@ -44,7 +43,7 @@ def _behind(node: fx.Node, layer: LayerGraph) -> set[fx.Node]:
 
 
 def _attention(first: fx.Node, second: fx.Node, layer: LayerGraph) -> Attention | None:
-    operands, labels, result = _labels(second)
+    operands, labels, result = product_labels(second)
     inner = next((i for i, n in enumerate(operands) if reaches(first, n)), None)
     others = [i for i, n in enumerate(operands) if i != inner and not reaches(first, n) and is_activation(n)]
     if inner is None or not others:
@@ -64,17 +63,6 @@ def _attention(first: fx.Node, second: fx.Node, layer: LayerGraph) -> Attention 
     if any(not source_linears(layer, n) for n in (q, k, v)):
         return None
     return Attention("linear", second, q, k, v, second, first)
-
-
-def _labels(product: fx.Node) -> tuple[list[fx.Node], list[str], str]:
-    """The operands of a product, with a label for each dimension of them and of the result."""
-    if product.target is torch.einsum:
-        return einsum_operands(product), *einsum_labels(product)
-    operands = list(factors(product))
-    size = len(shape(product)) - 2
-    batch = "0123456789"[:size]
-    labels = [batch[size - (len(shape(n)) - 2) :] + ends for n, ends in zip(operands, ("ij", "jk"), strict=True)]
-    return operands, labels, batch + "ik"
 
 
 def _scans(node: fx.Node, first: fx.Node, layer: LayerGraph) -> bool:
@@ -97,7 +85,7 @@ def _dim_at(node: fx.Node, first: fx.Node, dim: int) -> int | None:
 
 def _keys_first(first: fx.Node, dim: int) -> tuple[fx.Node, fx.Node] | None:
     """The operands of a product, the one first whose dimension is `dim` of the result."""
-    operands, labels, result = _labels(first)
+    operands, labels, result = product_labels(first)
     owners = [i for i, text in enumerate(labels[:2]) if result[dim] in text]
     if len(operands) != 2 or len(owners) != 1:
         return None

@@ -12,11 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from peftc.dataflow.features import softmax_dim
+from peftc.dataflow.einsum import einsum_labels, einsum_operands
+from peftc.dataflow.features import dim_before, softmax_dim
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import first_input, is_edit, is_tensor, shape
 from peftc.dataflow.operations import BY_ENTRY, LAYOUT, Op, name_of, op_of
-from peftc.dataflow.values import upstream, value_operands, value_users
+from peftc.dataflow.values import reaches, upstream, value_operands, value_users
 from peftc.tracing.operations import attention
 
 
@@ -74,6 +75,8 @@ def _written(softmax: fx.Node, layer: LayerGraph) -> Attention | None:
         related = [n for n in candidates if linear_inputs(compared(n, softmax, layer)[1], layer) & inputs]
         related += [n for n in candidates if shape(n) == shape(logits)]  # not of relative positions
         scores = (related or candidates)[0]
+    if _is_over_others(softmax, out, v, scores, layer):
+        return None
     q, k = compared(scores, softmax, layer)
     others = tuple(compared(n, softmax, layer) for n in candidates if n is not scores)
     return Attention("written", softmax, q, k, v, out, scores, others)
@@ -104,7 +107,20 @@ def value_mixtures(softmax: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 def has_softmax_mixture(body: Collection[fx.Node], layer: LayerGraph) -> bool:
     """Whether a softmax is multiplied with an activation, as in an attention."""
     # Seen in: attentions of an unknown kind. Without it, they would be mixers
-    return any(layer.op(n) is Op.SOFTMAX and any(value_mixtures(n)) for n in body)
+    return any(layer.op(n) is Op.SOFTMAX and (any(value_mixtures(n)) or _weighs_pairs(n)) for n in body)
+
+
+def _weighs_pairs(softmax: fx.Node) -> bool:
+    """Whether a softmax multiplies, entry by entry, values that lack one of its dimensions."""
+    # Seen in: no transformers model, but attention written as `(weights[..., None] * v).sum(-2)`
+    nodes = [softmax]
+    for node in nodes:  # which grows
+        for user in value_users(node):
+            others = [n for n in value_operands(user) if n is not node and is_activation(n)]
+            if op_of(user) is Op.MUL and others and shape(user) not in (shape(node), shape(others[0])):
+                return True
+            nodes += [user] if op_of(user) in LAYOUT and user not in nodes else []
+    return False
 
 
 def _computes_factor(node: fx.Node, layer: LayerGraph) -> bool:
@@ -158,6 +174,36 @@ def compared(scores: fx.Node, softmax: fx.Node, layer: LayerGraph) -> tuple[fx.N
     first, second = factors(scores)
     dim = softmax_dim(softmax, scores, layer)
     return (second, first) if dim is not None and dim == _rows_dim(scores) else (first, second)
+
+
+def _is_over_others(softmax: fx.Node, out: fx.Node, v: fx.Node, scores: fx.Node, layer: LayerGraph) -> bool:
+    """Whether a softmax sums over other entries than the product with the values does."""
+    # Seen in: no transformers model, but Slot Attention, whose softmax is over the queries
+    operands, labels, result = product_labels(out)
+    inner = next((i for i, n in enumerate(operands) if n is not v), None)
+    summed = [c for c in labels[inner] if c not in result] if inner is not None else []
+    axis, node = softmax_dim(softmax, scores, layer), operands[inner or 0]
+    if inner is None or axis is None or len(summed) != 1:
+        return False
+    dim: int | None = labels[inner].index(summed[0])
+    while node is not scores and dim is not None:
+        sources = [n for n in value_operands(node) if reaches(scores, n) and len(shape(n)) == len(shape(node))]
+        sources = sources if len(sources) < 2 else [n for n in sources if shape(n) == shape(node)]
+        if len(sources) != 1 or layer.op(node) not in (*BY_ENTRY, Op.PERMUTE, Op.SOFTMAX):
+            return False
+        node, dim = sources[0], dim_before(node, sources[0], dim)
+    return dim is not None and dim != axis
+
+
+def product_labels(product: fx.Node) -> tuple[list[fx.Node], list[str], str]:
+    """The operands of a product, with a label for each dimension of them and of the result."""
+    if product.target is torch.einsum:
+        return einsum_operands(product), *einsum_labels(product)
+    operands = list(factors(product))
+    size = len(shape(product)) - 2
+    batch = "0123456789"[:size]
+    labels = [batch[size - (len(shape(n)) - 2) :] + ends for n, ends in zip(operands, ("ij", "jk"), strict=True)]
+    return operands, labels, batch + "ik"
 
 
 def _rows_dim(product: fx.Node) -> int | None:

@@ -18,6 +18,7 @@ from peftc.recognition.attention.patterns import Attention, attentions
 from peftc.recognition.attention.projections import joined_operands
 from peftc.recognition.layer_types import LayerType
 from peftc.recognition.loops import contains_name
+from peftc.recognition.module_features import reads_patches
 from peftc.recognition.roles import SubLayer
 from peftc.recognition.untraced import NOT_ADDED, UntracedPart
 
@@ -94,12 +95,18 @@ class _Finder:
         """The sub-layers that lack roles and have Linears without one."""
         for sub in self.subs:
             lacking = lacking_roles(sub)
-            linears = [n for n in sub.linears if self.is_own(name_of(n, self.layer))]
+            linears = [n for n in self.without_roles(sub) if self.is_own(name_of(n, self.layer))]
             if linears and lacking and not sub.experts and sub.router is None:
                 roles = frozenset(f"{sub.kind}.{role}" for role in lacking)
                 names = [owner(name_of(n, self.layer)) for n in linears]
                 reason = f"its `{sub.kind}` has no {' and no '.join(f'`{role}`' for role in lacking)}"
                 yield from (UntracedPart(name, reason, roles) for name in dict.fromkeys(names))
+
+    def without_roles(self, sub: SubLayer) -> list[fx.Node]:
+        """The Linears of a sub-layer without a role, and convolutions over several positions."""
+        roles = {p.node for roles in (sub.projections, *sub.heads) for p in roles.values()}
+        kernels = [n for n in sorted(sub.body - roles) if reads_patches(self.layer.module(n))]
+        return [*sub.linears, *kernels]
 
     def joined_tokens(self) -> Iterator[UntracedPart]:
         """The Linears of tokens that are joined to those of the stream in an attention, but have
