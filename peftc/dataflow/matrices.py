@@ -265,14 +265,6 @@ def _offsets(sizes: Sequence[int], strides: Sequence[int], dims: Sequence[int]) 
     return offsets
 
 
-def rows_within(outer: Slice | None, inner: Slice | None, size: int) -> Slice | None:
-    """Rows of a parameter: the `inner` ones of `outer` ones; None for all of `size`."""
-    if outer is None or inner is None:
-        return inner if outer is None else outer
-    numbers = torch.tensor(numbers_of(outer, size))
-    return as_slice(torch.cat([numbers[start:stop] for start, stop in inner.blocks()]), size)
-
-
 def as_slice(features: torch.Tensor, width: int) -> Slice | None:
     """Sorted numbers of features as equal blocks at equal distances; None where they are none."""
     groups = itertools.groupby(enumerate(features.tolist()), lambda item: item[1] - item[0])
