@@ -311,8 +311,8 @@ def results_of_a_map(self: Any, x: Tensor) -> Any:
 
 @case
 def parts_of_each_of_a_map(self: Any, x: Tensor) -> Any:
-    one, other = map(lambda y: y[:, 0], (self.inner(x), x))
-    first, last = map(lambda y: y[0], (self.inner(x), x))
+    one, other = map(lambda y: y[:, 0], (self.inner(x), x))  # noqa: C417
+    first, last = map(lambda y: y[0], (self.inner(x), x))  # noqa: C417
     return one - 2 * other, first - 2 * last
 
 
