@@ -176,6 +176,16 @@ class LayerGraph:
             node = source
         return node
 
+    def without_norms(self, node: fx.Node) -> fx.Node:
+        """`node` without the norms behind it, and what else keeps its values."""
+        while self.is_norm(node := self.stripped(node)):
+            norm = self.normalization(node)
+            source = first_input(node) if norm is None else norm.x
+            if source is None:
+                break
+            node = source
+        return node
+
     def first_of_final_linears(self, h: fx.Node) -> fx.Node:
         """The first of the consecutive Linears at the end of `h`; `h` if it ends with none."""
         # Seen in: Zamba, Zamba 2

@@ -151,12 +151,14 @@ def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...]
 
 
 def structure_key(module: nn.Module) -> str:
-    """A text that two modules share exactly if their class trees and parameter shapes agree."""
+    """Equal for two modules exactly if their class trees, parameter shapes and flags are."""
     parts: list[str] = []
     for name, child in module.named_modules():
-        own = vars(child)["_parameters"].items()
-        shapes = ",".join([f"{n}{tuple(p.shape)}" for n, p in own if p is not None])
-        parts.append(f"{name}:{type(child).__qualname__}@{id(type(child))}[{shapes}]")  # classes may share a name
+        attributes = vars(child)
+        shapes = ",".join([f"{n}{tuple(p.shape)}" for n, p in attributes["_parameters"].items() if p is not None])
+        # Code branches on them. Seen in: SAM, whose first decoder layer has no residual
+        flags = ",".join([n for n, value in attributes.items() if value is True and n != "training" and n[0] != "_"])
+        parts.append(f"{name}:{type(child).__qualname__}@{id(type(child))}[{shapes}][{flags}]")  # one name, two classes
     return ";".join(parts)
 
 

@@ -1,6 +1,6 @@
 """The Linears of one feed-forward network: `up`, `gate` and `down` around an activation."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -28,6 +28,12 @@ class Projection:
     def slice(self, width: int) -> Slice:
         """The rows, all of the `width` features of the Linear if they are not fewer."""
         return self.rows or Slice(0, width)
+
+
+def linear_modules(roles: Iterable[Mapping[str, Projection]]) -> set[object]:
+    """The modules of Linears with a role, or their nodes."""
+    nodes = (p.node for projections in roles for p in projections.values())
+    return {node.target if node.op == "call_module" else node for node in nodes}
 
 
 def input_projections(hidden: fx.Node, layer: LayerGraph) -> dict[str, Projection]:

@@ -74,6 +74,10 @@ class Stream:
     ) -> None:
         self.values, self.layer, self.opaque, self.beside = [first], layer, opaque, beside
 
+    def starting_at(self, first: fx.Node) -> Stream:
+        """The stream of the same layer that begins with another value."""
+        return Stream(first, self.layer, self.opaque, self.beside)
+
     def hides(self, node: fx.Node) -> bool:
         """Whether a node calls an opaque module that turns the stream into other hidden states."""
         # Seen in: Nemotron H Omni, whose `ffn` beside an untraced attention has no site without it
@@ -130,6 +134,11 @@ class Stream:
         """Everything that `h` is computed from, back to the stream (that included)."""
         return set(upstream(h, lambda n: self.holds(n) or any(side.holds(n) for side in self.beside)))
 
+    def is_own(self, node: fx.Node) -> bool:
+        """Whether a value depends on no other stream of the layer but through this one."""
+        behind = upstream(node, self.holds)
+        return not any(side.holds(n) for n in behind for side in self.beside if not self.holds(n))
+
     def without_other_tokens(self, h: fx.Node) -> fx.Node:
         """What a sub-layer computes of some tokens, without those of the stream put beside them."""
         # Seen in: no transformers model, but the class tokens of XCiT
@@ -146,6 +155,13 @@ class Stream:
         """What the first operation of a sub-layer reads, behind the norm."""
         inputs = (a for n in sorted(body) if not self.holds(n) for a in value_operands(n))
         return next((a for a in inputs if a in body and is_tensor(a) and self.holds(a)), None)
+
+    def read_by(self, linear: fx.Node, entry: fx.Node | None) -> fx.Node | None:
+        """What a Linear reads, if that is the stream; else `entry`, the input of the sub-layer."""
+        # Seen in: JetMoE, whose experts compute the queries
+        source = self.layer.input_of(linear)
+        is_stream = source is not None and (entry is None or self.holds(source) or self.shifts(source))
+        return source if is_stream else entry
 
 
 def gives_states(node: fx.Node) -> bool:

@@ -19,11 +19,11 @@ from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_tensor, nodes_in, output_of, shape
 from peftc.dataflow.operations import Op
 from peftc.dataflow.values import reaches, upstream, value_operands, without_gates
-from peftc.recognition.attention.linear_attention import linear_attentions
-from peftc.recognition.attention.patterns import Attention, attentions, has_softmax_mixture
+from peftc.recognition.attention.linear_attention import all_attentions
+from peftc.recognition.attention.patterns import Attention, has_softmax_mixture
 from peftc.recognition.attention.projections import attention_projections, reads_projections, without_sorting
-from peftc.recognition.attention.side_by_side import heads_beside
-from peftc.recognition.ffn import Projection, convolutions, input_projections
+from peftc.recognition.attention.side_by_side import feed_forward_beside, heads_beside, joined_beside, joint_states
+from peftc.recognition.ffn import Projection, convolutions, input_projections, linear_modules
 from peftc.recognition.moe.lists import Experts, Network
 from peftc.recognition.moe.routers import Router
 from peftc.recognition.norms import NormFinder, is_of_scores
@@ -81,17 +81,12 @@ def sub_layers(layer: LayerGraph, opaque: Collection[str] = (), first: fx.Node |
     """The sub-layers in the order of the residual stream. `opaque`: modules not traced. `first`:
     the stream, if it is not the input of the layer.
     """
-    first = first or stream_input(layer.graph)
-    if first is None:
+    if (first := first or stream_input(layer.graph)) is None:
         return []
-    finder = _Finder(layer, Stream(first, layer, opaque))
-    subs = finder.along_stream()
-    sides = _side_streams(finder) if subs else []
+    finder, subs = _main_stream(Stream(first, layer, opaque))
+    sides = _side_streams(finder, first) if subs else []
     if sides:  # again, and what another stream has added belongs to no body
-        finder = _Finder(layer, Stream(first, layer, opaque, sides), finder.attentions)
-        subs = finder.along_stream()
-    if not subs and (restart := finder.stream_replacement(first)) is not None:
-        finder, subs = restart
+        finder, subs = _main_stream(Stream(first, layer, opaque, sides), finder.attentions)
     if len(subs) > 1 and not any(s.kind == "ffn" for s in subs) and subs[-1].kind == "mixer":
         _relabel_local_mixer(subs[-1], finder.stream)
     for sub in subs if finder.attentions else ():
@@ -99,13 +94,15 @@ def sub_layers(layer: LayerGraph, opaque: Collection[str] = (), first: fx.Node |
             _relabel_as_ffn(sub, finder.stream)
     apart: list[Stream] = []  # streams with sub-layers of their own
     for side in sides:
-        start, *_ = side.values
         others = [finder.stream, *(other for other in sides if other is not side)]
-        more = _Finder(layer, Stream(start, layer, opaque, others), finder.attentions).along_stream()
+        more = _Finder(layer, Stream(side.values[0], layer, opaque, others), finder.attentions).along_stream()
         # code that runs the same Linears for both has one set of roles
-        if _linears_of(subs).isdisjoint(_linears_of(more)):
+        if linear_modules(sub.projections for sub in subs).isdisjoint(linear_modules(sub.projections for sub in more)):
             subs += more
             apart.append(side)
+        else:
+            for sub, other in itertools.product(subs, more):
+                sub.x, sub.h = joint_states(sub.x, sub.h, other.h, sub.projections, other.projections, layer)
     norms, sums = set[fx.Node](), {first, *(sub.add for sub in subs), *(side.values[0] for side in sides)}
     for sub in subs:
         own = NormFinder(finder.stream, apart, sums)
@@ -114,6 +111,13 @@ def sub_layers(layer: LayerGraph, opaque: Collection[str] = (), first: fx.Node |
         sub.norms += [] if sub.output_norm is None else [sub.output_norm]
         norms.update(sub.norms)
     return subs
+
+
+def _main_stream(stream: Stream, known: list[Attention] | None = None) -> tuple["_Finder", list[SubLayer]]:
+    """The stream of a layer's input, or what replaces it, and its sub-layers."""
+    finder = _Finder(stream.layer, stream, known)
+    subs = finder.along_stream()
+    return (finder, subs) if subs else finder.stream_replacement(stream.values[0]) or (finder, [])
 
 
 def _relabel_local_mixer(sub: SubLayer, stream: Stream) -> None:
@@ -129,17 +133,12 @@ def _relabel_as_ffn(sub: SubLayer, stream: Stream) -> None:
     sub.set_linears(stream.layer)
 
 
-def _all_attentions(layer: LayerGraph) -> list[Attention]:
-    known = attentions(layer)
-    return [*known, *linear_attentions(layer, known)]
-
-
 class _Finder:
     """Follows a residual stream through a layer; `stream.values` grows by each sum on it."""
 
     def __init__(self, layer: LayerGraph, stream: Stream, known: list[Attention] | None = None) -> None:
         self.layer, self.stream = layer, stream
-        self.attentions = _all_attentions(layer) if known is None else known
+        self.attentions = all_attentions(layer) if known is None else known
         self.sums = [n for n in layer.graph.nodes if layer.op(n) in (Op.ADD, Op.BLEND) and is_tensor(n)]
         self.earlier = set[fx.Node]()  # Linears with a role in a sub-layer so far
 
@@ -166,22 +165,25 @@ class _Finder:
                     is_new = reaches(start, other)
                     if reads_projections(start, self.attentions, self.layer):
                         continue
-                    finder = _Finder(self.layer, Stream(start if is_new else first, self.layer, self.stream.opaque))
+                    finder = _Finder(self.layer, self.stream.starting_at(start if is_new else first), self.attentions)
                     finder.stream.values += [] if is_new else [start]
                     return finder, finder.along_stream()
-        for add in reversed(self.sums):
-            operands = [a for a in _operands(add) if is_tensor(a)]
-            for start, other in itertools.permutations(operands, 2):
-                if reaches(start, other) and self._attends(start):
-                    sub = self.sub_layer(start, first, start)
-                    self.stream.values.append(start)
-                    return self, [sub, *self.along_stream()]
-        return None
+        pairs = (pair for add in reversed(self.sums) for pair in itertools.permutations(_operands(add), 2))
+        ends = [start for start, other in pairs if is_tensor(start) and self._attends(start) and reaches(start, other)]
+        ends = [h for h in map(self.layer.without_norms, ends) if not self._is_residual(h)]
+        if (h := min(ends, key=self._attends, default=None)) is None:
+            return None
+        sub = self.sub_layer(h, first, h)
+        self.stream.values.append(h)
+        return self, [sub, *self.along_stream()]
 
-    def _attends(self, node: fx.Node) -> bool:
-        """Whether a value is computed with an attention, from the stream."""
+    def _is_residual(self, node: fx.Node) -> bool:
+        return self.layer.op(node) is Op.ADD and not all(map(self._attends, _operands(node)))
+
+    def _attends(self, node: fx.Node) -> int:
+        """The number of attentions that a value is computed with, from the stream."""
         body = self.stream.body(node)
-        return any(a.call in body for a in self.attentions)
+        return sum(a.call in body for a in self.attentions)
 
     def added_by(self, add: fx.Node) -> list[SubLayer]:
         """The sub-layers that a sum adds to the stream: none, one, or two (parallel or serial)."""
@@ -196,8 +198,22 @@ class _Finder:
                 first = self.sub_layer(add, res, out)
                 self.stream.values.append(out)
                 return [first, self.sub_layer(add, res, self.layer.first_of_final_linears(h))]
-            return [self.sub_layer(add, res, part) for part in parts or [h]]
+            subs = [self.sub_layer(add, res, part) for part in parts or [h]]
+            return [one for sub in subs for one in self.with_feed_forward_beside(sub)]
         return []
+
+    def with_feed_forward_beside(self, sub: SubLayer) -> list[SubLayer]:
+        """And the network whose hidden features join its attention's result. Both have one `h`."""
+        out = sub.projections.get("o")
+        if out is None or (beside := feed_forward_beside(out.node, sub.attentions, self.layer)) is None:
+            return [sub]
+        (hidden, inputs), x = beside, self.layer.input_of(next(iter(beside[1].values())).node)
+        ffn = SubLayer("ffn", "", sub.h, sub.res, sub.add, self.stream.body(hidden), x, projections=inputs)
+        del sub.projections["o"]
+        sub.body = (sub.body - ffn.body).union(*(self.stream.body(a.out) for a in sub.attentions))
+        sub.set_linears(self.layer)
+        ffn.set_linears(self.layer)
+        return [sub, ffn]
 
     def join_stream(self, res: fx.Node, h: fx.Node) -> None:
         """The stream goes on in another layout, and with tokens that are put beside its own, if the
@@ -308,20 +324,14 @@ class _Finder:
         return sub
 
 
-def _linears_of(subs: list[SubLayer]) -> set[object]:
-    """The modules of Linears with a role, or their nodes."""
-    nodes = (p.node for sub in subs for p in sub.projections.values())
-    return {node.target if node.op == "call_module" else node for node in nodes}
-
-
-def _side_streams(main: _Finder) -> list[Stream]:
+def _side_streams(main: _Finder, first: fx.Node) -> list[Stream]:
     """The other streams of a layer, such as that of a text beside an image's: arguments that the
-    layer returns with what it has added to them.
+    layer returns with what it has added to them. `first`: the argument of the main stream.
     """
     # Seen in: Pegasus-X; Flux and Stable Diffusion 3
     layer, streams = main.layer, list[Stream]()
     results = [n for n in nodes_in(output_of(layer.graph).args) if not main.stream.holds(n)]
-    for start in other_streams(layer.graph, main.stream.values[0]) if results else ():
+    for start in other_streams(layer.graph, first) if results else ():
         finder = _Finder(layer, Stream(start, layer, main.stream.opaque), main.attentions)
         subs = finder.along_stream()
         if subs and any(finder.stream.holds(node) for node in results):
@@ -342,23 +352,18 @@ def _set_attention_roles(sub: SubLayer, stream: Stream, earlier: Collection[fx.N
     attention, *_ = attended = without_sorting(sub.attentions, layer)
     ends = {a.call for a in sub.attentions if a not in attended}
     sub.projections = attention_projections(attended, sub.body - {*earlier}, ends, stream)
-    sub.heads = heads_beside(sub.attentions, sub.projections, layer)
+    own = {n for n in sub.body if n not in earlier and stream.is_own(n)}
+    beside = heads_beside(sub.attentions, sub.projections, layer)
+    sub.heads = beside or joined_beside(sub.attentions, sub.projections, layer, own)
     out = layer.consumer_linear(attention.out, sub.body)
     if out is not None and attention.out in sub.body:
         sub.projections["o"] = Projection(out)
-    if not stream.reaches(attention.k):
+    if not any(map(stream.holds, stream.body(attention.k))):
         sub.variant = "cross"
-    sub.x = sub.context = _input_of(sub.projections.get("q"), sub.x, stream)
-    if "k" in sub.projections:
-        key = sub.projections["k"]
-        sub.context = layer.input_of(key.node) if sub.variant == "cross" else _input_of(key, sub.x, stream)
-
-
-def _input_of(projection: Projection | None, entry: fx.Node | None, stream: Stream) -> fx.Node | None:
-    """What a Linear reads, if that is the stream; else `entry`, the input of the sub-layer."""
-    # Seen in: JetMoE, whose experts compute the queries
-    source = stream.layer.input_of(projection.node) if projection is not None else None
-    return source if source is not None and (entry is None or stream.holds(source) or stream.shifts(source)) else entry
+    query, key = sub.projections.get("q"), sub.projections.get("k")
+    sub.x = sub.context = sub.x if query is None else stream.read_by(query.node, sub.x)
+    if key is not None:
+        sub.context = layer.input_of(key.node) if sub.variant == "cross" else stream.read_by(key.node, sub.x)
 
 
 def _set_ffn_roles(sub: SubLayer, stream: Stream) -> None:

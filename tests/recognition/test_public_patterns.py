@@ -206,8 +206,13 @@ def test_rows_of_a_stream_with_its_hidden_units() -> None:
         def forward(self, x: Tensor, txt: Tensor, pe: Tensor) -> Tensor:
             return self.inner(x, txt[:, 0], pe)
 
-    expected = {role: f"linear1{rows}" for role, rows in FUSED.items()} | {"o": "linear2"}
-    assert roles(Model(Single), torch.randn(1, T + 2, D), torch.randn(1, 2, D), PE) == expected
+    sample = torch.randn(1, T + 2, D), torch.randn(1, 2, D), PE
+    assert roles(Model(Single), *sample) == {role: f"linear1{rows}" for role, rows in FUSED.items()}
+    table = peftc.sites(Model(Single), sample=dict(zip(("x", "txt", "pe"), sample, strict=True)))
+    (up,) = (site.states["w"].weight for site in table.sites if site.path.endswith("layer[0].ffn.up"))
+    assert str(up and up.rows and up.rows.start) == "48"
+    (both,) = (part for part in table.unplaced if part.module == "blocks.0.inner.linear2")
+    assert both.roles == {"attn.o", "ffn.down", "ffn.hidden"}
 
 
 def test_rows_of_a_stream_that_attends_with_another() -> None:

@@ -21,7 +21,12 @@ from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import shape
 from peftc.dataflow.operations import Op
 from peftc.dataflow.values import reaches, upstream, value_operands
-from peftc.recognition.attention.patterns import Attention, is_activation, is_scores, product_labels
+from peftc.recognition.attention.patterns import Attention, attentions, is_activation, is_scores, product_labels
+
+
+def all_attentions(layer: LayerGraph) -> list[Attention]:
+    known = attentions(layer)
+    return [*known, *linear_attentions(layer, known)]
 
 
 def linear_attentions(layer: LayerGraph, known: Collection[Attention]) -> Iterator[Attention]:

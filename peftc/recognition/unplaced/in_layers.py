@@ -12,10 +12,10 @@ from torch import fx
 from peftc.dataflow.features import is_affine, source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import module_path, shape
-from peftc.dataflow.operations import Op
-from peftc.dataflow.values import reaches, value_operands
+from peftc.dataflow.values import reaches
 from peftc.recognition.attention.patterns import Attention, attentions
 from peftc.recognition.attention.projections import joined_operands
+from peftc.recognition.attention.side_by_side import feed_forward_beside
 from peftc.recognition.layer_types import LayerType
 from peftc.recognition.loops import contains_name
 from peftc.recognition.module_features import reads_patches
@@ -24,7 +24,7 @@ from peftc.recognition.untraced import NOT_ADDED, UntracedPart
 
 OUTSIDE = "what it computes is in no sub-layer of its layer"
 JOINED = "its result joins that of the Linear with the role"
-FUSED = "its result joins that of an attention"
+BOTH = "it computes the results of an attention and of a feed-forward network in one"
 FURTHER = "another attention of its sub-layer has the roles"
 
 
@@ -32,7 +32,7 @@ def unplaced_parts(kind: LayerType) -> list[UntracedPart]:
     """The modules of a layer with weights that lack a role, and which of the roles."""
     finder = _Finder(kind)
     parts = [*finder.outside_sub_layers(), *finder.further_attentions(), *finder.without_role()]
-    parts += [*finder.joined_tokens(), *finder.joined_features()]
+    parts += [*finder.joined_tokens(), *finder.output_of_both()]
     roles: dict[tuple[str, str], frozenset[str]] = {}
     for part in parts:
         if not part.hides <= finder.hidden(part.module):
@@ -96,6 +96,8 @@ class _Finder:
         for sub in self.subs:
             lacking = lacking_roles(sub)
             linears = [n for n in self.without_roles(sub) if self.is_own(name_of(n, self.layer))]
+            if any(other.h is sub.h for other in self.subs if other is not sub):
+                continue  # `output_of_both` has it
             if linears and lacking and not sub.experts and sub.router is None:
                 roles = frozenset(f"{sub.kind}.{role}" for role in lacking)
                 names = [owner(name_of(n, self.layer)) for n in linears]
@@ -112,8 +114,8 @@ class _Finder:
         """The Linears of tokens that are joined to those of the stream in an attention, but have
         no role, as where another stream ends.
         """
-        # Seen in: the last layer of Stable Diffusion 3
-        names = {name_of(p.node, self.layer) for sub in self.subs for p in sub.projections.values()}
+        roles = [known for sub in self.subs for known in (sub.projections, *sub.heads)]
+        names = {name_of(p.node, self.layer) for known in roles for p in known.values()}
         for attention in {a.call: a for sub in self.subs for a in sub.attentions}.values():
             for role, value in (("q", attention.q), ("k", attention.k), ("v", attention.v)):
                 sources = [self.sources(operand) for operand in joined_operands(value, self.layer)]
@@ -121,25 +123,18 @@ class _Finder:
                     others = (name for own in sources if names.isdisjoint(own) for name in own)
                     yield from (UntracedPart(owner(name), JOINED, frozenset({f"attn.{role}"})) for name in others)
 
+    def output_of_both(self) -> Iterator[UntracedPart]:
+        """The Linears that are no `o` and no `down`, but both at once."""
+        # Seen in: no transformers model, but the single blocks of Flux
+        for sub in (sub for sub in self.subs if sub.attention is not None and "o" not in sub.projections):
+            out = self.layer.consumer_linear(sub.attentions[0].out, sub.body)
+            name = "" if out is None else name_of(out, self.layer)
+            if out is not None and self.is_own(name) and feed_forward_beside(out, sub.attentions, self.layer):
+                yield UntracedPart(owner(name), BOTH, frozenset({"attn.o", "ffn.down", "ffn.hidden"}))
+
     def sources(self, value: fx.Node) -> list[str]:
         names = [name_of(n, self.layer) for n, _ in source_linears(self.layer, value)]
         return [name for name in names if self.is_own(name)]
-
-    def joined_features(self) -> Iterator[UntracedPart]:
-        """The Linears whose result joins that of an attention, behind an activation, before `o`."""
-        # Seen in: the single blocks of Flux
-        for sub in self.subs:
-            names = {name_of(p.node, self.layer) for p in sub.projections.values()}
-            source = self.layer.input_of(sub.projections["o"].node) if "o" in sub.projections else None
-            joined = self.layer.stripped(source) if source is not None else None
-            if joined is None or self.layer.op(joined) is not Op.JOIN:
-                continue
-            operands = value_operands(joined)
-            for operand in (n for n in operands if not any(reaches(a.call, n) for a in sub.attentions)):
-                for linear, _ in source_linears(self.layer, operand):
-                    name = name_of(linear, self.layer)
-                    if name not in names and self.is_own(name) and not is_affine(operand, linear, self.layer):
-                        yield UntracedPart(owner(name), FUSED, frozenset({"ffn"}))
 
 
 def lacking_roles(sub: SubLayer) -> list[str]:

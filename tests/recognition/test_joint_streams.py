@@ -1,0 +1,111 @@
+"""Layers with two streams: keys that a layer adds to, tokens that join an attention, and one Linear
+for both; layers of one class that differ in a flag.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import peftc
+
+D = 8
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.o((self.q(q) @ self.k(k).transpose(1, 2)).softmax(-1) @ self.v(v))
+
+
+class TwoWay(nn.Module):
+    """SAM: both streams read each other, and the first layer's self-attention has no residual."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.replaces = replaces
+        self.itself, self.forth, self.back = Attention(), Attention(), Attention()
+        self.norm = nn.LayerNorm(D)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.itself(x, x, x)
+        x = self.norm(h if self.replaces else x + h)
+        x = x + self.forth(x, y, y)
+        return x, y + self.back(y, x, x)
+
+
+class Joined(nn.Module):
+    """Stable Diffusion 3's last layer: the text's queries, keys and values join, and it ends."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
+        self.add_q, self.add_k, self.add_v = (nn.Linear(D, D) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        pairs = (self.q, self.add_q), (self.k, self.add_k), (self.v, self.add_v)
+        q, k, v = (torch.cat([own(x), added(y)], dim=1) for own, added in pairs)
+        out = (q @ k.transpose(1, 2)).softmax(-1) @ v
+        return x + self.o(out[:, : x.shape[1]]), y
+
+
+class OneForBoth(nn.Module):
+    """CogVideoX: the tokens of both streams go through one network together."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.gate = nn.Linear(D, 16), nn.Linear(16, D), nn.Parameter(torch.rand(D))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        n, joint = y.shape[1], torch.cat([y, x], dim=1)
+        h = self.down(self.up(joint).relu())
+        return x + self.gate * h[:, n:], y + h[:, :n]
+
+
+class Model(nn.Module):
+    def __init__(self, layer: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([layer(True), layer(False)])
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, y = layer(x, y)
+        return torch.cat([x, y], dim=1)
+
+
+def sample() -> dict[str, Tensor]:
+    return {"x": torch.randn(2, 5, D), "y": torch.randn(2, 3, D)}
+
+
+def modules(layer: type[nn.Module], role: str) -> dict[str, str]:
+    """The modules of a role, by their paths without the stack's name."""
+    sites = peftc.sites(Model(layer), sample=sample()).sites
+    return {s.path.partition(".")[2]: s.module for s in sites if role in dict(s.steps) and len(s.steps) > 3}
+
+
+def test_streams_that_read_each_other_and_a_stream_that_an_attention_replaces() -> None:
+    queries = {path: module for path, module in modules(TwoWay, "q").items() if path.endswith(".q") or "q[" in path}
+    for i in range(2):
+        own = {path.removeprefix(f"layer[{i}].attn."): m for path, m in queries.items() if f"layer[{i}]" in path}
+        names = {path: module.removeprefix(f"layers.{i}.") for path, module in own.items()}
+        assert names == {"self.q": "itself.q", "cross[0].q": "forth.q", "cross[1].q": "back.q"}
+
+
+def test_tokens_that_join_an_attention_have_roles() -> None:
+    assert list(modules(Joined, "k").values()) == ["layers.0.k", "layers.0.add_k", "layers.1.k", "layers.1.add_k"]
+
+
+def test_one_network_for_two_streams_is_edited_for_both() -> None:
+    model, inputs = Model(OneForBoth).double(), {name: value.double() for name, value in sample().items()}
+    peftc.compile("peft 1  edit e at layer[*].ffn { h += linear(x, bias=false) }", model, seed=0, sample=inputs)
+    weights = [nn.init.normal_(weight) for weight in peftc.parameters(model).values()]
+    edited = model(**inputs)
+    peftc.remove(model)
+    for layer, weight in zip(model.layers, weights, strict=True):
+        seen: list[Tensor] = []
+        layer.up.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
+        layer.down.register_forward_hook(lambda _, args, h, seen=seen, w=weight: h + seen[-1] @ w.T)
+    torch.testing.assert_close(edited, model(**inputs))
