@@ -170,12 +170,22 @@ class _Finder:
                     return finder, finder.along_stream()
         pairs = (pair for add in reversed(self.sums) for pair in itertools.permutations(_operands(add), 2))
         ends = [start for start, other in pairs if is_tensor(start) and self._attends(start) and reaches(start, other)]
-        ends = [h for h in map(self.layer.without_norms, ends) if not self._is_residual(h)]
-        if (h := min(ends, key=self._attends, default=None)) is None:
-            return None
+        ends = list(map(self.layer.without_norms, ends))
+        results = [h for h in ends if not self._is_residual(h)]
+        if (h := min(results, key=self._attends, default=None)) is None:
+            return self._of_other_argument(ends)
         sub = self.sub_layer(h, first, h)
         self.stream.values.append(h)
         return self, [sub, *self.along_stream()]
+
+    def _of_other_argument(self, sums: list[fx.Node]) -> tuple["_Finder", list[SubLayer]] | None:
+        """The stream of the argument to which a layer adds its attention, and its sub-layers."""
+        # Seen in: no transformers model, but CaiT, whose class token is the second argument
+        operands = (a for add in sums for a in _operands(add) if a.op == "placeholder" and is_tensor(a))
+        if (start := next(operands, None)) is None:
+            return None
+        finder = _Finder(self.layer, self.stream.starting_at(start), self.attentions)
+        return finder, finder.along_stream()
 
     def _is_residual(self, node: fx.Node) -> bool:
         return self.layer.op(node) is Op.ADD and not all(map(self._attends, _operands(node)))

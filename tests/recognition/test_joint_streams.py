@@ -65,6 +65,19 @@ class OneForBoth(nn.Module):
         return x + self.gate * h[:, n:], y + h[:, :n]
 
 
+class ClassToken(nn.Module):
+    """CaiT: a layer adds to its second argument, the class token, alone."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.attention, self.up, self.down = Attention(), nn.Linear(D, 16), nn.Linear(16, D)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        both = torch.cat([y, x], dim=1)
+        y = y + self.attention(both[:, :3], both, both)
+        return x, y + self.down(self.up(y).relu())
+
+
 class Model(nn.Module):
     def __init__(self, layer: type[nn.Module]) -> None:
         super().__init__()
@@ -96,6 +109,11 @@ def test_streams_that_read_each_other_and_a_stream_that_an_attention_replaces() 
 
 def test_tokens_that_join_an_attention_have_roles() -> None:
     assert list(modules(Joined, "k").values()) == ["layers.0.k", "layers.0.add_k", "layers.1.k", "layers.1.add_k"]
+
+
+def test_the_stream_may_be_the_second_argument() -> None:
+    assert list(modules(ClassToken, "q").values()) == ["layers.0.attention.q", "layers.1.attention.q"]
+    assert list(modules(ClassToken, "up").values()) == ["layers.0.up", "layers.1.up"]
 
 
 def test_one_network_for_two_streams_is_edited_for_both() -> None:
