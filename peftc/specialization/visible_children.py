@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 
 from peftc.rewriting.edits import CONTAINER, own_children, own_length
@@ -57,8 +58,15 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
+def _is_for_library() -> bool:
+    """Whether all children are asked for. Dynamo has no frames to look at: it looks up attributes of
+    generated code, which reads the container.
+    """
+    return torch.compiler.is_compiling() or is_called_by_library(2)
+
+
 def _visible_modules(self: Any) -> dict[str, nn.Module]:
-    return vars(self)["_modules"] if is_called_by_library(1) else _own_modules(self)
+    return vars(self)["_modules"] if _is_for_library() else _own_modules(self)
 
 
 def _set_modules(self: Any, modules: dict[str, nn.Module]) -> None:
@@ -66,8 +74,8 @@ def _set_modules(self: Any, modules: dict[str, nn.Module]) -> None:
 
 
 def _children(self: Any) -> Iterator[nn.Module]:
-    return nn.Module.children(self) if is_called_by_library(1) else iter(_own_modules(self).values())
+    return nn.Module.children(self) if _is_for_library() else iter(_own_modules(self).values())
 
 
 def _named_children(self: Any) -> Iterator[tuple[str, nn.Module]]:
-    return nn.Module.named_children(self) if is_called_by_library(1) else iter(_own_modules(self).items())
+    return nn.Module.named_children(self) if _is_for_library() else iter(_own_modules(self).items())
