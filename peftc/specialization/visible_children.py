@@ -59,8 +59,8 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _is_for_library() -> bool:
-    """Whether all children are asked for. Dynamo has no frames to look at: it looks up attributes of
-    generated code, which reads the container.
+    """Whether all children are asked for. Dynamo has no frames to look at: it looks up attributes
+    of generated code, which reads the container.
     """
     return torch.compiler.is_compiling() or is_called_by_library(2)
 
