@@ -25,6 +25,9 @@ from peftc.tracing.module_calls import forward_signature
 from peftc.tracing.region_trace import ModuleCall as TracedCall
 from peftc.tracing.tracer import approximate_trace
 
+_TABLES = frozenset(vars(nn.Module()))
+_PLAIN = (bool, int, float, str, type(None))
+
 
 @dataclass(frozen=True)
 class Features:
@@ -55,9 +58,9 @@ def module_features(module: nn.Module, call: ModuleCall) -> tuple[Features, Feat
     return (_ids(module) if isinstance(module, nn.Embedding) else x), h
 
 
-def stores_transposed(module: nn.Module) -> bool:
+def stores_transposed(module: nn.Module, known: dict[object, bool] | None = None) -> bool:
     """Whether a module of one matrix stores it (in, out): of a class of the model's own, its code
-    tells.
+    tells. `known`: the answers for modules of the model that are equal but for values of tensors.
     """
     # Seen in: GPT-2, whose Conv1D other repositories copy
     weight = getattr(module, "weight", None)
@@ -65,7 +68,24 @@ def stores_transposed(module: nn.Module) -> bool:
         return isinstance(module, Conv1D)
     if isinstance(module, (nn.Linear, nn.Embedding)) or type(module).__module__.startswith("torch."):
         return False
-    return any(_multiplies_transposed(module, weight, d_in) for d_in in dict.fromkeys(reversed(weight.shape)))
+    answers, key = {} if known is None else known, _contents(module)
+    if key not in answers:
+        widths = dict.fromkeys(reversed(weight.shape))
+        answers[key] = any(_multiplies_transposed(module, weight, d_in) for d_in in widths)
+    return answers[key]
+
+
+def _contents(module: nn.Module) -> object:
+    """Equal for two modules of a model whose code, tensors' shapes and other contents are equal."""
+    contents: list[object] = [type(module)]
+    for name, value in vars(module).items():
+        if name in ("_parameters", "_buffers"):
+            contents += [(key, None if t is None else (t.shape, t.dtype)) for key, t in value.items()]
+        elif isinstance(value, _PLAIN):
+            contents.append((name, type(value), value))
+        elif value or name not in _TABLES:  # such as a configuration, or children: the same object
+            contents.append((name, id(value)))
+    return tuple(contents)
 
 
 def _multiplies_transposed(module: nn.Module, weight: FakeTensor, d_in: int) -> bool:

@@ -205,6 +205,7 @@ def module_infos(structure: ModelStructure) -> ModuleList:
     modules = dict(all_named_modules(structure.model))
     called = {id(modules[name]) for name in calls}  # under whichever of its names
     no_call = ModuleCall()
+    transposed: dict[object, bool] = {}
 
     def info(name: str, module: nn.Module) -> ModuleInfo:
         own = vars(module)["_parameters"]
@@ -225,7 +226,7 @@ def module_infos(structure: ModelStructure) -> ModuleList:
             x.kernel,
             x.ids,
             x.unknown or h.unknown,
-            stores_transposed(module),
+            stores_transposed(module, transposed),
         )
 
     infos = (info(name, module) for name, module in modules.items() if name in first or name in shared)

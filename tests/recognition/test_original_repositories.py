@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import peftc
+from peftc.recognition import module_features
 from tests.layers import Layers
 
 D, H, T = 16, 2, 6
@@ -103,6 +104,30 @@ class Apart(nn.Module):
         k, v = self.kv(y).unflatten(-1, (H, -1)).transpose(1, 2), self.kv(y).unflatten(-1, (H, -1)).transpose(1, 2)
         scores = q[..., :5] @ k[..., :5].mT + q[..., 5:] @ k[..., 5:].cos().mT
         return x + self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Square(nn.Module):
+    def __init__(self, is_transposed: bool) -> None:
+        super().__init__()
+        self.is_transposed, self.weight = is_transposed, nn.Parameter(torch.randn(D, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight if self.is_transposed else self.weight.t())
+
+
+def test_code_of_modules_is_traced_once_where_they_have_equal_contents(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces: list[nn.Module] = []
+    trace = module_features.approximate_trace
+
+    def counting(module: nn.Module, *args: Any) -> Any:
+        traces.append(module)
+        return trace(module, *args)
+
+    monkeypatch.setattr(module_features, "approximate_trace", counting)
+    model = nn.Sequential(*(Square(i % 2 == 0) for i in range(6)))
+    table = peftc.sites(model, sample={"input": torch.randn(1, T, D)})
+    assert [m.transposed for m in table.modules if m.parameters] == [True, False] * 3
+    assert len(traces) == 2
 
 
 def test_queries_of_all_products_in_the_scores() -> None:
