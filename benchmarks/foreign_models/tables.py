@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
+
+from benchmarks.foreign_models.case import Case, Stack
 
 Weight = str | tuple[str, ...]
 Roles = dict[str, Weight]
@@ -24,6 +27,12 @@ def weight(name: Weight) -> Weight:
     module, bracket, rows = name.partition("[")
     module = module[:-1] if module.endswith("!") else f"{module}.weight"
     return module + bracket + rows
+
+
+def hand_written(
+    name: str, build: Callable[[], nn.Module], inputs: Callable[[], dict[str, Any]], *stacks: Stack
+) -> Case:
+    return Case(f"hand-written/{name}", "hand-written", build, inputs, stacks)
 
 
 def attention(kind: str = "", **roles: Weight) -> Roles:

@@ -4,6 +4,7 @@ scores of two products, recurrences, sampling, and modules that list their child
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -235,11 +236,12 @@ class DropSamples(nn.Module):
 def test_whole_numbers_of_sizes_are_conditions() -> None:
     model = Layers(DropSamples(), DropSamples()).train()
     x = torch.randn(4, T, D)
-    base = model(x)
+    base = copy.deepcopy(model)
     spec = "peft 1  edit e at layer[*].ffn { h += adapter(x, r=2, init=lora) }"
     peftc.compile(spec, model, seed=0, sample={"x": x})
-    assert torch.equal(model(x), base)
-    assert model(x[:3]).shape == (3, T, D)  # two samples, as of four: the condition is on the whole number
+    for count in (1, 3, 4, 6, 9):  # 1, 2, 2, 4 and 6 samples are computed
+        batch = torch.randn(count, T, D)
+        assert torch.equal(model(batch), base(batch))
 
 
 class Headwise(nn.Module):
@@ -259,3 +261,5 @@ class Headwise(nn.Module):
 def test_rows_that_weights_behind_them_tell_apart_have_no_role() -> None:
     table = peftc.sites(Layers(Headwise(), Headwise()), sample={"x": torch.randn(2, T, D)})
     assert not any(site.path.endswith((".q", ".k", ".v")) for site in table.sites)
+    parts = [(part.module, part.roles) for part in table.unplaced]
+    assert parts == [(f"layers.{i}.up", {"attn.q", "attn.k", "attn.v"}) for i in range(2)]

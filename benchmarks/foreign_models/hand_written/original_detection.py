@@ -6,15 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.foreign_models.case import Case, Stack
-from benchmarks.foreign_models.tables import ffn, packed
+from benchmarks.foreign_models.case import Stack
+from benchmarks.foreign_models.tables import ffn, hand_written, packed
 
 
-def case(name, build, inputs, *stacks, **more):
-    return Case(f"hand-written/{name}", "hand-written", build, inputs, stacks, **more)
-
-
-# DETR original, decoder: queries with positions
+# Deformable DETR and Mask2Former: activations by name
 def _get_activation_fn(activation):
     if activation == "relu":
         return F.relu
@@ -188,13 +184,13 @@ DEFORM_OPTIONAL = {
     "attn.v": "layers.{i}.self_attn.value_proj.weight",
     "attn.o": "layers.{i}.self_attn.output_proj.weight",
     "attn.q": "layers.{i}.self_attn.attention_weights.weight",
-    "attn.norm": "layers.{i}.norm1.weight",
-    "mixer.norm": "layers.{i}.norm1.weight",
 }
 
 
 DEFORM_ENCODER = Stack(
-    (0, 1), ffn("layers.{i}.linear1", "layers.{i}.linear2", "layers.{i}.norm2"), optional=DEFORM_OPTIONAL
+    (0, 1),
+    ffn("layers.{i}.linear1", "layers.{i}.linear2", "layers.{i}.norm2") | {"mixer.norm": "layers.{i}.norm1.weight"},
+    optional=DEFORM_OPTIONAL,
 )
 
 
@@ -207,14 +203,13 @@ DEFORM_DECODER = Stack(
         o="layers.{i}.self_attn.out_proj",
         norm="layers.{i}.norm2",
     )
-    | ffn("layers.{i}.linear1", "layers.{i}.linear2", "layers.{i}.norm3"),
-    {"attn.self.x": "layers.{i}.self_attn", "attn.self.h": None},
+    | ffn("layers.{i}.linear1", "layers.{i}.linear2", "layers.{i}.norm3")
+    | {"mixer.norm": "layers.{i}.norm1.weight"},
+    {"attn.self.x": "layers.{i}.self_attn", "attn.self.h": "layers.{i}.self_attn"},
     optional={
         "attn.cross.v": "layers.{i}.cross_attn.value_proj.weight",
         "attn.cross.o": "layers.{i}.cross_attn.output_proj.weight",
         "attn.cross.q": "layers.{i}.cross_attn.attention_weights.weight",
-        "attn.cross.norm": "layers.{i}.norm1.weight",
-        "mixer.norm": "layers.{i}.norm1.weight",
     },
 )
 
@@ -387,12 +382,12 @@ def m2f_inputs():
 
 
 CASES = (
-    case(
+    hand_written(
         "deformable_encoder",
         DeformableEncoder,
         lambda: {"src": torch.randn(2, 20, 16), "pos": torch.randn(2, 20, 16)},
         DEFORM_ENCODER,
     ),
-    case("deformable_decoder", DeformableDecoder, lambda: {"src": torch.randn(2, 20, 16)}, DEFORM_DECODER),
-    case("mask2former_decoder", Mask2FormerDecoder, m2f_inputs, M2F),
+    hand_written("deformable_decoder", DeformableDecoder, lambda: {"src": torch.randn(2, 20, 16)}, DEFORM_DECODER),
+    hand_written("mask2former_decoder", Mask2FormerDecoder, m2f_inputs, M2F),
 )

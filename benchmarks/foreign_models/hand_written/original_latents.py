@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.foreign_models.case import Case, Stack
-from benchmarks.foreign_models.tables import attention, ffn, tokens
+from benchmarks.foreign_models.case import Stack
+from benchmarks.foreign_models.tables import attention, ffn, hand_written, tokens
 
 
 # DeepSeek-V3 inference/model.py: MLA, naive and absorbed
@@ -72,7 +72,6 @@ class MLA(nn.Module):
 
     def forward(self, x, start_pos, freqs_cis, mask):
         bsz, seqlen, _ = x.size()
-        start_pos + seqlen
         q = self.wq_b(self.q_norm(self.wq_a(x)))
         q = q.view(bsz, seqlen, self.n_local_heads, self.qk_head_dim)
         q_nope, q_pe = torch.split(q, [self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
@@ -202,11 +201,7 @@ MLA_ABSORBED = Stack(
 )
 
 
-def case(name, build, inputs, *stacks, **more):
-    return Case(f"hand-written/{name}", "hand-written", build, inputs, stacks, **more)
-
-
 CASES = (
-    case("deepseek_mla_naive", lambda: DeepSeek("naive"), tokens("tokens"), MLA_NAIVE),
-    case("deepseek_mla_absorbed", lambda: DeepSeek("absorb"), tokens("tokens"), MLA_ABSORBED),
+    hand_written("deepseek_mla_naive", lambda: DeepSeek("naive"), tokens("tokens"), MLA_NAIVE),
+    hand_written("deepseek_mla_absorbed", lambda: DeepSeek("absorb"), tokens("tokens"), MLA_ABSORBED),
 )

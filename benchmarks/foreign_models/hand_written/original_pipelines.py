@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.foreign_models.case import Case, Stack
-from benchmarks.foreign_models.tables import attention, ffn, tokens
+from benchmarks.foreign_models.case import Stack
+from benchmarks.foreign_models.tables import attention, ffn, hand_written, tokens
 
 
 # GPT-NeoX (EleutherAI, Megatron style)
@@ -264,8 +264,4 @@ NEOX = Stack(
 )
 
 
-def case(name, build, inputs, *stacks, **more):
-    return Case(f"hand-written/{name}", "hand-written", build, inputs, stacks, **more)
-
-
-CASES = (case("gpt_neox", NeoX, tokens("input_ids"), NEOX),)
+CASES = (hand_written("gpt_neox", NeoX, tokens("input_ids"), NEOX),)

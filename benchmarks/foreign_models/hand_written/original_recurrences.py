@@ -7,8 +7,8 @@ import math
 import torch
 from torch import nn
 
-from benchmarks.foreign_models.case import Case, Stack
-from benchmarks.foreign_models.tables import attention, ffn, tokens
+from benchmarks.foreign_models.case import Stack
+from benchmarks.foreign_models.tables import attention, ffn, hand_written, tokens
 
 
 # RWKV v4 (model.py of RWKV-LM), wkv in plain torch
@@ -378,11 +378,7 @@ GRIFFIN = (
 )
 
 
-def case(name, build, inputs, *stacks, **more):
-    return Case(f"hand-written/{name}", "hand-written", build, inputs, stacks, **more)
-
-
 CASES = (
-    case("griffin", Griffin, tokens("tokens"), *GRIFFIN),
-    case("rwkv4", RWKV, tokens("idx"), RWKV_STACK),
+    hand_written("griffin", Griffin, tokens("tokens"), *GRIFFIN),
+    hand_written("rwkv4", RWKV, tokens("idx"), RWKV_STACK),
 )

@@ -8,12 +8,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from benchmarks.foreign_models.case import Case, Stack
-from benchmarks.foreign_models.tables import attention, ffn, sequence, tokens
-
-
-def case(name, build, inputs, *stacks, **more):
-    return Case(f"hand-written/{name}", "hand-written", build, inputs, stacks, **more)
+from benchmarks.foreign_models.case import Stack
+from benchmarks.foreign_models.tables import attention, ffn, hand_written, sequence, tokens
 
 
 # Autoformer
@@ -176,7 +172,7 @@ class Autoformer(nn.Module):
 AUTOFORMER = Stack(
     (0, 1),
     ffn("attn_layers.{i}.conv1", "attn_layers.{i}.conv2"),
-    {"ffn.x": None, "ffn.h": None, "attn.h": None},
+    {"attn.h": None},
     optional=attention(
         q="attn_layers.{i}.attention.query_projection",
         k="attn_layers.{i}.attention.key_projection",
@@ -357,7 +353,7 @@ HYENA = Stack(
 
 
 CASES = (
-    case("autoformer", Autoformer, sequence(length=12), AUTOFORMER),
-    case("s4d", S4Model, sequence(width=5), S4),
-    case("hyena", Hyena, tokens("input_ids"), HYENA),
+    hand_written("autoformer", Autoformer, sequence(length=12), AUTOFORMER),
+    hand_written("s4d", S4Model, sequence(width=5), S4),
+    hand_written("hyena", Hyena, tokens("input_ids"), HYENA),
 )

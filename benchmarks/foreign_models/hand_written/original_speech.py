@@ -8,12 +8,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from benchmarks.foreign_models.case import Case, Stack
-from benchmarks.foreign_models.tables import attention, both, ffn, packed
-
-
-def case(name, build, inputs, *stacks, **more):
-    return Case(f"hand-written/{name}", "hand-written", build, inputs, stacks, **more)
+from benchmarks.foreign_models.case import Stack
+from benchmarks.foreign_models.tables import attention, both, ffn, hand_written, packed
 
 
 # ESPnet conformer
@@ -291,11 +287,14 @@ ESPNET = Stack(
             "encoders.{i}.feed_forward_macaron.w_2",
             "encoders.{i}.norm_ff_macaron",
         ),
-        ffn("encoders.{i}.feed_forward.w_1", "encoders.{i}.feed_forward.w_2", "encoders.{i}.norm_ff"),
+        ffn(
+            "encoders.{i}.feed_forward.w_1",
+            "encoders.{i}.feed_forward.w_2",
+            ("encoders.{i}.norm_ff", "encoders.{i}.norm_final"),
+        ),
         {"mixer.norm": ("encoders.{i}.norm_conv.weight", "encoders.{i}.conv_module.norm.weight")},
     ),
-    {"ffn.h": None},
-    optional={"ffn.norm": "encoders.{i}.norm_final.weight", "attn.norm": "encoders.{i}.norm_final.weight"},
+    {"ffn.h": None},  # the result is halved (`ff_scale`) before the sum: no module has it
 )
 
 
@@ -377,16 +376,16 @@ VALLE = Stack(
     (0, 1),
     packed("layers.{i}.self_attn.in_proj_weight!", 16, o="layers.{i}.self_attn.out_proj", norm="layers.{i}.norm1.norm")
     | ffn("layers.{i}.linear1", "layers.{i}.linear2", "layers.{i}.norm2.norm"),
-    {"attn.x": "layers.{i}.self_attn", "attn.h": None},
+    {"attn.x": "layers.{i}.self_attn", "attn.h": "layers.{i}.self_attn"},
 )
 
 
 CASES = (
-    case(
+    hand_written(
         "espnet_conformer",
         EspnetConformer,
         lambda: {"xs_pad": torch.randn(2, 6, 8), "masks": torch.ones(2, 1, 6, dtype=torch.bool)},
         ESPNET,
     ),
-    case("valle_adaln", ValleEncoder, lambda: {"src": torch.randn(2, 5, 16)}, VALLE),
+    hand_written("valle_adaln", ValleEncoder, lambda: {"src": torch.randn(2, 5, 16)}, VALLE),
 )

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.foreign_models.case import Case, Stack
+from benchmarks.foreign_models.case import Stack
+from benchmarks.foreign_models.tables import hand_written
 
 
 # decision-transformer: trajectory_gpt2.py
@@ -219,8 +220,4 @@ DT = Stack(
 )
 
 
-def case(name, build, inputs, *stacks, **more):
-    return Case(f"hand-written/{name}", "hand-written", build, inputs, stacks, **more)
-
-
-CASES = (case("decision_transformer", DecisionTransformer, trajectories, DT),)
+CASES = (hand_written("decision_transformer", DecisionTransformer, trajectories, DT),)

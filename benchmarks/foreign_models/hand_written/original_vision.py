@@ -6,12 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.foreign_models.case import Case, Stack
-from benchmarks.foreign_models.tables import attention, ffn, glu, image, packed
-
-
-def case(name, build, inputs, *stacks, **more):
-    return Case(f"hand-written/{name}", "hand-written", build, inputs, stacks, **more)
+from benchmarks.foreign_models.case import Stack
+from benchmarks.foreign_models.tables import attention, ffn, glu, hand_written, image, packed
 
 
 def drop_path(x, drop_prob: float = 0.0, training: bool = False):
@@ -185,7 +181,7 @@ class NestedTensorBlock(DinoBlock):
 
 
 class DinoV2(nn.Module):
-    def __init__(self, drop=0.0, chunks=False):
+    def __init__(self, drop=0.0):
         super().__init__()
         self.patch_embed = PatchEmbed()
         self.cls_token = nn.Parameter(torch.randn(1, 1, 16))
@@ -358,7 +354,7 @@ LEVIT = (
 
 
 CASES = (
-    case("dinov2_original", DinoV2, image(16), DINO),
-    case("dinov2_drop_path", lambda: DinoV2(0.3), image(16), DINO),
-    case("levit_original", LeViT, image(16), *LEVIT),
+    hand_written("dinov2_original", DinoV2, image(16), DINO),
+    hand_written("dinov2_drop_path", lambda: DinoV2(0.3), image(16), DINO),
+    hand_written("levit_original", LeViT, image(16), *LEVIT),
 )

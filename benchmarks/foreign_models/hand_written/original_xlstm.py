@@ -8,12 +8,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from benchmarks.foreign_models.case import Case, Stack
-from benchmarks.foreign_models.tables import glu, sequence
-
-
-def case(name, build, inputs, *stacks, **more):
-    return Case(f"hand-written/{name}", "hand-written", build, inputs, stacks, **more)
+from benchmarks.foreign_models.case import Stack
+from benchmarks.foreign_models.tables import glu, hand_written, sequence
 
 
 # xLSTM: mLSTM block (parallel), NX-AI style
@@ -162,4 +158,4 @@ XLSTM = Stack(
 )
 
 
-CASES = (case("xlstm", xLSTM, sequence(), XLSTM),)
+CASES = (hand_written("xlstm", xLSTM, sequence(), XLSTM),)

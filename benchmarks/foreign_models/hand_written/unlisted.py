@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.foreign_models.case import Case, Stack
 from benchmarks.foreign_models.hand_written.various import Attention, attn_roles
+from benchmarks.foreign_models.tables import hand_written
 
 
 def Mlp() -> nn.Sequential:
@@ -155,7 +156,7 @@ def tokens() -> dict[str, Any]:
 
 
 def case(name: str, build: Any, stack: Stack) -> Case:
-    return Case(f"hand-written/{name}", "hand-written", build, tokens, (stack,))
+    return hand_written(name, build, tokens, stack)
 
 
 STAGES = Stack((0, 1), block_roles("stages.{i}"))
