@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from peftc.adapters.base import Distance, differences, distance_from, dtype_name, require_values
 from peftc.adapters.files import listed_tensors, path_of, read
-from peftc.adapters.metadata import EVERY_CALL, METADATA, Adapter, Base, of_every_call
+from peftc.adapters.metadata import METADATA, Adapter, Base, edits_of_every_call, is_before_every_call
 from peftc.diagnostics import Diagnostic, PeftcError, warn
 from peftc.forms.module import FormModule, build, build_of_all, build_owner
 from peftc.installation.compiled_model import CompiledModel
@@ -219,7 +219,7 @@ def plan_adapter(
     spec = expanded_spec(adapter, directory)
     with _planning_errors():
         planned = compiled.plan(spec, tasks)
-    if adapter.format_version != EVERY_CALL and (changed := of_every_call(planned.site_edits)):
+    if is_before_every_call(adapter) and (changed := edits_of_every_call(planned.site_edits)):
         edit, site = changed[0].edit, changed[0].site
         message = f"`{edit}` at `{site.path}` acted at one call of its module when the adapter was saved"
         notes = (f"its layer calls `{site.module}` {site.calls} times, and an edit now acts at each call",)

@@ -14,8 +14,8 @@ from peftc.planning.report.plan import Plan, Record
 # 1.0 has its tensors in `adapter.safetensors` and no key `file`; plans have version 2.0 since 1.2.
 # 1.3 has edits of modules that their layers call several times, which act at each call; before
 # 1.3 they acted at one. All other adapters are saved as 1.2.
-FORMAT, EVERY_CALL = "1.2", "1.3"
-FORMATS = ("1.0", "1.1", FORMAT, EVERY_CALL)
+FORMAT, EVERY_CALL_FORMAT = "1.2", "1.3"
+FORMATS = ("1.0", "1.1", FORMAT, EVERY_CALL_FORMAT)
 METADATA, TENSORS = "adapter.json", "adapter.safetensors"
 TENSORS_NAME = r"adapter(-[0-9a-f]{16})?\.safetensors"
 
@@ -79,7 +79,7 @@ class Adapter(Record):
     sha256: str  # of `file`
 
 
-def of_every_call(site_edits: Iterable[SiteEdit]) -> list[SiteEdit]:
+def edits_of_every_call(site_edits: Iterable[SiteEdit]) -> list[SiteEdit]:
     """The edits of what a Linear or a norm computes in each of several calls by its layer."""
     return [
         p
@@ -88,6 +88,11 @@ def of_every_call(site_edits: Iterable[SiteEdit]) -> list[SiteEdit]:
         and p.site.steps[-1][0] != "hidden"  # which has always been of every call
         and any(p.site.states[name].activation is not None for name in {*p.reads(), *(a.state for a in p.assigns)})
     ]
+
+
+def is_before_every_call(adapter: Adapter) -> bool:
+    """Whether an adapter's edits acted at one of several calls."""
+    return FORMATS.index(adapter.format_version) < FORMATS.index(EVERY_CALL_FORMAT)
 
 
 def parse_adapter(text: str) -> Adapter:

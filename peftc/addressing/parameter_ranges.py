@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from peftc.addressing.module_list import module_list
+from peftc.addressing.module_infos import infos_of
 from peftc.addressing.sites import SiteTable, Slice, WeightRef, parameter_name
 from peftc.forms.shapes import Shape, Vector, Weight
 
@@ -36,7 +36,7 @@ class Parameters:
 
     def __init__(self, table: SiteTable) -> None:
         self._canonical = {name: group[0] for group in table.tied for name in group}
-        self._modules = module_list(table)
+        self._modules = infos_of(table)
 
     def canonical(self, ref: WeightRef) -> str:
         name = parameter_name(ref)

@@ -11,7 +11,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
 from peftc.addressing import sites
-from peftc.addressing.module_list import ModuleBlock, ModuleList, ModuleTemplate, module_list
+from peftc.addressing.module_infos import ModuleBlock, ModuleInfos, ModuleTemplate, infos_of
 from peftc.addressing.renaming import LayerName
 from peftc.addressing.site_list import Block, Numbers, SiteList, Template, TemplateSite, site_list
 from peftc.addressing.sites import ModuleInfo, Site, SiteTable
@@ -38,7 +38,7 @@ def encode_table(table: SiteTable) -> dict[str, Any]:
     """The table as JSON data."""
     names = [field.name for field in fields(table) if field.name not in (_SITES, _MODULES)]
     data = {name: encode(getattr(table, name)) for name in names}
-    return {**data, _SITES: _encode_sites(site_list(table)), _MODULES: _encode_modules(module_list(table))}
+    return {**data, _SITES: _encode_sites(site_list(table)), _MODULES: _encode_modules(infos_of(table))}
 
 
 def decode_table(data: Mapping[str, Any]) -> SiteTable:
@@ -54,7 +54,7 @@ def decode_table(data: Mapping[str, Any]) -> SiteTable:
     return table
 
 
-def _encode_modules(modules: ModuleList) -> dict[str, Any]:
+def _encode_modules(modules: ModuleInfos) -> dict[str, Any]:
     """The templates, and the template and the layer of each block."""
     templates = {id(block.template): block.template for block in modules.blocks}
     numbers = {key: i for i, key in enumerate(templates)}
@@ -64,14 +64,14 @@ def _encode_modules(modules: ModuleList) -> dict[str, Any]:
     }
 
 
-def _decode_modules(data: Any) -> ModuleList:
+def _decode_modules(data: Any) -> ModuleInfos:
     templates = [ModuleTemplate(tuple(map(decode, modules))) for modules in data["templates"]]
     blocks = [ModuleBlock(templates[number], layer) for number, layer in data["blocks"]]
     if any(type(module) is not ModuleInfo for template in templates for module in template.modules):
         raise ValueError
     if any(type(block.layer) is not str for block in blocks):
         raise ValueError
-    return ModuleList(blocks)
+    return ModuleInfos(blocks)
 
 
 def _encode_sites(sites: SiteList) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from peftc.addressing.sites import Slice
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.matrices import as_slice, parameter_of
 from peftc.dataflow.nodes import example, first_input, is_tensor, shape
-from peftc.dataflow.operations import LAYOUT, Op, is_in_place, name_of, op_of, rerun
+from peftc.dataflow.operations import LAYOUT, Op, dim_of, is_in_place, name_of, op_of, rerun
 from peftc.dataflow.values import cache_update, reaches, upstream, value_operands, value_users
 from peftc.fakes.tensors import tensors_in
 
@@ -131,18 +131,18 @@ def move_numbers(node: fx.Node, sources: list[fx.Node], numbers: Mapping[fx.Node
 
 
 def follow_numbers(node: fx.Node, source: fx.Node, numbers: Mapping[fx.Node, Any]) -> Any:
-    """As `move_numbers`, of operations that compute, too: each dimension of a sum, of joined values
-    or of a padded one that keeps its size keeps its numbers.
+    """As `move_numbers`, of any operation but a product, too: each dimension that keeps its size
+    keeps its numbers.
     """
     # Seen in: no transformers model, but attention over coarser and coarser blocks
     moved, own, sizes = move_numbers(node, [source], numbers), numbers[source], shape(node)
-    if moved is not None or not isinstance(own, torch.Tensor) or op_of(node) is Op.MATMUL:
+    if moved is not None or not isinstance(own, torch.Tensor) or op_of(node) in (Op.MATMUL, Op.LINEAR):
         return moved
-    dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
-    if op_of(node) is Op.SUM and len(sizes) == own.ndim - 1 and isinstance(dim, int):
-        own = own.select(dim, 0)
-    elif op_of(node) is Op.JOIN and len(sizes) == own.ndim + 1 and isinstance(dim, int):
-        own = own.unsqueeze(dim)
+    over = dim_of(node, default=0)
+    if op_of(node) is Op.SUM and len(sizes) == own.ndim - 1 and isinstance(over, int):
+        own = own.select(over, 0)
+    elif op_of(node) is Op.JOIN and len(sizes) == own.ndim + 1 and isinstance(over, int):
+        own = own.unsqueeze(over)
     if own.ndim != len(sizes):
         return None
     for dim, size in enumerate(sizes):
@@ -242,7 +242,7 @@ def dims_of_readers(values: Iterable[fx.Node], layer: LayerGraph) -> set[int]:
     for value in values:
         for user in filter(is_tensor, value_users(value)):
             own = _own_dim(user, layer) if first_input(user) is value or layer.op(user) is Op.MUL else None
-            if own is not None and not layer.is_linear(user):
+            if own is not None and (layer.is_norm(user) or layer.op(user) is Op.MUL):
                 return {own}
             dims |= set() if own is None else {own}
     return dims

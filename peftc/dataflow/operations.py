@@ -188,6 +188,12 @@ def rerun(node: fx.Node, args: Any, kwargs: Any) -> Any:
     return target(*args, **kwargs)
 
 
+def dim_of(node: fx.Node, default: Any = None) -> Any:
+    """The `dim` of an operation over dimensions; `default` where it has none."""
+    position = 2 if name_of(node) in ("norm", "linalg_norm", "linalg_vector_norm") else 1  # behind the order
+    return node.kwargs.get("dim", node.args[position] if len(node.args) > position else default)
+
+
 def is_size(node: fx.Node) -> bool:
     return node.op == "call_method" and node.target == "size"
 

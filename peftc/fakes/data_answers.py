@@ -295,6 +295,11 @@ def _unique(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tens
     return values, tensor.new_empty(tensor.shape, dtype=torch.long), counts
 
 
+def _bincount(tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+    dtype = torch.long if weights is None else weights.dtype if weights.dtype == torch.float32 else torch.float64
+    return tensor.new_empty((max(1, minlength),), dtype=dtype)
+
+
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     aten._local_scalar_dense.default: _scalar,
     aten.equal.default: _truth,
@@ -304,6 +309,6 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     aten.masked_select.default: lambda tensor, mask: tensor.new_empty((1,)),
     aten._unique2.default: _unique,
     aten.unique_consecutive.default: _unique,
-    aten.bincount.default: lambda tensor, _weights=None, minlength=0: tensor.new_empty((max(1, minlength),)),
+    aten.bincount.default: _bincount,
     aten.repeat_interleave.Tensor: lambda repeats, **_: repeats.new_empty(repeats.shape),
 }

@@ -95,11 +95,11 @@ class ShapeMode(FakeTensorMode):
         make: Callable[..., Any] = Tensor._make_subclass  # pyright: ignore[reportPrivateUsage]
         fake = make(FakeTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=device)
         torch._C._set_throw_on_mutable_data_ptr(fake)  # pyright: ignore[reportPrivateUsage]
-        vars(fake).update(_attributes(), fake_device=device, fake_mode=self)
+        vars(fake).update(_attributes(device), fake_mode=self)
         return fake
 
 
 @cache
-def _attributes() -> dict[str, Any]:
-    """The attributes of a new fake tensor."""
-    return dict(vars(FakeTensor(FakeTensorMode(), torch.empty((), device=_META), _CPU)))
+def _attributes(device: torch.device) -> dict[str, Any]:
+    """The attributes of a new fake tensor, its device among them."""
+    return dict(vars(FakeTensor(FakeTensorMode(), torch.empty((), device=_META), device)))

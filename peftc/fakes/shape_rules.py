@@ -41,6 +41,11 @@ def _broadcast(shapes: Sequence[Shape]) -> Shape | None:
     return tuple(reversed(result))
 
 
+def _is_row_major(tensor: Tensor) -> bool:
+    """Whether even the strides of dimensions of one say so, which `is_contiguous` ignores."""
+    return tensor.stride() == contiguous(tensor.shape)
+
+
 def _in_order_of(tensor: Tensor) -> Shape | None:
     """The strides of a tensor without gaps in the same order of dimensions; None where that is not
     definite: a dimension of one, or repeated entries, may stand at several places.
@@ -58,7 +63,7 @@ def _entrywise(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> tuple[La
     shape = _broadcast([tuple(t.shape) for t in tensors])
     if dtype is None or shape is None or 0 in shape:
         return None
-    if all(t.is_contiguous() for t in tensors):
+    if all(_is_row_major(t) for t in tensors):
         return ((shape, contiguous(shape), dtype),)
     strides = _in_order_of(tensors[0]) if tuple(tensors[0].shape) == shape else None
     return None if strides is None else ((shape, strides, dtype),)
@@ -90,6 +95,11 @@ def _function(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Layout, .
     return _entrywise([x], x.dtype) if x.dtype.is_floating_point else None
 
 
+def _clamp(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Layout, ...] | None:
+    has_bound = any(value is not None for value in (*args[1:], *kwargs.values()))
+    return _function(args, kwargs) if has_bound else None
+
+
 def _comparison(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Layout, ...] | None:
     tensors = [value for value in args if isinstance(value, Tensor)]
     dtype = _common_dtype(tensors)
@@ -113,9 +123,9 @@ def _reduction(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Layout, 
     keepdim = len(args) > 2 and args[2]
     if not x.dtype.is_floating_point or not x.is_contiguous() or kwargs.get("dtype") is not None or 0 in x.shape:
         return None
-    if any(not -x.ndim <= dim < x.ndim for dim in dims):
+    reduced = {dim % x.ndim for dim in dims if -x.ndim <= dim < x.ndim}
+    if len(reduced) < len(dims):
         return None
-    reduced = {dim % x.ndim for dim in dims}
     sizes = [1 if d in reduced else n for d, n in enumerate(x.shape) if keepdim or d not in reduced]
     return ((tuple(sizes), contiguous(sizes), x.dtype),)
 
@@ -155,7 +165,8 @@ def _cat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Layout, ...] |
     if not tensors:
         return None
     first = tensors[0]
-    rows = all(t.is_contiguous() or (t.stride()[-1] == 1 and t.shape[-1] > 1) for t in tensors)  # not channels first
+    # not channels last
+    rows = all(_is_row_major(t) or (t.stride()[-1] == 1 and min(t.shape[1:], default=0) > 1) for t in tensors)
     if dtype is None or not rows or any(t.ndim != first.ndim or 0 in t.shape for t in tensors):
         return None
     if not -first.ndim <= dim < first.ndim:
@@ -180,11 +191,12 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys(
         _overloads(
             "exp log sqrt rsqrt sin cos tanh sigmoid erf reciprocal relu gelu silu softplus"
-            " leaky_relu elu hardtanh hardswish hardsigmoid mish clamp clamp_min clamp_max",
+            " leaky_relu elu hardtanh hardswish hardsigmoid mish clamp_min clamp_max",
             "default",
         ),
         _function,
     ),
+    aten.clamp.default: _clamp,
     **dict.fromkeys(_overloads("eq ne lt le gt ge", "Tensor", "Scalar"), _comparison),
     **dict.fromkeys(_overloads("bitwise_and bitwise_or", "Tensor"), _bitwise),
     aten.where.self: _where,

@@ -22,13 +22,12 @@ from peftc.fakes.shape_mode import ShapeMode
 from peftc.modules.instance_forward import FORWARD, class_and_attributes
 from peftc.modules.memory import MEMORY, memory_of
 from peftc.modules.offload import is_dispatched
+from peftc.modules.torch_attributes import ATTRIBUTES, TABLES
 from peftc.modules.walk import modules_in
 
 T = TypeVar("T")
 
 _COPY_METHODS = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
-_TORCH = frozenset(vars(nn.Module()))  # what torch keeps in every module
-_TABLES = {name: type(value) for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)}
 _IMMUTABLE = frozenset({bool, int, float, str, type(None), type, torch.dtype, torch.device})
 # The copy shares functions and modules of Python, as imports do; `copy.deepcopy` refuses some.
 # Seen in: no transformers model, but rotary-embedding-torch (`self.f = staticmethod(f)`)
@@ -60,12 +59,10 @@ def as_fake(
     mode: FakeTensorMode,
     widen: bool = False,
     device: torch.device | None = None,
-    attributes: dict[torch.device, dict[str, Any]] | None = None,
 ) -> torch.Tensor:
     """A fake tensor or parameter of the same layout and `requires_grad`; of meta tensors on CPU.
 
-    Call it outside of modes. `widen`: float32 instead of half precision. `attributes`: of fake
-    tensors of this mode, by device; gets those of the first.
+    Call it outside of modes. `widen`: float32 instead of half precision.
     """
     if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
         return tensor
@@ -73,29 +70,13 @@ def as_fake(
     device = device or (torch.device("cpu") if is_plain_meta else tensor.device)
     dtype = torch.float32 if widen and tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
-    fake = _new_fake(meta, mode, device, {} if attributes is None else attributes)
+    fake = mode.wrap(meta, device) if isinstance(mode, ShapeMode) else FakeTensor(mode, meta, device)
     if tensor.requires_grad:
         fake.requires_grad_()
     if not is_plain_meta and (memory := memory_of(tensor)):
         vars(fake)[MEMORY] = memory
     if isinstance(tensor, nn.Parameter):
         vars(fake)["_is_param"] = True  # makes a tensor subclass an instance of `nn.Parameter`
-    return fake
-
-
-def _new_fake(
-    meta: torch.Tensor, mode: FakeTensorMode, device: torch.device, attributes: dict[torch.device, dict[str, Any]]
-) -> torch.Tensor:
-    """`FakeTensor(mode, meta, device)`, which takes a tenth of the time of an operation in the
-    mode; where the attributes of one are known, in a sixth of that.
-    """
-    if device not in attributes:
-        fake = FakeTensor(mode, meta, device)
-        attributes[device] = dict(vars(fake))
-        return fake
-    make: Any = torch.Tensor._make_subclass  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
-    fake = make(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
-    vars(fake).update(attributes[device])
     return fake
 
 
@@ -152,7 +133,7 @@ def make_fake(model: nn.Module) -> nn.Module:
             for module in modules:
                 own = vars(module)
                 own.update((name, OrderedDict()) for name in HOOKS if own.get(name))
-                others = [(name, value) for name, value in own.items() if name not in _TORCH]
+                others = [(name, value) for name, value in own.items() if name not in ATTRIBUTES]
                 own.update((name, parts.attribute(value)) for name, value in others)
     return model
 
@@ -174,10 +155,9 @@ class _CopyAsFake(TorchFunctionMode):
     def __init__(self, mode: FakeTensorMode, widen: bool, device: torch.device | None) -> None:
         super().__init__()
         self.mode, self.widen, self.device = mode, widen, device
-        self.attributes: dict[torch.device, dict[str, Any]] = {}
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        return as_fake(tensor, self.mode, self.widen, self.device, self.attributes)
+        return as_fake(tensor, self.mode, self.widen, self.device)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -210,8 +190,8 @@ class _ModuleCopier:
         self.memo[id(module)] = new = cls.__new__(cls)
         copies = vars(new)
         for name, value in attributes.items():
-            if name in _TABLES and not value and type(value) is _TABLES[name]:
-                copies[name] = _TABLES[name]()  # no other module has this table
+            if name in TABLES and not value and type(value) is TABLES[name]:
+                copies[name] = TABLES[name]()  # no other module has this table
             elif not name.startswith("__composable_api"):  # FSDP2 keeps its state under this prefix
                 copies[name] = self.attribute(value)
         return new

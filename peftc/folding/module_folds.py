@@ -71,9 +71,11 @@ def combine(
         own = model.get_submodule(owner)
         if not is_computed(own, attribute) or stored_values(own, attribute, value) is not None:
             continue
-        if not plain or not has_plain_form(own, attribute):
+        has_plain = has_plain_form(own, attribute)
+        if not plain or not has_plain:
             reason = f"`{name}` is computed from other parameters, no values of which give the folded weight"
-            raise CannotFold(edits[-1], reason + ("" if plain else ", and other edits stay"))
+            way_out = "; a plain parameter can take its place only where all edits fold" if has_plain else ""
+            raise CannotFold(edits[-1], reason + way_out)
     return values
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.registry import Args, Dims, Form
+from peftc.modules.torch_attributes import TABLES
 
 if TYPE_CHECKING:
     from peftc.forms.affine_module import Affine
@@ -137,7 +138,7 @@ class FormModule(nn.Module):
         """A function that makes forms like this new one, with uninitialised parameters of their own, in a fraction of the
         time of building them; None where the form has more of its own than parameters and numbers.
         """
-        own = {name: value for name, value in vars(self).items() if name not in _TABLES}
+        own = {name: value for name, value in vars(self).items() if name not in TABLES}
         if self._modules or self._buffers or not all(map(_is_plain, own.values())):
             return None
         cls, parameters = type(self), list(self._parameters.items())
@@ -147,7 +148,7 @@ class FormModule(nn.Module):
             new = object.__new__(cls)
             attributes = vars(new)
             attributes.update(own)
-            for name, kind in _TABLES.items():
+            for name, kind in TABLES.items():
                 attributes[name] = kind()
             attributes["form_args"] = dict(own["form_args"])
             for name, size in sizes:
@@ -282,9 +283,6 @@ def map_ids(ids: Tensor, weight: Tensor, dropout: float = 0.0) -> Tensor:
     """
     rows = F.embedding(ids, weight.t())
     return rows * F.dropout(rows.new_ones(*ids.shape, 1), dropout) if dropout else rows
-
-
-_TABLES = {name: type(value) for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)}
 
 
 def _is_plain(value: object) -> bool:

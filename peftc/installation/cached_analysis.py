@@ -16,6 +16,7 @@ from peftc.concurrency.context import CHOICE
 from peftc.models.samples import is_same_sample
 from peftc.models.sources import ModelSource
 from peftc.modules.memory import storage_id
+from peftc.modules.torch_attributes import ATTRIBUTES
 from peftc.modules.walk import Named, all_named_modules
 from peftc.recognition.analysis import Analysis, analyse
 from peftc.rewriting.edits import CONTAINER, SHARED
@@ -23,10 +24,9 @@ from peftc.tracing.bytecode import reachable_code
 
 T = TypeVar("T")
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, type)
-TORCH = frozenset(vars(nn.Module()))  # what torch keeps in every module
-HOOKS = [key for key in TORCH if key.endswith(("_hooks", "_called"))]
+HOOKS = [key for key in ATTRIBUTES if key.endswith(("_hooks", "_called"))]
 PEFTC = frozenset({"_peftc", CHOICE, "peftc_originals", "peftc_completeness"})
-_NO_ATTRIBUTES = TORCH | PEFTC
+_NO_ATTRIBUTES = ATTRIBUTES | PEFTC
 _SIMPLE = frozenset({bool, int, float, str, type(None)})
 
 MOST = 8  # analyses of other models that are kept

@@ -36,7 +36,7 @@ def model_class(config: PretrainedConfig, name: str, head: Head | None = None) -
     """The class of `head`, else the declared one, else that of an auto class. Raises: P503."""
     declared: str | None = next(iter(getattr(config, "architectures", None) or []), None)
     class_name = declared if declared and head is None else _auto_class(config, head)
-    with paused_gc():
+    with paused_gc(promote=True):
         cls = getattr(transformers, class_name, None) if class_name else None
     if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
         return cls
@@ -83,7 +83,7 @@ def from_code(name: str, path: Path | None) -> tuple[PretrainedConfig, type[PreT
         path = path.parent
     repository = name if path is None else str(path)
     try:
-        with paused_gc():
+        with paused_gc(promote=True):
             config = cast(PretrainedConfig, AutoConfig.from_pretrained(repository, trust_remote_code=True))
             return config, class_of(config, name, repository)
     except PeftcError:

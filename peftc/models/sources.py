@@ -150,7 +150,7 @@ def load_model(source: ModelSource) -> nn.Module:
         raise PeftcError(_no_weights(source, reason))
     path = str(source.folder) if source.folder else source.id
     try:
-        with paused_gc():
+        with paused_gc(promote=True):
             model = cls.from_pretrained(path, dtype="auto", use_safetensors=True, trust_remote_code=source.own_code)
     except OSError as error:
         raise PeftcError(_no_weights(source, error_summary(error))) from error

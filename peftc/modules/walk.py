@@ -1,5 +1,6 @@
 """`nn.Module.named_modules` and what is built on it, in a fifth of the time: torch nests one
-generator for each level of a model, and yields each name through all of them.
+generator for each level of a model, and yields each name through all of them. A compilation walks
+the whole model several times; elsewhere `named_modules` is quick enough.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def named_modules(model: nn.Module, prefix: str = "") -> Named:
 
 def all_named_modules(model: nn.Module, without: str = "") -> Named:
     """`list(model.named_modules(remove_duplicate=False))`: every name of every module. `without`:
-    those called by this name, and what is in them.
+    children of this name are skipped.
     """
     result = [("", model)]
     _collect_all(model, "", result, without)

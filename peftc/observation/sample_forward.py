@@ -23,6 +23,7 @@ from peftc.fakes.data_answers import fake_data_answers, truth_answers, truth_que
 from peftc.fakes.tensors import fake_copy
 from peftc.models.media import run_on_sample, tower_calls
 from peftc.models.samples import further_samples
+from peftc.observation.layer_keys import arguments_key, structure_key
 from peftc.observation.parameter_uses import ParameterUses
 from peftc.tracing.module_calls import bind_arguments
 
@@ -148,33 +149,6 @@ def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...]
             yield from _leaves(item, (*path, key))
     else:
         yield path, value
-
-
-def structure_key(module: nn.Module) -> str:
-    """Equal for two modules exactly if their class trees, parameter shapes and flags are."""
-    parts: list[str] = []
-    for name, child in module.named_modules():
-        attributes = vars(child)
-        shapes = ",".join([f"{n}{tuple(p.shape)}" for n, p in attributes["_parameters"].items() if p is not None])
-        # Code branches on them. Seen in: SAM, whose first decoder layer has no residual
-        flags = ",".join([n for n, value in attributes.items() if value is True and n != "training" and n[0] != "_"])
-        parts.append(f"{name}:{type(child).__qualname__}@{id(type(child))}[{shapes}][{flags}]")  # one name, two classes
-    return ";".join(parts)
-
-
-def arguments_key(value: Any, exact: bool = False) -> str:
-    """What Python code can see of arguments without the values of tensors. `exact`: with shapes,
-    dtypes and the identity of objects; else ranks and classes.
-    """
-    if isinstance(value, torch.Tensor):
-        return f"{tuple(value.shape)} {value.dtype} {value.requires_grad}" if exact else f"{value.ndim}d"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{k}={arguments_key(v, exact)}" for k, v in value.items()) + "}"
-    if isinstance(value, (tuple, list)):
-        return "(" + ",".join(arguments_key(v, exact) for v in value) + ")"
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return repr(value)
-    return f"{type(value).__name__}@{id(value)}" if exact else type(value).__name__
 
 
 @shielded

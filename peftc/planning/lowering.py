@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from peftc.addressing.module_list import module_list
+from peftc.addressing.module_infos import infos_of
 from peftc.addressing.sites import Site, State
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
@@ -26,7 +26,7 @@ from peftc.planning.ir import (
     combine_shapes,
 )
 from peftc.planning.lowering_context import FormInstances, LoweringContext
-from peftc.planning.repeated_calls import check_repeated_calls
+from peftc.planning.repeated_calls import check_calls_of_weight
 from peftc.planning.selection.module_sites import body_at
 from peftc.semantics.arguments import bind
 from peftc.semantics.substitute import numeric_value
@@ -59,7 +59,7 @@ def lower_edit(edit: ast.Edit, site: Site, context: LoweringContext) -> SiteEdit
             terms.lets[line.name] = terms.term(line.value)
             lets.append((len(assigns), terms.lets[line.name]))
     site_edit = SiteEdit(edit.name, site, tuple(assigns), tuple(instances.instances), tuple(lets))
-    check_repeated_calls(edit, site_edit)
+    check_calls_of_weight(edit, site_edit)
     return site_edit
 
 
@@ -140,7 +140,7 @@ class TermLowering:
         path, states = self.site.path, list(self.site.states)
         notes = (f"`{path}` has {join_names(states)}" if states else f"`{path}` has no states",)
         help_ = _as_weight(name, self.site) or did_you_mean(name, [*states, *self.lets])
-        module = module_list(self.context.table).find(self.site.module)
+        module = infos_of(self.context.table).find(self.site.module)
         if module is not None and name in ("x", "h"):
             notes = (*notes, *([module.unknown] if module.called and module.unknown else ()))
             if not module.called:
@@ -214,7 +214,7 @@ class TermLowering:
     def frozen_call(self, call: ast.Call, module: str) -> FrozenCall:
         if len(call.args) != 1 or call.kwargs:
             raise error("P108", f"`{call.function}` is a module of the model and takes one value", call.span)
-        info = module_list(self.context.table).find(module)
+        info = infos_of(self.context.table).find(module)
         size = () if info is None else info.parameters.get("weight", ())
         assert self.target is not None
         # forms in the argument produce what the module reads

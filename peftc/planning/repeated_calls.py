@@ -8,7 +8,7 @@ from peftc.planning.ir import SiteEdit
 from peftc.syntax import ast
 
 
-def check_repeated_calls(edit: ast.Edit, site_edit: SiteEdit) -> None:
+def check_calls_of_weight(edit: ast.Edit, site_edit: SiteEdit) -> None:
     """Raises: P218 where an edit would act at one of several uses of a weight, P219 where it needs
     examples or positions that are not known at a call.
     """
@@ -17,7 +17,7 @@ def check_repeated_calls(edit: ast.Edit, site_edit: SiteEdit) -> None:
         return
     states = site_edit.reads() | {assign.state for assign in site_edit.assigns}
     if not site.is_of_every_call and any(site.states[name].activation is not None for name in states):
-        message = f"the layer computes {site.calls} times with the weight of `{site.path}`, and not by calling a module"
+        message = f"the layer reads the weight of `{site.path}` {site.calls} times in its own code"
         note = "an edit of `h` would act at one of these places, and the weight is one for all"
         help_ = "edit the weight, as in `w += lowrank(r=8)`: it is changed everywhere"
         raise PeftcError(Diagnostic("P218", message, edit.selector.span, notes=(note,), help=help_))
@@ -30,7 +30,7 @@ def check_repeated_calls(edit: ast.Edit, site_edit: SiteEdit) -> None:
 
 def _reasons(edit: ast.Edit, site_edit: SiteEdit) -> Iterator[str]:
     """Why the equations have no meaning at some call: it reads no examples, or other tokens."""
-    if any(one.form.picks(one.form.fill(one.args)) for one in site_edit.instances):
+    if any(one.selects_positions for one in site_edit.instances):
         yield f"`{edit.name}` selects tokens by their positions, which are not known"
     if site_edit.site.by_example or all(assign.state in ("w", "b") for assign in site_edit.assigns):
         return

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from torch import fx, nn
@@ -54,6 +55,16 @@ class LayerType:
     def key(self) -> str:
         """Identifies the type, in sites."""
         return f"{self.name}@{self.first}"
+
+    def decides_equally(self, block: nn.Module) -> bool:
+        """Whether the attributes that decide in the trace have the same values in another block."""
+        try:
+            return all(
+                attrgetter(f"{owner}.{name}".lstrip("."))(block) == value
+                for (owner, name), value in self.traced.attribute_guards.items()
+            )
+        except AttributeError:
+            return False
 
     @property
     def is_module(self) -> bool:

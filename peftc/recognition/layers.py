@@ -132,15 +132,10 @@ def _structure_of_blocks(
     """One sample forward, each type of block in it traced; and the sub-layers of each block."""
     seen = observe(model, sample, mode, blocks)
     structure = ModelStructure(model, mode, seen, [])
-    types: dict[str, LayerType | str] = {}
+    types = _types_of_blocks(model, seen, mode)
     members: dict[str, list[tuple[str, LayerType]]] = {}
     others: list[str] = []
-    for name, (key, arguments) in seen.layers.items():
-        if key not in types:
-            calls = seen.calls.items()
-            several = [relative_name(n, name) for n, c in calls if c.output_path and n.startswith(f"{name}.")]
-            types[key] = trace_layer(model.get_submodule(name), arguments, mode, several=several)
-        layer_type = types[key]
+    for name, layer_type in types.items():
         if isinstance(layer_type, str):
             structure.untraced[name] = layer_type
             continue
@@ -155,8 +150,27 @@ def _structure_of_blocks(
             structure.untraced[name] = "it has the parameters of its neighbours, but no sum with its input was found"
     layers = {path: [(name, kind, name) for name, kind in pairs] for path, pairs in members.items()}
     structure.stacks = _stacks(layers, seen)
-    subs = {name: types[key] for name, (key, _) in seen.layers.items()}
-    return structure, {name: [] if isinstance(kind, str) else kind.subs for name, kind in subs.items()}
+    return structure, {name: [] if isinstance(kind, str) else kind.subs for name, kind in types.items()}
+
+
+def _types_of_blocks(model: nn.Module, seen: SampleForward, mode: FakeTensorMode) -> dict[str, LayerType | str]:
+    """The type of each block. Blocks of one key share a trace where they have equal values of the
+    attributes that decide in it.
+    """
+    traced: dict[str, list[LayerType | str]] = {}
+    arguments_of: dict[str, dict[str, Any]] = {}
+    types: dict[str, LayerType | str] = {}
+    for name, (key, arguments) in seen.layers.items():
+        block, known = model.get_submodule(name), traced.setdefault(key, [])
+        arguments_of.setdefault(key, arguments)  # of the first block; the others have none
+        kind = next((kind for kind in known if isinstance(kind, str) or kind.decides_equally(block)), None)
+        if kind is None:
+            calls = seen.calls.items()
+            several = [relative_name(n, name) for n, c in calls if c.output_path and n.startswith(f"{name}.")]
+            kind = trace_layer(block, arguments_of[key], mode, several=several)
+            known.append(kind)
+        types[name] = kind
+    return types
 
 
 def _parameter_shapes(model: nn.Module, layer: str) -> dict[str, tuple[int, ...]]:

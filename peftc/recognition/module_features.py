@@ -20,12 +20,12 @@ from peftc.dataflow.features import CHANNELS_FIRST
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_tensor, parts, shape
 from peftc.forms.shapes import Tokens, Vector, Weight
+from peftc.modules.torch_attributes import ATTRIBUTES
 from peftc.observation.sample_forward import ModuleCall
 from peftc.tracing.module_calls import forward_signature
 from peftc.tracing.region_trace import ModuleCall as TracedCall
 from peftc.tracing.tracer import approximate_trace
 
-_TABLES = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -83,7 +83,7 @@ def _contents(module: nn.Module) -> object:
             contents += [(key, None if t is None else (t.shape, t.dtype)) for key, t in value.items()]
         elif isinstance(value, _PLAIN):
             contents.append((name, type(value), value))
-        elif value or name not in _TABLES:  # such as a configuration, or children: the same object
+        elif name not in ATTRIBUTES or value:  # such as a configuration, or children: the same object
             contents.append((name, id(value)))
     return tuple(contents)
 
@@ -91,10 +91,15 @@ def _contents(module: nn.Module) -> object:
 def _multiplies_transposed(module: nn.Module, weight: FakeTensor, d_in: int) -> bool:
     """Whether code multiplies `d_in` features by a weight as it is stored."""
     _, *names = forward_signature(module).parameters
-    try:
-        with weight.fake_mode:
-            graph = approximate_trace(module, dict.fromkeys(names[:1], weight.new_empty(1, 1, d_in))).graph
-    except Exception:  # of a model's own code
+    graph = None
+    for sizes in ((1, 1), (1,), (1, 1, 1)):  # tokens, rows of tokens, an image
+        try:
+            with weight.fake_mode:
+                graph = approximate_trace(module, dict.fromkeys(names[:1], weight.new_empty(*sizes, d_in))).graph
+            break
+        except Exception:  # of a model's own code
+            continue
+    if graph is None:
         return False
     products = filter(None, map(LayerGraph(graph, module).product, graph.nodes))
     layouts = (product.weight.layout for product in products if product.weight.parameter == "weight")
@@ -197,8 +202,8 @@ def boundary_states(
         if place is not None:
             nested = [call.arguments if name == "x" else call.result for call in calls]
             tensors = [(path, part) for value in nested for path, part in parts(value) if is_tensor(part)]
-            paths = [path for path, part in tensors if part is values[name]]  # none of a parameter
-            path = (*paths, *(path for path, _ in tensors))[0]
+            paths = [path for path, part in tensors if part is values[name]]  # empty if it is a parameter
+            path = next(iter((*paths, *(path for path, _ in tensors))), ())
             result[name] = replace(states[name], activation=replace(place, node=boundary, key_path=path))
     return result
 

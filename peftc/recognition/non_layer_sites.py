@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from peftc.addressing.module_list import ModuleList
+from peftc.addressing.module_infos import ModuleInfos
 from peftc.addressing.sites import (
     INPUT,
     OUTPUT,
@@ -198,7 +198,7 @@ def heads(structure: ModelStructure) -> Iterator[Site]:
         yield _module_site(name, (("head", None),), structure)
 
 
-def module_infos(structure: ModelStructure) -> ModuleList:
+def module_infos(structure: ModelStructure) -> ModuleInfos:
     """Every module with its own parameters; one that is used under several names once for each."""
     calls, shared = structure.seen.calls, {name for group in structure.shared for name in group}
     first = {name for name, _ in named_modules(structure.model)}
@@ -230,7 +230,7 @@ def module_infos(structure: ModelStructure) -> ModuleList:
         )
 
     infos = (info(name, module) for name, module in modules.items() if name in first or name in shared)
-    return ModuleList.of(infos, {name for stack in structure.stacks for name in stack.modules})
+    return ModuleInfos.of(infos, {name for stack in structure.stacks for name in stack.modules})
 
 
 def untraced_modules(structure: ModelStructure) -> tuple[UntracedModule, ...]:

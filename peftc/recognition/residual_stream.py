@@ -239,3 +239,9 @@ def _factors(product: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
         return []
     one, other = product.args
     return [(one, other), (other, one)] if isinstance(one, fx.Node) and isinstance(other, fx.Node) else []
+
+
+def operands_of_sum(add: fx.Node) -> list[fx.Node]:
+    """The terms of a sum, or the ends of an interpolation; not the factors of these."""
+    # Seen in: no transformers model, but nViT (`x.lerp(h, a)`)
+    return [a for a in add.args[:2] if isinstance(a, fx.Node)]

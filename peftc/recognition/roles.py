@@ -27,7 +27,14 @@ from peftc.recognition.ffn import Projection, convolutions, input_projections, l
 from peftc.recognition.moe.lists import Experts, Network
 from peftc.recognition.moe.routers import Router
 from peftc.recognition.norms import NormFinder, is_of_scores
-from peftc.recognition.residual_stream import Stream, has_several_streams, other_streams, stream_input, sublayer_output
+from peftc.recognition.residual_stream import (
+    Stream,
+    has_several_streams,
+    operands_of_sum,
+    other_streams,
+    stream_input,
+    sublayer_output,
+)
 from peftc.recognition.token_mixing import (
     are_alike,
     calls_kernel,
@@ -159,7 +166,7 @@ class _Finder:
         """
         # Seen in: Hiera, Inkling 2; the strided blocks of MaxViT
         for add in self.sums:
-            operands = [a for a in _operands(add) if shape(a) == shape(add)]
+            operands = [a for a in operands_of_sum(add) if shape(a) == shape(add)]
             for start, other in itertools.permutations(operands, 2):
                 if self._attends(other) and not self._attends(start) and self.is_computed(start):
                     is_new = reaches(start, other)
@@ -168,10 +175,10 @@ class _Finder:
                     finder = _Finder(self.layer, self.stream.starting_at(start if is_new else first), self.attentions)
                     finder.stream.values += [] if is_new else [start]
                     return finder, finder.along_stream()
-        pairs = (pair for add in reversed(self.sums) for pair in itertools.permutations(_operands(add), 2))
+        pairs = (pair for add in reversed(self.sums) for pair in itertools.permutations(operands_of_sum(add), 2))
         ends = [start for start, other in pairs if is_tensor(start) and self._attends(start) and reaches(start, other)]
         ends = list(map(self.layer.without_norms, ends))
-        results = [h for h in ends if not self._is_residual(h)]
+        results = (h for h in ends if not self._is_residual(h))
         if (h := min(results, key=self._attends, default=None)) is None:
             return self._of_other_argument(ends)
         sub = self.sub_layer(h, first, h)
@@ -181,14 +188,14 @@ class _Finder:
     def _of_other_argument(self, sums: list[fx.Node]) -> tuple["_Finder", list[SubLayer]] | None:
         """The stream of the argument to which a layer adds its attention, and its sub-layers."""
         # Seen in: no transformers model, but CaiT, whose class token is the second argument
-        operands = (a for add in sums for a in _operands(add) if a.op == "placeholder" and is_tensor(a))
-        if (start := next(operands, None)) is None:
-            return None
-        finder = _Finder(self.layer, self.stream.starting_at(start), self.attentions)
-        return finder, finder.along_stream()
+        starts = [a for add in sums for a in operands_of_sum(add) if a.op == "placeholder" and is_tensor(a)]
+        finder = _Finder(self.layer, self.stream.starting_at(starts[0]), self.attentions) if starts else None
+        return finder and (finder, finder.along_stream())
 
     def _is_residual(self, node: fx.Node) -> bool:
-        return self.layer.op(node) is Op.ADD and not all(map(self._attends, _operands(node)))
+        """Whether a sum adds an attention to what it does not compute."""
+        rest = [n for n in operands_of_sum(node) if not self._attends(n)] if self.layer.op(node) is Op.ADD else []
+        return any(not reads_projections(n, self.attentions, self.layer) for n in rest)
 
     def _attends(self, node: fx.Node) -> int:
         """The number of attentions that a value is computed with, from the stream."""
@@ -197,7 +204,7 @@ class _Finder:
 
     def added_by(self, add: fx.Node) -> list[SubLayer]:
         """The sub-layers that a sum adds to the stream: none, one, or two (parallel or serial)."""
-        operands = [a for a in _operands(add) if is_tensor(a)]
+        operands = [a for a in operands_of_sum(add) if is_tensor(a)]
         for res, h in itertools.permutations(operands, 2) if len(operands) == 2 else ():
             self.join_stream(res, h)
             if not self.stream.holds(res) or self.stream.holds(h) or self.mixes_streams(h) or not self.is_computed(h):
@@ -249,7 +256,7 @@ class _Finder:
         call, sums = sub.attention.call, [n for n in self.sums if n in sub.body]
         subs: list[SubLayer] = []
         for add in sums:
-            operands = [a for a in _operands(add) if shape(a) == shape(add)]
+            operands = [a for a in operands_of_sum(add) if shape(a) == shape(add)]
             start = [a for a in operands if not reaches(call, a)]
             if len(operands) == 2 and len(start) == 1:
                 stream = Stream(start[0], self.layer, self.stream.opaque)
@@ -265,7 +272,7 @@ class _Finder:
     def continues_stream(self, add: fx.Node) -> bool:
         """Whether a sum is the stream plus itself, a mixture of copies, or what needs no stream."""
         # Seen in: Gemma 3n, MRA
-        operands = _operands(add)
+        operands = operands_of_sum(add)
         others = [a for a in operands if not self.stream.holds(a)]
         carried = (self.mixes_streams(other) or not self.stream.reaches(other) for other in others)
         return len(operands) == 2 > len(others) and all(carried)
@@ -291,7 +298,7 @@ class _Finder:
         """
         # Seen in: CodeGen, Falcon, GPT-NeoX, GPT-J, Phi
         total = self.layer.stripped(h)
-        operands = _operands(total) if self.layer.op(total) is Op.ADD else []
+        operands = operands_of_sum(total) if self.layer.op(total) is Op.ADD else []
         if len(operands) == 2 and all(map(self.is_computed, operands)):
             bodies = [self.stream.body(o) for o in operands]
             attends = [any(a.call in body for a in self.attentions) for body in bodies]
@@ -336,12 +343,13 @@ class _Finder:
 
 def _side_streams(main: _Finder, first: fx.Node) -> list[Stream]:
     """The other streams of a layer, such as that of a text beside an image's: arguments that the
-    layer returns with what it has added to them. `first`: the argument of the main stream.
+    layer returns with what it has added to them. `first`: the layer's first hidden state.
     """
     # Seen in: Pegasus-X; Flux and Stable Diffusion 3
     layer, streams = main.layer, list[Stream]()
     results = [n for n in nodes_in(output_of(layer.graph).args) if not main.stream.holds(n)]
-    for start in other_streams(layer.graph, first) if results else ():
+    starts = other_streams(layer.graph, first) if results else ()
+    for start in (n for n in starts if not main.stream.holds(n)):
         finder = _Finder(layer, Stream(start, layer, main.stream.opaque), main.attentions)
         subs = finder.along_stream()
         if subs and any(finder.stream.holds(node) for node in results):
@@ -349,22 +357,16 @@ def _side_streams(main: _Finder, first: fx.Node) -> list[Stream]:
     return streams
 
 
-def _operands(add: fx.Node) -> list[fx.Node]:
-    """The terms of a sum, or the ends of an interpolation; not the factors of these."""
-    # Seen in: no transformers model, but nViT (`x.lerp(h, a)`)
-    return [a for a in add.args[:2] if isinstance(a, fx.Node)]
-
-
 def _set_attention_roles(sub: SubLayer, stream: Stream, earlier: Collection[fx.Node] = ()) -> None:
     """`earlier`: Linears of sub-layers before, whose results may be mixed with those of this."""
     # Seen in: no transformers model, but values that are added to those of the first layer
     sub.kind, sub.variant, layer = "attn", "self", stream.layer
     attention, *_ = attended = without_sorting(sub.attentions, layer)
-    ends = {a.call for a in sub.attentions if a not in attended}
+    ends, sub.attentions = {a.call for a in sub.attentions if a not in attended}, attended
     sub.projections = attention_projections(attended, sub.body - {*earlier}, ends, stream)
     own = {n for n in sub.body if n not in earlier and stream.is_own(n)}
-    beside = heads_beside(sub.attentions, sub.projections, layer)
-    sub.heads = beside or joined_beside(sub.attentions, sub.projections, layer, own)
+    roles = sub.attentions, sub.projections, layer
+    sub.heads = heads_beside(*roles) or joined_beside(*roles, own)
     out = layer.consumer_linear(attention.out, sub.body)
     if out is not None and attention.out in sub.body:
         sub.projections["o"] = Projection(out)

@@ -16,7 +16,7 @@ from peftc.addressing.sites import FeatureDims
 from peftc.dataflow.features import dims_of_readers, features_dim, move_numbers
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import example, first_input, shape
-from peftc.dataflow.operations import Op, name_of
+from peftc.dataflow.operations import Op, dim_of, name_of
 from peftc.dataflow.values import value_operands
 from peftc.observation.sample_forward import first_tensor
 from peftc.recognition.attention.patterns import is_scores
@@ -191,7 +191,7 @@ def _features_dims(node: fx.Node, stream: Stream) -> set[int]:
     layer, sizes = stream.layer, shape(node)
     sums = [n for n in layer.graph.nodes if len(sizes) == 3 and layer.op(n) is Op.ADD and shape(n) == sizes]
     dims = dims_of_readers([*stream.values, *sums], layer) if len(sizes) == 3 else set[int]()
-    return dims if len(dims) > 1 else {features_dim(node, layer)}
+    return dims if len(dims) > 1 else {features_dim(node, layer)}  # only a disagreement counts
 
 
 def _is_mixture(node: fx.Node, values: list[Any], layer: LayerGraph) -> bool:
@@ -201,7 +201,7 @@ def _is_mixture(node: fx.Node, values: list[Any], layer: LayerGraph) -> bool:
     numbers = [v for v in values if isinstance(v, torch.Tensor) and v.ndim]
     op = layer.op(node)
     if op in (Op.SUM, Op.SOFTMAX) and numbers:
-        dims = getattr(layer.module(node), "dim", node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None))
+        dims = getattr(layer.module(node), "dim", dim_of(node))
         dims = [dims] if isinstance(dims, int) else dims or ()  # one number of all tokens is a scale
         return any(isinstance(d, int) and _varies(numbers[0], d) for d in dims)  # pyright: ignore
     if op is Op.MATMUL and len(values) == 2 and len(numbers) == 1 and node.target is not torch.einsum:

@@ -54,7 +54,7 @@ def regions_of(site_edits: Iterable[ir.SiteEdit], structure: ModelStructure) -> 
             regions.append(module_region(edits, module, structure.model))
     regions = merge_by_module(regions, structure)
     check_shared_modules(regions, structure)
-    check_repeated_calls(regions)
+    check_calls_of_regions(regions)
     check_order(site_edits)
     check_parameter_reads(regions, structure)
     return disable_fast_paths(regions, structure.model, structure.shared)
@@ -89,7 +89,7 @@ def layers_of(structure: ModelStructure) -> set[str]:
     return {layer for stack in structure.stacks for layer in stack.modules}
 
 
-def check_repeated_calls(regions: list[Region]) -> None:
+def check_calls_of_regions(regions: list[Region]) -> None:
     """Raises: P216 for an edited module whose code another region enters, call by call."""
     for outer in (region for region in regions if any(region.inline)):
         entered = {f"{outer.module}.{name}".lstrip(".") for name in outer.inline if name}

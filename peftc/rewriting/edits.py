@@ -13,6 +13,7 @@ from torch import nn
 from peftc.addressing.sites import FeatureDims, Kernel, Slice, WeightRef
 from peftc.diagnostics.diagnostic import printable
 from peftc.forms.shapes import Scalar
+from peftc.modules.torch_attributes import TABLES
 from peftc.planning import ir
 from peftc.rewriting.anchors import Anchor
 from peftc.syntax.printer import print_statement
@@ -223,11 +224,10 @@ class Container(nn.Module):
         super().__delattr__(name)
 
 
-_TABLES = {name: type(value) for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)}
 _MEMBERS = ("_parameters", "_buffers", "_modules")
-_PLAIN_ATTRIBUTES = {name: value for name, value in vars(nn.Module()).items() if name not in _TABLES}
-for _name in _TABLES.keys() - {*_MEMBERS}:
-    setattr(Container, _name, _Table(_name, _TABLES[_name]))
+_PLAIN_ATTRIBUTES = {name: value for name, value in vars(nn.Module()).items() if name not in TABLES}
+for _name in TABLES.keys() - {*_MEMBERS}:
+    setattr(Container, _name, _Table(_name, TABLES[_name]))
 
 
 def empty_container() -> Container:
@@ -236,7 +236,7 @@ def empty_container() -> Container:
     attributes = vars(container)
     attributes.update(_PLAIN_ATTRIBUTES)
     for name in _MEMBERS:
-        attributes[name] = _TABLES[name]()
+        attributes[name] = TABLES[name]()
     return container
 
 

@@ -16,7 +16,7 @@ from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy, fake_mode
 from peftc.models.media import run_on_sample, tower_calls
 from peftc.models.samples import further_samples
-from peftc.observation.sample_forward import skip_repeated, structure_key
+from peftc.observation.sample_forward import skip_repeated
 from peftc.recognition.layer_candidates import repeated_blocks
 from peftc.specialization.generated_class import specializing_both_modes
 
@@ -71,18 +71,11 @@ def run(fake: nn.Module, call: Callable[[], Any], reached: set[str], training: b
     names = {id(m): n for n, m in fake.named_modules()}
     layers = [fake.get_submodule(n) for n in repeated_blocks(fake)]
     modes = specializing_both_modes() if training else contextlib.nullcontext()
-    skipped = skip_repeated(fake, layers, code_key)
+    skipped = skip_repeated(fake, layers)
     with contextlib.ExitStack() as hooks, fake_mode(fake), fake_data_answers(), torch.no_grad(), modes, skipped:
         for layer in layers:
             hooks.callback(layer.register_forward_hook(lambda m, a, o: reached.add(names[id(m)])).remove)
         return call()
-
-
-def code_key(layer: nn.Module) -> str:
-    """Equal for layers with the same generated code: structure, edits and options agree."""
-    classes = ",".join(str(id(type(m))) for m in layer.modules())
-    options = [(n, v) for m in layer.modules() for n, v in vars(m).items() if v is None or isinstance(v, str | bool)]
-    return f"{structure_key(layer)} {classes} {options}"
 
 
 def ordinary_calls(fake: nn.Module, inputs: dict[str, Any], out: Any) -> Iterator[dict[str, Any]]:

@@ -4,14 +4,17 @@ A Sequential, or code that unpacks `self._modules.values()`, would run the conta
 PyTorch and peftc see all children: to move, to save and to list them.
 """
 
+import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
 from peftc.rewriting.edits import CONTAINER, own_children, own_length
+from peftc.rewriting.legality.bypasses import names_in, names_of
 from peftc.tracing.tracer_base import is_called_by_library
 
 _READERS = frozenset({"_modules", "children", "named_children"})
@@ -21,7 +24,7 @@ def child_members(base: type[nn.Module]) -> dict[str, Any]:
     """The members of a generated class that leave out the container."""
     members: dict[str, Any] = {}
     if issubclass(base, (nn.Sequential, nn.ModuleList)):
-        members |= {"__iter__": own_children, "__len__": own_length}
+        members |= {"__iter__": own_children, "__len__": own_length, "__getitem__": _getitem_of(base)}
     if issubclass(base, nn.ModuleDict):
         members |= {name: _of_own_modules(name) for name in ("__iter__", "__len__", "keys", "items", "values")}
     if _reads_children(base):
@@ -33,8 +36,46 @@ def child_members(base: type[nn.Module]) -> dict[str, Any]:
     return members
 
 
-def _own_modules(module: Any) -> dict[str, nn.Module]:
-    return {name: child for name, child in vars(module)["_modules"].items() if name != CONTAINER}
+class _OwnModules(dict[str, Any]):
+    """The children of a module without the container; what code writes reaches the module."""
+
+    def __init__(self, modules: dict[str, Any]) -> None:
+        super().__init__((name, child) for name, child in modules.items() if name != CONTAINER)
+        self.modules = modules
+
+    def __setitem__(self, name: str, child: Any) -> None:
+        super().__setitem__(name, child)
+        self.modules[name] = child
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        del self.modules[name]
+
+    def pop(self, name: str, *default: Any) -> Any:
+        if name in self:
+            self.modules.pop(name)
+        return super().pop(name, *default)
+
+    def update(self, *others: Any, **more: Any) -> None:
+        for name, child in dict(*others, **more).items():
+            self[name] = child
+
+
+def _own_modules(module: Any) -> _OwnModules:
+    return _OwnModules(vars(module)["_modules"])
+
+
+def _getitem_of(base: type[nn.Module]) -> Callable[[Any, Any], Any]:
+    """The items of a list without the container; PyTorch takes slices of all children."""
+
+    def item(self: Any, index: Any) -> Any:
+        plain: Any = base
+        if not isinstance(index, slice) or not plain.__getitem__.__module__.startswith("torch."):
+            return plain.__getitem__(self, index)
+        children = list(_own_modules(self).items())[index]
+        return base(OrderedDict(children)) if issubclass(base, nn.Sequential) else base(child for _, child in children)
+
+    return item
 
 
 def _of_own_modules(name: str) -> Callable[[Any], Any]:
@@ -47,15 +88,12 @@ def _of_own_modules(name: str) -> Callable[[Any], Any]:
 def _reads_children(base: type[nn.Module]) -> bool:
     """Whether code of a class that is not PyTorch's reads the children of a module."""
     own = [cls for cls in base.__mro__ if not cls.__module__.startswith("torch.")]
-    functions = [value for cls in own for name, value in vars(cls).items() if name != "__init__"]
-    return any(isinstance(f, FunctionType) and not _READERS.isdisjoint(_names(f.__code__)) for f in functions)
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
+    members = [value for cls in own for name, value in vars(cls).items() if name != "__init__"]
+    functions = [getattr(value, "fget", None) or getattr(value, "__func__", value) for value in members]
+    plain = [inspect.unwrap(f) for f in functions if isinstance(f, FunctionType)]
+    read = {name for function in plain for name in names_in(function.__code__)}
+    forward = inspect.unwrap(base.forward)
+    return not _READERS.isdisjoint(read | (names_of([forward], base) if isinstance(forward, FunctionType) else set()))
 
 
 def _is_for_library() -> bool:

@@ -34,6 +34,7 @@ _NESTING = {
     **dict.fromkeys(("EQUAL", "PLUS_EQUAL", "STAR_EQUAL", "AT", "LBRACE", "RBRACE", "LET", "EXPECT"), _BOUNDARY),
 }
 _FEW_BRACKETS, _FEW_OPERATORS = 30, 40
+_LONG = 100_000  # characters
 # What nests as "+", and the words at which no bracket of a text without errors is open as "\n".
 _NESTING_MARKS = {
     **{terminal: "+" for terminal, kind in _NESTING.items() if kind > 0},
@@ -41,7 +42,6 @@ _NESTING_MARKS = {
 }
 
 
-@paused_gc()
 def parse_text(text: str, path: str = "<text>") -> ast.Spec:
     """Parses a spec, with spans and comments.
 
@@ -53,10 +53,11 @@ def parse_text(text: str, path: str = "<text>") -> ast.Spec:
         PeftcError: P0xx, all syntax errors of the text.
     """
     source = Source(path, text)
-    phrase, lexemes, errors = _parse(source, "spec")
-    builder = Builder(source, lexemes)
-    spec = builder.spec(phrase)
-    _raise([*errors, *builder.errors], source)
+    with paused_gc(promote=len(text) > _LONG):  # a tree has no cycles
+        phrase, lexemes, errors = _parse(source, "spec")
+        builder = Builder(source, lexemes)
+        spec = builder.spec(phrase)
+        _raise([*errors, *builder.errors], source)
     return spec
 
 

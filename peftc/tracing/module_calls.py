@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from types import FunctionType
 from typing import Any
 
@@ -31,7 +31,7 @@ def bind_arguments(forward: Any, module: nn.Module, args: tuple[Any, ...], kwarg
     return dict(list(bound.arguments.items())[1:])
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _signature(function: Any) -> inspect.Signature:
     return inspect.signature(function)
 
@@ -41,7 +41,8 @@ def with_positional_tensors(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """`linear(x, w)` for `linear(input=x, weight=w)`: readers of a graph find operands by index."""
     rest = dict(kwargs)
-    tensors = {n for n, v in rest.items() if contains_proxy(v) or isinstance(v, torch.Tensor)} - {"dtype", "device"}
+    tensors = {n for n, v in rest.items() if contains_proxy(v) or isinstance(v, torch.Tensor)}
+    tensors -= {"dtype", "device"}  # a proxy there is no operand
     for name in _required_parameters(kind, target)[len(args) :] if tensors else ():
         if name not in tensors:
             break
@@ -52,7 +53,7 @@ def with_positional_tensors(
 @cache
 def _required_parameters(kind: str, target: Any) -> tuple[str, ...]:
     function = getattr(torch.Tensor, target, None) if kind == "call_method" else target
-    if isinstance(function, FunctionType) and not function.__module__.startswith("torch"):
+    if isinstance(function, FunctionType) and not str(function.__module__).startswith("torch"):
         return ()  # the table takes 10 ms to make
     table = get_testing_overrides() if kind in ("call_method", "call_function") else {}
     if not callable(function) or function not in table:

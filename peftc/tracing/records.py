@@ -13,11 +13,16 @@ def is_record(value: Any) -> bool:
 
 @cache
 def _is_record_class(cls: type) -> bool:
-    return dataclasses.is_dataclass(cls) or (issubclass(cls, tuple) and hasattr(cls, "_fields"))
+    return dataclasses.is_dataclass(cls) or _is_named_tuple_class(cls)
+
+
+@cache
+def _is_named_tuple_class(cls: type) -> bool:
+    return issubclass(cls, tuple) and hasattr(cls, "_fields")
 
 
 def is_named_tuple(value: Any) -> bool:
-    return issubclass(type(value), tuple) and hasattr(type(value), "_fields")
+    return _is_named_tuple_class(type(value))
 
 
 def contents(record: Any) -> dict[str, Any]:

@@ -188,3 +188,11 @@ def test_tensors_of_two_devices_are_refused_as_pytorch_does() -> None:
     x, y = as_fake(torch.ones(2, device="meta"), mode), as_fake(torch.ones(2), mode, device=torch.device("cuda:0"))
     with mode, pytest.raises(RuntimeError, match="device"):
         x + y
+
+
+def test_results_are_on_the_device_of_their_arguments() -> None:
+    mode = ShapeMode()
+    x = as_fake(torch.empty(2, 3, device="meta"), mode, device=torch.device("cuda:0"))
+    with mode:
+        results = x + x, x.mean(1), x.view(6), x.new_zeros(2)
+    assert {result.device for result in results} == {torch.device("cuda:0")}

@@ -4,6 +4,9 @@ for both; layers of one class that differ in a flag.
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -127,3 +130,26 @@ def test_one_network_for_two_streams_is_edited_for_both() -> None:
         layer.up.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
         layer.down.register_forward_hook(lambda _, args, h, seen=seen, w=weight: h + seen[-1] @ w.T)
     torch.testing.assert_close(edited, model(**inputs))
+
+
+class Option(nn.Module):
+    """One class, two codes: the sub-layers are beside each other, or in a row."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.option, self.attention = value, Attention()
+        self.up, self.down = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.attention(x, x, x)
+        if self.option:
+            return x + h + self.down(self.up(x).relu())
+        x = x + h
+        return x + self.down(self.up(x).relu())
+
+
+@pytest.mark.parametrize("values", [(True, False), (1, 0), ("beside", ""), ("", None)])
+def test_layers_of_one_class_with_other_options_are_traced_each(values: tuple[Any, Any]) -> None:
+    table = peftc.sites(nn.Sequential(*map(Option, values)), sample={"input": torch.randn(2, 3, D)})
+    read = [site.states["x"].activation for site in table.sites if site.path.endswith("ffn.up")]
+    assert [place and place.node for place in read] == ["x", "add"]

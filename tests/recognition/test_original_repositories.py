@@ -193,7 +193,21 @@ class InList(nn.ModuleList):
     def forward(self, x: Tensor) -> Tensor:
         for child in self:
             x = child(x)
+        for child in self[-1:]:
+            x = child(x)
         return self[-1](x)
+
+
+class InProperty(nn.Sequential):
+    @property
+    def members(self) -> list[nn.Module]:
+        return list(self._modules.values())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for child in (*self.members, *self[:1]):
+            x = child(x)
+        self._modules["other"] = self._modules.pop("other", nn.Identity())  # reaches the module
+        return self.other(x)
 
 
 class InDict(nn.ModuleDict):
@@ -205,15 +219,17 @@ class InDict(nn.ModuleDict):
 
 def test_modules_that_list_their_children_do_not_see_edits() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(ByName(), InList([nn.Linear(D, D)]), InDict({"a": nn.Linear(D, D)}))
+    own = InProperty(nn.Linear(D, D))
+    model = nn.Sequential(ByName(), InList([nn.Linear(D, D)]), InDict({"a": nn.Linear(D, D)}), own)
     x = torch.randn(2, 3, D)
     base = model(x)
-    spec = 'peft 1  edit e at "0" | "1" | "2" { h += adapter(h, r=2, init=lora) }'
+    spec = 'peft 1  edit e at "0" | "1" | "2" | "3" { h += adapter(h, r=2, init=lora) }'
     peftc.compile(spec, model, seed=0, sample={"input": x})
     assert torch.equal(model(x), base)
     names = [name for name, _ in model.named_modules()]
-    assert {"0.peftc", "1.peftc", "2.peftc"} <= {*names}
-    assert len(peftc.parameters(model)) == 12
+    assert {"0.peftc", "1.peftc", "2.peftc", "3.peftc"} <= {*names}
+    assert len(peftc.parameters(model)) == 16
+    assert isinstance(own.other, nn.Identity)
     assert all(p.dtype == torch.float64 for p in model.double().parameters())
 
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from peftc.addressing.module_list import used_ties
+from peftc.addressing.module_infos import used_ties
 from peftc.addressing.parameter_ranges import EntryChoice, Parameters, RowRange
 from peftc.addressing.site_list import site_list
 from peftc.addressing.sites import SiteTable, Slice, WeightRef

@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import accumulate
 from math import prod
 
-from peftc.addressing.module_list import used_ties
+from peftc.addressing.module_infos import used_ties
 from peftc.addressing.parameter_ranges import Parameters
 from peftc.addressing.paths import BRANCHES, stack_steps
 from peftc.addressing.site_list import Place, SiteList, site_list

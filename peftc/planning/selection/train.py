@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from peftc.addressing.module_list import used_ties
+from peftc.addressing.module_infos import used_ties
 from peftc.addressing.parameter_ranges import Parameters, RowRange, numel
 from peftc.addressing.sites import Site, SiteTable, State, parameter_name
 from peftc.diagnostics import Diagnostic, PeftcError

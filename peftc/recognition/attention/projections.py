@@ -64,14 +64,14 @@ def outermost(attentions: list[Attention], layer: LayerGraph) -> list[Attention]
 
 
 def without_sorting(attentions: list[Attention], layer: LayerGraph) -> list[Attention]:
-    """The attentions whose results are no keys of another one: those sort, and do not attend."""
+    """The attentions that do not compute keys of another one: such an attention sorts tokens."""
     # Seen in: no transformers model, but Sinkhorn attention, whose `v` would be its keys without it
     keys = {n for a in attentions for n in upstream(a.k, layer.is_linear)}
     return [a for a in attentions if a.out not in keys] or attentions
 
 
 def without_rows_of_keys(projections: dict[str, Projection], attention: Attention, layer: LayerGraph) -> None:
-    """Takes the rows of the keys from values of which some tokens are computed by them."""
+    """Removes the keys' rows from those of the values, where keys are joined to the values."""
     # Seen in: no transformers model, but Sinkhorn attention: sorted keys are beside its values
     keys, values = projections.get("k"), projections.get("v")
     if keys is None or values is None or keys.node is not values.node:

@@ -8,7 +8,7 @@ from torch import fx, nn
 from peftc.dataflow.features import source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import first_input
-from peftc.observation.sample_forward import structure_key
+from peftc.observation.layer_keys import structure_key
 from peftc.recognition.ffn import Projection, input_projections
 from peftc.recognition.moe.matrices import StackedExperts
 
@@ -90,7 +90,7 @@ def _experts_like(network: Network, module: str, root: nn.Module) -> ExpertModul
 
 
 def _list_element(network: Network, root: nn.Module) -> str | None:
-    """The list element that contains all of a network."""
+    """The module that contains all of a network, and that has equal ones beside it."""
     names = list(network.values())
     parts = names[0].split(".")
     for end in range(1, len(parts)):

@@ -8,7 +8,7 @@ from torch import nn
 from peftc.addressing.sites import UnplacedModule
 from peftc.dataflow.nodes import module_path
 from peftc.dataflow.operations import Op
-from peftc.observation.sample_forward import structure_key
+from peftc.observation.layer_keys import structure_key
 from peftc.recognition.layer_candidates import LISTS
 from peftc.recognition.layer_types import LayerType
 from peftc.recognition.layers import ModelStructure

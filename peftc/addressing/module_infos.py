@@ -10,7 +10,7 @@ from typing import overload
 from peftc.addressing.renaming import with_changes
 from peftc.addressing.sites import ModuleInfo, SiteTable
 
-_LIST = "_module_list"  # where a table of plain modules keeps them
+_LIST = "_module_infos"  # where a table of plain modules keeps them
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,16 @@ class ModuleBlock:
         return with_changes(module, name=f"{self.layer}.{module.name}".strip(".")) if self.layer else module
 
 
-class ModuleList(Sequence[ModuleInfo]):
+class ModuleInfos(Sequence[ModuleInfo]):
     """All modules in model order. Iterating makes them; `find` makes one."""
 
     def __init__(self, blocks: Iterable[ModuleBlock]) -> None:
         self.blocks = tuple(blocks)
 
     @classmethod
-    def of(cls, modules: Iterable[ModuleInfo], layers: Collection[str] = ()) -> ModuleList:
+    def of(cls, modules: Iterable[ModuleInfo], layers: Collection[str] = ()) -> ModuleInfos:
         """Modules with the names that they have; layers with equal modules have one template."""
-        if isinstance(modules, ModuleList):
+        if isinstance(modules, ModuleInfos):
             return modules
         runs: list[tuple[str, list[ModuleInfo]]] = []
         layer = ""
@@ -108,9 +108,9 @@ class ModuleList(Sequence[ModuleInfo]):
         return self._all[index]
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, ModuleList) and other.blocks == self.blocks:
+        if isinstance(other, ModuleInfos) and other.blocks == self.blocks:
             return True
-        return isinstance(other, ModuleList | tuple) and tuple(self) == tuple(other)
+        return isinstance(other, ModuleInfos | tuple) and tuple(self) == tuple(other)
 
     __hash__ = None  # type: ignore[assignment]  # as that of `SiteList`
 
@@ -118,12 +118,12 @@ class ModuleList(Sequence[ModuleInfo]):
         return repr(tuple(self))
 
 
-def module_list(table: SiteTable) -> ModuleList:
+def infos_of(table: SiteTable) -> ModuleInfos:
     """The modules of a table, by kinds of layers where these are known."""
-    if isinstance(table.modules, ModuleList):
+    if isinstance(table.modules, ModuleInfos):
         return table.modules
     if (modules := vars(table).get(_LIST)) is None:
-        modules = vars(table)[_LIST] = ModuleList.of(table.modules)
+        modules = vars(table)[_LIST] = ModuleInfos.of(table.modules)
     return modules
 
 
@@ -134,7 +134,7 @@ def used_ties(table: SiteTable) -> list[list[str]]:
     stacks), to modules around the called one (a head whose `bias` is that of its Linear), and to
     other names of a whole layer, or of what holds it (Enformer's `_trunk` and `transformer`).
     """
-    modules = module_list(table)
+    modules = infos_of(table)
 
     def is_read(name: str, group: Iterable[str]) -> bool:
         module = name.rpartition(".")[0]

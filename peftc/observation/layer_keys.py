@@ -1,0 +1,44 @@
+"""What tells layers apart whose calls may share a result, or a trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from peftc.modules.torch_attributes import ATTRIBUTES
+
+_OPTIONS = frozenset({bool, str, type(None)})
+_NO_OPTIONS = ATTRIBUTES | {"_is_hf_initialized"}
+
+
+def structure_key(module: nn.Module) -> str:
+    """Equal for two modules exactly if their class trees, parameter shapes and options are. Options
+    are flags, strings and None: code branches on them. Numbers are none, as most layers have one of
+    their own: a trace knows which ones decide (`RegionTrace.attribute_guards`).
+    """
+    # Seen in: SAM, whose first decoder layer has no residual
+    parts: list[str] = []
+    for name, child in module.named_modules():
+        attributes = vars(child)
+        shapes = ",".join([f"{n}{tuple(p.shape)}" for n, p in attributes["_parameters"].items() if p is not None])
+        options = [(n, v) for n, v in attributes.items() if type(v) in _OPTIONS and n not in _NO_OPTIONS]
+        text = f"[{shapes}]{options or ''}"
+        parts.append(f"{name}:{type(child).__qualname__}@{id(type(child))}{text}")  # one name, two classes
+    return ";".join(parts)
+
+
+def arguments_key(value: Any, exact: bool = False) -> str:
+    """What Python code can see of arguments without the values of tensors. `exact`: with shapes,
+    dtypes and the identity of objects; else ranks and classes.
+    """
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {value.dtype} {value.requires_grad}" if exact else f"{value.ndim}d"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}={arguments_key(v, exact)}" for k, v in value.items()) + "}"
+    if isinstance(value, (tuple, list)):
+        return "(" + ",".join(arguments_key(v, exact) for v in value) + ")"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    return f"{type(value).__name__}@{id(value)}" if exact else type(value).__name__
