@@ -148,7 +148,7 @@ class Option(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
-@pytest.mark.parametrize("values", [(True, False), (1, 0), ("beside", ""), ("", None)])
+@pytest.mark.parametrize("values", [(True, False), (1, 0), ("beside", ""), ("beside", None)])
 def test_layers_of_one_class_with_other_options_are_traced_each(values: tuple[Any, Any]) -> None:
     table = peftc.sites(nn.Sequential(*map(Option, values)), sample={"input": torch.randn(2, 3, D)})
     read = [site.states["x"].activation for site in table.sites if site.path.endswith("ffn.up")]
