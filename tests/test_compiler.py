@@ -126,7 +126,7 @@ def test_a_post_norm_after_a_view_is_recognised() -> None:
 
 @pytest.mark.parametrize("promote", [True, False])
 def test_objects_of_a_pause_are_old_where_the_caller_says_so(promote: bool) -> None:
-    """Only the caller knows whether what it allocates stays alive: what dies soon has to stay young."""
+    """Only the caller knows whether what it allocates stays alive. What dies soon stays young."""
     gc.unfreeze()  # the tests have frozen what they import
     with paused_gc(promote=promote):
         lists = [[] for _ in range(20_000)]
