@@ -8,17 +8,20 @@ model keeps them: one block each, or interleaved head by head.
 import contextlib
 import inspect
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_map_only
 
 from peftc.addressing.sites import Slice
 from peftc.dataflow.layer_graph import LayerGraph
-from peftc.dataflow.matrices import as_slice, parameter_of
+from peftc.dataflow.matrices import parameter_of
 from peftc.dataflow.nodes import example, first_input, is_tensor, shape
+from peftc.dataflow.numbers import as_slice, distinct, numbered, varies
 from peftc.dataflow.operations import LAYOUT, Op, dim_of, is_in_place, name_of, op_of, rerun
 from peftc.dataflow.values import cache_update, reaches, upstream, value_operands, value_users
 from peftc.fakes.tensors import tensors_in
@@ -103,7 +106,7 @@ def dims_of(value: fx.Node, layer: LayerGraph) -> set[int]:
         moved = numbers.get(value)
         if not isinstance(moved, torch.Tensor):
             return set()
-        return {dim for dim in range(moved.ndim) if bool((moved != moved.narrow(dim, 0, 1)).any())}
+        return {dim for dim in range(moved.ndim) if varies(moved, dim)}
 
 
 def separates(value: fx.Node, dim: int, layer: LayerGraph) -> bool:
@@ -126,7 +129,11 @@ def move_numbers(node: fx.Node, sources: list[fx.Node], numbers: Mapping[fx.Node
     kwargs = fx.map_arg(node.kwargs, lambda n: numbers.get(n, example(n)))
     moved = None
     with contextlib.suppress(RuntimeError, TypeError, IndexError):  # the numbers lack what the operation needs
-        moved = rerun(node, args, kwargs)
+        try:
+            moved = rerun(node, args, kwargs)
+        except RuntimeError:  # a view of tensors that repeat entries
+            contiguous = partial(tree_map_only, torch.Tensor, torch.Tensor.contiguous)
+            moved = rerun(node, contiguous(args), contiguous(kwargs))
     return None if any(isinstance(m, FakeTensor) for m in tensors_in(moved)) else moved
 
 
@@ -170,17 +177,13 @@ def _features_in(
                 return None
             used.append(numbers[source])
     used += [numbers[v] for v in values if isinstance(numbers.get(v), torch.Tensor)]
-    entries = [numbers.reshape(-1) for numbers in used]
+    entries = [distinct(numbers).reshape(-1) for numbers in used]
     return torch.cat(entries).bincount().nonzero()[:, 0] if used else None  # faster than `unique`
 
 
 def _numbers_of(linear: fx.Node, layer: LayerGraph) -> dict[fx.Node, Any]:
     """The numbers of the features of a Linear, in the shape of its result."""
-    sizes, dims = shape(linear), layer.feature_dims(linear)
-    numbers = torch.arange(dims.width(sizes)).view([sizes[dim] for dim in dims.features])
-    for dim in range(len(sizes)):
-        numbers = numbers if dim in dims.features else numbers.unsqueeze(dim)
-    return {linear: numbers.expand(sizes).clone()}
+    return {linear: numbered(shape(linear), layer.feature_dims(linear).features)}
 
 
 def _is_layout(node: fx.Node) -> bool:

@@ -16,6 +16,7 @@ from torch import fx, nn
 from peftc.addressing.sites import FeatureDims, MatrixLayout, Slice
 from peftc.dataflow.einsum import einsum_labels, einsum_operands
 from peftc.dataflow.nodes import example, first_input, is_tensor, shape
+from peftc.dataflow.numbers import as_slice
 from peftc.dataflow.operations import LAYOUT, Op, is_in_place, is_zeros, name_of, op_of, rerun
 from peftc.dataflow.values import upstream, value_users, writes_into
 
@@ -263,21 +264,6 @@ def _offsets(sizes: Sequence[int], strides: Sequence[int], dims: Sequence[int]) 
     for dim in dims:
         offsets = (offsets[:, None] + torch.arange(sizes[dim]) * strides[dim]).flatten()
     return offsets
-
-
-def as_slice(features: torch.Tensor, width: int) -> Slice | None:
-    """Sorted numbers of features as equal blocks at equal distances; None where they are none."""
-    groups = itertools.groupby(enumerate(features.tolist()), lambda item: item[1] - item[0])
-    runs = [[number for _, number in group] for _, group in groups]  # of consecutive numbers
-    strides = {b[0] - a[0] for a, b in itertools.pairwise(runs)}
-    if len(set(map(len, runs))) != 1 or len(strides) > 1:
-        return None
-    start, stop = runs[0][0], runs[0][-1] + 1
-    if not strides:
-        return Slice(start, stop)
-    stride = strides.pop()
-    rows = Slice(start, stop, stride, len(runs))
-    return rows if stride * len(runs) <= width and stop - rows.base(width) <= stride else None
 
 
 def _feature_dims(node: fx.Node, features: list[int]) -> FeatureDims | None:

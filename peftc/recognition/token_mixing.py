@@ -11,11 +11,13 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 from torch.nn.modules.padding import _ConstantPadNd  # pyright: ignore[reportPrivateUsage]
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from peftc.addressing.sites import FeatureDims
 from peftc.dataflow.features import dims_of_readers, features_dim, move_numbers
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import example, first_input, shape
+from peftc.dataflow.numbers import distinct, numbered, varies
 from peftc.dataflow.operations import Op, dim_of, name_of
 from peftc.dataflow.values import value_operands
 from peftc.observation.sample_forward import first_tensor
@@ -95,7 +97,7 @@ def _kernel(module: nn.Module) -> set[int]:
 def _last_token_reaches_first(module: nn.Module, sizes: tuple[int, ...]) -> bool:
     """Whether the result for the first token depends on the last one."""
     # Seen in: FNet, whose mixers would be no sub-layers without it
-    if len(sizes) != 3 or sizes[1] < 2:
+    if len(sizes) != 3 or sizes[1] < 2 or computes_by_entry(module, sizes):
         return False
     before = torch.ones(sizes).cumsum(-1)
     after = before.clone()
@@ -106,8 +108,36 @@ def _last_token_reaches_first(module: nn.Module, sizes: tuple[int, ...]) -> bool
     return False
 
 
+def computes_by_entry(module: nn.Module, sizes: tuple[int, ...]) -> bool:
+    """Whether PyTorch says of all operations in a module's code that they compute entry by entry.
+    No data is read, as of an activation that would take milliseconds over the tokens of an image.
+    """
+    operations = _Operations()
+    x = torch.empty(sizes, device="meta")
+    with torch.no_grad(), contextlib.suppress(Exception), operations:  # it may take more than one tensor
+        return isinstance(module(x), torch.Tensor) and operations.sizes == {tuple(sizes)}
+    return False
+
+
+class _Operations(TorchDispatchMode):
+    """Records the sizes of all results; none of an operation that does not compute by entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = set[tuple[int, ...] | None]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.sizes.add(tuple(result.shape) if torch.Tag.pointwise in func.tags else None)
+        return result
+
+
 def moves_entries(module: nn.Module, sizes: tuple[int, ...]) -> bool:
     """Whether the result of a module is its input in another order, or shape."""
+    if computes_by_entry(module, sizes):
+        return False
     numbers = torch.arange(prod(sizes), dtype=torch.float64).view(sizes)
     with torch.no_grad(), contextlib.suppress(Exception):  # it may take more than one tensor
         moved = module(numbers.clone())
@@ -160,10 +190,7 @@ def _numbered(node: fx.Node, stream: Stream) -> dict[fx.Node, Any]:
     places = [dim for dim in range(1, len(sizes)) if features != {dim}]
     if len(sizes) == 3 and places not in ([1], [1, 2]):
         return {}
-    numbers = torch.arange(prod(sizes[dim] for dim in places)).view([sizes[dim] for dim in places])
-    for dim in range(len(sizes)):
-        numbers = numbers if dim in places else numbers.unsqueeze(dim)
-    return {node: numbers.expand(sizes)}
+    return {node: numbered(sizes, places)}
 
 
 def _after_write(node: fx.Node, numbers: Mapping[fx.Node, Any]) -> torch.Tensor | None:
@@ -208,12 +235,12 @@ def _is_mixture(node: fx.Node, values: list[Any], layer: LayerGraph) -> bool:
         return _varies(numbers[0], -1 if numbers[0] is values[0] else -2)
     if op not in (Op.ADD, Op.SUB, Op.MUL, Op.BLEND):
         return False
-    pairs = [(a, b) for a, b in pairwise(numbers) if _broadcast(a, b)]
+    pairs = [(distinct(a), distinct(b)) for a, b in pairwise(numbers) if _broadcast(a, b)]
     return any(bool(((one != other) & (one >= 0) & (other >= 0)).any()) for one, other in pairs)
 
 
 def _varies(numbers: torch.Tensor, dim: int) -> bool:
-    return -numbers.ndim <= dim < numbers.ndim and bool((numbers != numbers.narrow(dim, 0, 1)).any())
+    return -numbers.ndim <= dim < numbers.ndim and varies(numbers, dim)
 
 
 def _broadcast(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -227,16 +254,15 @@ def _without_features(tokens: torch.Tensor, linear: fx.Node, source: fx.Node, la
     product = layer.product(linear)
     if product is None:
         (dim,) = layer.feature_dims(linear).features
-        first = tokens.narrow(dim, 0, 1)
-        return None if bool((tokens != first).any()) else first
+        return None if varies(tokens, dim) else tokens.narrow(dim, 0, 1)
     if product.x is not source:
         return tokens.new_zeros(())
     features = product.d_in.features
+    if varies(tokens, features):
+        return None
     first = tokens
     for dim in features:
         first = first.narrow(dim, 0, 1)
-    if bool((tokens != first).any()):
-        return None
     left = first.permute(*product.d_in.tokens, *features, *_ones(tokens.ndim, product.d_in))
     left = left.flatten(len(product.d_in.tokens))[..., 0]
     for dim in range(len(shape(linear))):

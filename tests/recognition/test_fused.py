@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import peftc
 from peftc.addressing.sites import Slice
-from peftc.dataflow.features import as_slice
 from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.numbers import as_slice
 from peftc.recognition.roles import sub_layers
 from peftc.tracing.tracer import RegionTracer
 from tests.layers import Layers

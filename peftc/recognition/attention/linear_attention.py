@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from peftc.dataflow.features import dim_before, follow_numbers, source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import shape
+from peftc.dataflow.numbers import numbered, varies
 from peftc.dataflow.operations import Op
 from peftc.dataflow.values import reaches, upstream, value_operands
 from peftc.recognition.attention.patterns import Attention, attentions, is_activation, is_scores, product_labels
@@ -108,8 +109,7 @@ def _is_feature(product: fx.Node, dim: int, layer: LayerGraph) -> bool | None:
     features = own.d_in.features if own is not None else (last,)
     with unset_fake_temporarily():
         sizes = shape(product)
-        start = torch.arange(sizes[dim]).view([-1 if i == dim else 1 for i in range(len(sizes))]).expand(sizes)
-        numbers: dict[fx.Node, Any] = {product: start}
+        numbers: dict[fx.Node, Any] = {product: numbered(sizes, [dim])}
         for node in sorted(n for n in upstream(source, lambda n: n is product) if n is not product):
             sources = [n for n in value_operands(node) if n in numbers]
             if sources and (moved := follow_numbers(node, sources[0], numbers)) is not None:
@@ -117,4 +117,4 @@ def _is_feature(product: fx.Node, dim: int, layer: LayerGraph) -> bool | None:
         moved = numbers.get(source)
         if not isinstance(moved, torch.Tensor) or sizes[dim] < 2:
             return None
-        return any(bool((moved != moved.narrow(d, 0, 1)).any()) for d in features)
+        return any(varies(moved, d) for d in features)
