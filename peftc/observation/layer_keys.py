@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from peftc.modules.torch_attributes import ATTRIBUTES
+from peftc.modules.walk import named_modules
+from peftc.tracing.in_place import disable_function_modes
 
 _OPTIONS = frozenset({bool, str, type(None)})
 _NO_OPTIONS = ATTRIBUTES | {"_is_hf_initialized"}
@@ -20,12 +22,13 @@ def structure_key(module: nn.Module) -> str:
     """
     # Seen in: SAM, whose first decoder layer has no residual
     parts: list[str] = []
-    for name, child in module.named_modules():
-        attributes = vars(child)
-        shapes = ",".join([f"{n}{tuple(p.shape)}" for n, p in attributes["_parameters"].items() if p is not None])
-        options = [(n, v) for n, v in attributes.items() if type(v) in _OPTIONS and n not in _NO_OPTIONS]
-        text = f"[{shapes}]{options or ''}"
-        parts.append(f"{name}:{type(child).__qualname__}@{id(type(child))}{text}")  # one name, two classes
+    with disable_function_modes():
+        for name, child in named_modules(module):
+            attributes = vars(child)
+            shapes = ",".join([f"{n}{tuple(p.shape)}" for n, p in attributes["_parameters"].items() if p is not None])
+            options = [(n, v) for n, v in attributes.items() if type(v) in _OPTIONS and n not in _NO_OPTIONS]
+            text = f"[{shapes}]{options or ''}"
+            parts.append(f"{name}:{type(child).__qualname__}@{id(type(child))}{text}")  # one name, two classes
     return ";".join(parts)
 
 
@@ -33,12 +36,17 @@ def arguments_key(value: Any, exact: bool = False) -> str:
     """What Python code can see of arguments without the values of tensors. `exact`: with shapes,
     dtypes and the identity of objects; else ranks and classes.
     """
+    with disable_function_modes():
+        return _arguments_key(value, exact)
+
+
+def _arguments_key(value: Any, exact: bool) -> str:
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)} {value.dtype} {value.requires_grad}" if exact else f"{value.ndim}d"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{k}={arguments_key(v, exact)}" for k, v in value.items()) + "}"
+        return "{" + ",".join([f"{k}={_arguments_key(v, exact)}" for k, v in value.items()]) + "}"
     if isinstance(value, (tuple, list)):
-        return "(" + ",".join(arguments_key(v, exact) for v in value) + ")"
+        return "(" + ",".join([_arguments_key(v, exact) for v in value]) + ")"
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     return f"{type(value).__name__}@{id(value)}" if exact else type(value).__name__

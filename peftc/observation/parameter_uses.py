@@ -13,6 +13,7 @@ from peftc.dataflow.operations import OF_FIRST, Op, op_named
 from peftc.fakes.tensors import tensors_in
 from peftc.forms.module import has_values
 from peftc.modules.memory import storage_id
+from peftc.modules.walk import all_named_modules, all_named_parameters
 
 _TOKEN_PRODUCTS = frozenset({Op.ATTENTION, Op.SOFTMAX, Op.MATMUL})
 
@@ -31,7 +32,7 @@ class ParameterUses(TorchFunctionMode):
         super().__init__()
         self.running = running
         self.names: dict[int, list[str]] = defaultdict(list)  # of parameters, by storage
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        for name, parameter in all_named_parameters(all_named_modules(model)):
             self.names[storage_id(parameter)].append(name)
         self.readers: dict[int, dict[str, None]] = defaultdict(dict)
         self.closure_reads: dict[int, str] = {}
