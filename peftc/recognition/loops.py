@@ -174,7 +174,11 @@ def may_hold_layers(loop: Loop, model: nn.Module, layers: Mapping[str, Sequence[
     """Whether the iterations of a loop may be layers: what they call are no layers, or each of it
     is one sub-layer that adds to the stream itself. `layers`: modules that are layers.
     """
-    own = [[name for name in layers if any(contains_name(one, name) for one in body)] for body in loop.bodies]
+    inside: dict[str, list[str]] = {}  # the layers in each module, itself perhaps one
+    for name in layers:
+        for end in (*(i for i, c in enumerate(name) if c == "."), len(name)):
+            inside.setdefault(name[:end], []).append(name)
+    own = [{name for one in body for name in inside.get(one, ())} for body in loop.bodies]
     if not any(own):
         return any(sum(p.ndim >= 2 for p in _parameters(body, model)) >= 2 for body in loop.bodies)
     # Seen in: CvT of vit-pytorch, whose lists hold `Residual(attention)` and `Residual(ffn)`
