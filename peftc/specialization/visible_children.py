@@ -30,6 +30,7 @@ def child_members(base: type[nn.Module]) -> dict[str, Any]:
     if _reads_children(base):
         members |= {
             "_modules": property(_visible_modules, _set_modules),
+            CONTAINER: property(_container),
             "children": _children,
             "named_children": _named_children,
         }
@@ -97,10 +98,10 @@ def _reads_children(base: type[nn.Module]) -> bool:
 
 
 def _is_for_library() -> bool:
-    """Whether all children are asked for. Dynamo has no frames to look at: it looks up attributes
-    of generated code, which reads the container.
+    """Whether all children are asked for. Dynamo has no frames to look at, and looks names up where
+    code would: it sees the model's own children, and the container by its property.
     """
-    return torch.compiler.is_compiling() or is_called_by_library(2)
+    return not torch.compiler.is_dynamo_compiling() and is_called_by_library(2)
 
 
 def _visible_modules(self: Any) -> dict[str, nn.Module]:
@@ -109,6 +110,14 @@ def _visible_modules(self: Any) -> dict[str, nn.Module]:
 
 def _set_modules(self: Any, modules: dict[str, nn.Module]) -> None:
     vars(self)["_modules"] = modules
+
+
+def _container(self: Any) -> nn.Module:
+    """What generated code reads. Raises: AttributeError before it is there, as any name."""
+    try:
+        return vars(self)["_modules"][CONTAINER]
+    except KeyError:
+        raise AttributeError(CONTAINER) from None
 
 
 def _children(self: Any) -> Iterator[nn.Module]:

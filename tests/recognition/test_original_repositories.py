@@ -226,6 +226,8 @@ def test_modules_that_list_their_children_do_not_see_edits() -> None:
     spec = 'peft 1  edit e at "0" | "1" | "2" | "3" { h += adapter(h, r=2, init=lora) }'
     peftc.compile(spec, model, seed=0, sample={"input": x})
     assert torch.equal(model(x), base)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), base)
     names = [name for name, _ in model.named_modules()]
     assert {"0.peftc", "1.peftc", "2.peftc", "3.peftc"} <= {*names}
     assert len(peftc.parameters(model)) == 16
