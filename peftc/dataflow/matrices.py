@@ -7,7 +7,7 @@ those of (out, in) by an order, and rows are what a view of it leaves out.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from peftc.dataflow.nodes import example, first_input, is_tensor, shape
 from peftc.dataflow.numbers import as_slice
 from peftc.dataflow.operations import LAYOUT, Op, is_in_place, is_zeros, name_of, op_of, rerun
 from peftc.dataflow.values import upstream, value_users, writes_into
+from peftc.tracing.operations import new_version
 
 MOST_DIMS = 5  # of a parameter: there are n! orders
 
@@ -203,7 +204,14 @@ def _view(node: fx.Node) -> tuple[fx.Node, torch.Tensor] | None:
         return None
     parameter, steps = origin
     whole = torch.empty(shape(parameter), device="meta")
-    values: dict[fx.Node, object] = {parameter: whole}
+    view = _view_of(whole, parameter, steps)
+    is_view = isinstance(view, torch.Tensor) and view.untyped_storage()._cdata == whole.untyped_storage()._cdata  # pyright: ignore
+    return (parameter, view) if is_view and isinstance(view, torch.Tensor) else None
+
+
+def _view_of(value: torch.Tensor, node: fx.Node, steps: Sequence[fx.Node]) -> object:
+    """What operations give of another value of `node`; None where they cannot."""
+    values: dict[fx.Node, object] = {node: value}
     for step in steps:
         source = step.args[0]
         assert isinstance(source, fx.Node)
@@ -215,9 +223,7 @@ def _view(node: fx.Node) -> tuple[fx.Node, torch.Tensor] | None:
             values[step] = rerun(step, args, kwargs)
         except (RuntimeError, TypeError, IndexError):
             return None
-    view = values[node]
-    is_view = isinstance(view, torch.Tensor) and view.untyped_storage()._cdata == whole.untyped_storage()._cdata  # pyright: ignore
-    return (parameter, view) if is_view and isinstance(view, torch.Tensor) else None
+    return values[steps[-1] if steps else node]
 
 
 def part_of(node: fx.Node, rows: Sequence[int], columns: Sequence[int]) -> MatrixPart | None:
@@ -298,12 +304,16 @@ def _with_bias(node: fx.Node, dims: FeatureDims) -> tuple[fx.Node, MatrixPart | 
 
 
 def joined_bias(operand: object, product: fx.Node, dims: FeatureDims) -> tuple[BiasPart, ...]:
-    """The parts of a bias that code joins of parameters and constants; none where it does not."""
-    while isinstance(operand, fx.Node) and op_of(operand) is Op.CAST:
+    """The parts of a bias that code joins of parameters and constants, or of a parameter's copy in
+    which it sets rows to zero; none where it does neither.
+    """
+    while isinstance(operand, fx.Node) and op_of(operand) is Op.CAST and not any(writes_into(operand)):
         operand = first_input(operand)
-    is_join = isinstance(operand, fx.Node) and op_of(operand) is Op.JOIN and len(shape(operand)) == 1
-    if not is_join or len(dims.features) != 1 or shape(operand)[0] != shape(product)[dims.features[0]]:
+    is_vector = isinstance(operand, fx.Node) and len(shape(operand)) == 1
+    if not is_vector or len(dims.features) != 1 or shape(operand)[0] != shape(product)[dims.features[0]]:
         return ()
+    if op_of(cast(fx.Node, operand)) is not Op.JOIN or any(writes_into(cast(fx.Node, operand))):
+        return _zeroed_bias(cast(fx.Node, operand), product)
     parts: list[BiasPart] = []
     for piece in cast(Sequence[Any], cast(fx.Node, operand).args[0]):
         if not shape(piece):
@@ -317,6 +327,40 @@ def joined_bias(operand: object, product: fx.Node, dims: FeatureDims) -> tuple[B
             return ()
         parts.append(part)
     return tuple(parts)
+
+
+def _zeroed_bias(node: fx.Node, product: fx.Node) -> tuple[BiasPart, ...]:
+    """The parts of a copy of a parameter, some of whose rows are zero before the product."""
+    # Seen in: Swin v2 of torchvision, without a bias of the keys
+    while node.target is new_version:
+        node = cast(fx.Node, node.args[0])
+    source, writers = first_input(node) if name_of(node) == "clone" else None, list(writes_into(node))
+    whole = None if source is None else part_of(source, (0,), ())
+    if whole is None or not all(writer < product for writer in writers):
+        return ()
+    zeros = torch.zeros(shape(node), dtype=torch.bool)
+    for writer in writers:
+        if (rows := _zero_rows(writer, node, len(zeros))) is None:
+            return ()
+        zeros[rows] = True
+    starts = [0, *(torch.nonzero(zeros[1:] != zeros[:-1]).flatten() + 1).tolist(), len(zeros)]
+    parts = [Slice(start, stop) for start, stop in itertools.pairwise(starts)]
+    own = [replace(whole, rows=rows_within(whole.rows, rows, whole.size)) for rows in parts]
+    return tuple(BiasPart(at, None if zeros[at.start] else part) for at, part in zip(parts, own, strict=True))
+
+
+def _zero_rows(writer: fx.Node, vector: fx.Node, size: int) -> torch.Tensor | None:
+    """The rows of a vector that an operation in place sets to zero; None where it does not."""
+    steps: list[fx.Node] = []
+    view, *operands = writer.args
+    while isinstance(view, fx.Node) and view is not vector and op_of(view) in LAYOUT:
+        steps.insert(0, view)
+        view = first_input(view)
+    is_zero = name_of(writer) == "zero" or (name_of(writer) in ("fill", "setitem") and operands[-1] == 0)
+    rows = _view_of(torch.arange(size), vector, steps) if view is vector and is_zero else None
+    if isinstance(rows, torch.Tensor) and name_of(writer) == "setitem":
+        return rows[fx.map_arg(cast(Any, operands[0]), lambda n: cast(Any, example(n)))]
+    return rows if isinstance(rows, torch.Tensor) else None
 
 
 def _constant_bias(piece: fx.Node, rows: Slice) -> BiasPart | None:

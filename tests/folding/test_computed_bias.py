@@ -20,19 +20,25 @@ D = 8
 
 class Block(nn.Module):
     """`bias`: "joined" of a parameter, a buffer and zeros, as BEiT's, "scaled" before that, or
-    "none".
+    "none"; "zeroed" rows of a copy, as Swin v2's, or "doubled" ones.
     """
 
     def __init__(self, bias: str) -> None:
         super().__init__()
         self.norm, self.qkv = nn.LayerNorm(D), nn.Linear(D, 3 * D, bias=False)
         self.v_bias, self.proj = nn.Parameter(torch.randn(D)), nn.Linear(D, D)
-        self.bias = bias
+        self.bias, self.qkv_bias = bias, nn.Parameter(torch.randn(3 * D))
         self.register_buffer("k_bias", torch.zeros(D))
 
     def forward(self, x: Tensor) -> Tensor:
         v_bias = 2 * self.v_bias if self.bias == "scaled" else self.v_bias
         bias = torch.cat((torch.zeros_like(v_bias), self.k_bias, v_bias)) if self.bias != "none" else None
+        if self.bias in ("zeroed", "doubled"):
+            bias = self.qkv_bias.clone()
+            bias[D : 2 * D].zero_()
+            bias[:D] = 0
+            if self.bias == "doubled":
+                bias[2 * D :].mul_(2)
         q, k, v = F.linear(self.norm(x), weight=self.qkv.weight, bias=bias).chunk(3, dim=-1)
         return x + self.proj(F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0])
 
@@ -59,6 +65,10 @@ def fold_with_values(model: nn.Module, x: torch.Tensor) -> FoldReport:
         ("scaled", "h += lora(x, r=2)", True),
         ("joined", "h += lora(x, r=2)", True),
         ("joined", "w += lowrank(r=2)", True),
+        ("zeroed", "h *= vector(init=1)", True),
+        ("zeroed", "b += vector(init=0)  h *= vector(init=1)", True),
+        ("doubled", "h *= vector(init=1)", False),
+        ("doubled", "h += vector(init=0)", False),
         ("none", "h *= vector(init=1)", True),
         ("none", "h += vector(init=0)", False),
     ],
