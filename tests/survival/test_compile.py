@@ -150,6 +150,26 @@ def test_layers_compiled_one_by_one(name: str) -> None:
     assert 0 < counts[1] <= counts[0]
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x)
+
+
+def test_more_classes_of_models_than_dynamo_recompiles() -> None:
+    """Each class has a `__call__` with a code object of its own, by which dynamo counts."""
+    models, x = list[nn.Module](), torch.randn(1, 3, 8)
+    with torch._dynamo.config.patch(recompile_limit=2, accumulated_recompile_limit=2):
+        for k in range(3):
+            model = type(f"Residual{k}", (Residual,), {})()
+            peftc.compile('peft 1\nedit e at "linear" { h += lora(x, r=2) }', model, sample={"x": x}, seed=0)
+            models.append(model)  # a model that is gone does not count
+            assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))
+
+
 def test_a_new_call_pattern_inside_compile_is_an_error_with_help() -> None:
     model = compiled("llama", "mam", torch.float32)
     inputs = zoo.inputs("llama", model)
