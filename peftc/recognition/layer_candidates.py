@@ -23,14 +23,16 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     """The names of the modules that a transformer repeats: its layers.
 
     transformers marks them as `GradientCheckpointingLayer`. Other layers are the elements of lists
-    whose elements have one class, or that have several elements of one class among others.
+    whose elements have one class, or that have several elements of one class among others; and what
+    has such a class beside the lists.
     """
     marked = [n for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
     outer = {n[:i] for n in marked for i, c in enumerate(n) if c == "."}
     marked = [n for n in marked if n not in outer or not _holds_list(model, n, marked)]
     every = frozenset(marked)
     marked = [n for n in marked if every.isdisjoint(n[:i] for i, c in enumerate(n) if c == ".")]
-    return [*marked, *_unmarked_blocks(model, marked)]
+    blocks = _unmarked_blocks(model, marked)
+    return [*marked, *blocks, *_blocks_beside_lists(model, blocks)]
 
 
 def _unmarked_blocks(model: nn.Module, marked: list[str]) -> list[str]:
@@ -43,6 +45,30 @@ def _unmarked_blocks(model: nn.Module, marked: list[str]) -> list[str]:
         if not any(f"{name}.".startswith(f"{other}.") for other in (*marked, *blocks)):
             blocks += [f"{name}.{child}".lstrip(".") for child in _blocks_in(children)]
     return blocks
+
+
+def _blocks_beside_lists(model: nn.Module, blocks: Sequence[str]) -> list[str]:
+    """Modules in no list whose class is that of blocks in lists, and neither in nor around one."""
+    # Seen in: no transformers model, but the block between both halves of U-ViT
+    classes = {type(model.get_submodule(name)) for name in blocks} - {*LISTS}
+    taken = [f"{name}." for name in blocks]
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module) in classes and not isinstance(model.get_submodule(name.rpartition(".")[0]), LISTS)
+        if name and not any(f"{name}.".startswith(other) or other.startswith(f"{name}.") for other in taken)
+    ]
+
+
+def stack_path(model: nn.Module, layer: str, layers: Iterable[str]) -> str:
+    """What holds a layer and those of its stack: a list or, of a layer beside lists of its class,
+    the layer itself.
+    """
+    path, cls = containing_list(model, layer), type(model.get_submodule(layer))
+    if isinstance(model.get_submodule(path), LISTS) or issubclass(cls, GradientCheckpointingLayer):
+        return path
+    others = (name for name in layers if type(model.get_submodule(name)) is cls)
+    return layer if any(isinstance(model.get_submodule(containing_list(model, o)), LISTS) for o in others) else path
 
 
 def _blocks_in(children: nn.Module) -> list[str]:

@@ -15,11 +15,11 @@ from peftc.observation.sample_forward import SampleForward, observe
 from peftc.observation.token_flow import TokenFlow
 from peftc.recognition.layer_candidates import (
     blocks_by_class,
-    containing_list,
     convolutional_blocks,
     numbered_blocks,
     refined,
     repeated_blocks,
+    stack_path,
 )
 from peftc.recognition.layer_types import LayerType, trace_layer
 from peftc.recognition.loops import (
@@ -141,11 +141,11 @@ def _structure_of_blocks(
             continue
         layer_type.first = layer_type.first or name
         if layer_type.subs or (bare and layer_type.stream is not None):
-            members.setdefault(containing_list(model, name), []).append((name, layer_type))
+            members.setdefault(stack_path(model, name, blocks), []).append((name, layer_type))
         else:
             others.append(name)
     for name in others:
-        neighbours = members.get(containing_list(model, name), [])
+        neighbours = members.get(stack_path(model, name, blocks), [])
         if any(_parameter_shapes(model, name) == _parameter_shapes(model, other) for other, _ in neighbours):
             structure.untraced[name] = "it has the parameters of its neighbours, but no sum with its input was found"
     layers = {path: [(name, kind, name) for name, kind in pairs] for path, pairs in members.items()}
@@ -265,7 +265,7 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
     for stack in structure.stacks:
         pairs = zip(stack.layers, stack.kinds, strict=True)
         if remaining := [(name, kind, name) for name, kind in pairs if name not in replaced]:
-            members.setdefault(containing_list(model, remaining[0][0]), []).extend(remaining)
+            members.setdefault(stack_path(model, remaining[0][0], seen.candidates), []).extend(remaining)
     structure.stacks = _stacks(members, seen)
 
 
