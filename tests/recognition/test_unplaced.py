@@ -130,9 +130,12 @@ class Middle(Model):
         return self.middle(super().forward(x, context), context)[0]
 
 
-def test_a_block_beside_the_lists_is_named() -> None:
-    assert warned(Middle(), "layer[*].attn.q") == {"middle"}
-    assert warned(Middle(), 'layer[*].attn.q | "middle.attn.q"') == set()
+def test_a_block_beside_the_lists_is_a_layer() -> None:
+    """`layer[*]` selects it, and nothing is left out."""
+    model = Middle()
+    assert warned(model, "layer[*].attn.q") == set()
+    queries = {site.module for site in peftc.sites(model, sample=INPUTS).sites if site.path.endswith("attn.self.q")}
+    assert queries == {"blocks.0.attn.q", "blocks.1.attn.q", "middle.attn.q"}
 
 
 @pytest.mark.parametrize(
