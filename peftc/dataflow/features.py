@@ -237,6 +237,24 @@ def features_dim(node: fx.Node, layer: LayerGraph) -> int:
     return last if dim is None else dim
 
 
+def dim_of_input(call: fx.Node, layer: LayerGraph) -> int | None:
+    """The dimension of the features in what a call of a module reads; None where the module does
+    not tell.
+    """
+    source = first_input(call)
+    keeps_rank = source is not None and is_tensor(call) and len(shape(source)) == len(shape(call))
+    return _own_dim(call, layer) if keeps_rank else None
+
+
+def stream_dim(values: Collection[fx.Node], layer: LayerGraph) -> int | None:
+    """The dimension of the features in sums of a residual stream, by what reads these; None where
+    nothing tells. What is added to them may have been computed over tokens.
+    """
+    # Seen in: no transformers model, but MLP-Mixer as convolutions whose channels are tokens
+    dims = dims_of_readers(values, layer)
+    return dims.pop() if len(dims) == 1 else None
+
+
 def dims_of_readers(values: Iterable[fx.Node], layer: LayerGraph) -> set[int]:
     """The dimensions in which what directly reads some values has features; one where a norm or a
     scale tells.

@@ -210,8 +210,8 @@ def sub_layers_in_loop(
     # Seen in: ViT with patch merger, U-ViT, factorized ViViT, CrossViT
     subs: list[SubLayer] = []
     stream, inside = set[fx.Node](), set[fx.Node]()
-    starts = list(_starts(bodies, traced, layer))
-    for values, may_replace in [*product(starts, (False,)), *product(starts, (True,))]:
+    starts, others = (list(_starts(bodies, traced, layer, first)) for first in (True, False))
+    for values, may_replace in [*product(starts, (False,)), *product(others, (False,)), *product(starts, (True,))]:
         if stream.isdisjoint(values) and inside.isdisjoint(values[:1]):
             own = [_sub_layers_from(start, bodies, subs, layer, opaque) for start in values]
             # A stream that its first sub-layer replaces may begin behind that.
@@ -229,29 +229,39 @@ def _sub_layers_from(
     layer: LayerGraph,
     opaque: Collection[str],
 ) -> list[SubLayer]:
-    """The sub-layers of a stream in the iterations, without any that shares Linears with others."""
+    """The sub-layers of a stream in the iterations, without any that shares Linears with others.
+    Those before the loop may compute what all iterations read.
+    """
     groups = sub_layers_by_body(bodies, sub_layers(layer, opaque, start), layer)
-    used = {name for sub in known for name in _weights(sub, layer)}
+    used = {name for sub in known for name in _weights(sub, layer) if any(_in_body(name, body) for body in bodies)}
     return [sub for group in groups for sub in group if used.isdisjoint(_weights(sub, layer))]
 
 
-def _starts(bodies: Sequence[Sequence[str]], traced: RegionTrace, layer: LayerGraph) -> Iterator[list[fx.Node]]:
-    """What may be the residual stream before a call of an element: what it reads, without norms."""
+def _starts(
+    bodies: Sequence[Sequence[str]], traced: RegionTrace, layer: LayerGraph, first: bool
+) -> Iterator[list[fx.Node]]:
+    """What may be the residual stream before a call of an element: what it reads, without norms.
+    `first`: its first argument, else the others.
+    """
+    # Seen in: no transformers model, but Flamingo, whose latents are the second argument
     elements = [element for body in bodies for element in body]
     for call in traced.calls:
         if call.caller != "" or not any(contains_name(element, call.name) for element in elements):
             continue
-        values = [n for n in call.arguments.values() if isinstance(n, fx.Node)]
-        node = next((n for n in values if is_tensor(n) and gives_states(n)), None)
-        starts: list[fx.Node] = []
-        while node is not None:
-            starts.append(node)
-            is_norm = layer.op(node) is Op.NORM
-            source = node.args[0] if is_norm and node.args else layer.passes_through(node)
-            source = source if isinstance(source, fx.Node) else before_shift(node)
-            node = source if isinstance(source, fx.Node) and is_tensor(source) else None
-        if starts:
-            yield starts
+        values = [n for n in call.arguments.values() if isinstance(n, fx.Node) and is_tensor(n) and gives_states(n)]
+        yield from (_without_norms(value, layer) for value in (values[:1] if first else values[1:]))
+
+
+def _without_norms(node: fx.Node | None, layer: LayerGraph) -> list[fx.Node]:
+    """A value, and it without each of the norms and changes of layout behind it."""
+    values: list[fx.Node] = []
+    while node is not None:
+        values.append(node)
+        is_norm = layer.op(node) is Op.NORM
+        source = node.args[0] if is_norm and node.args else layer.passes_through(node)
+        source = source if isinstance(source, fx.Node) else before_shift(node)
+        node = source if isinstance(source, fx.Node) and is_tensor(source) else None
+    return values
 
 
 def contains_name(module: str, name: str) -> bool:

@@ -95,3 +95,11 @@ def is_of_scores(norm: fx.Node, attentions: Sequence[Attention]) -> bool:
     # Seen in: no transformers model, but DeepViT
     written = [a for a in attentions if a.sort == "written"]
     return any(reaches(a.call, norm) and reaches(norm, a.out) for a in written)
+
+
+def normalized_role(node: fx.Node, attention: Attention | None, layer: LayerGraph) -> str:
+    """`q` or `k` for a norm of queries or keys inside an attention, else empty."""
+    for role, value in () if attention is None else (("q", attention.q), ("k", attention.k)):
+        if node in upstream(value, layer.is_linear) and any(map(layer.is_linear, upstream(node, layer.is_linear))):
+            return role
+    return ""

@@ -10,11 +10,10 @@ from torch import fx
 from peftc.addressing.renaming import LayerName
 from peftc.addressing.site_list import Block, Numbers, SiteList, Template, TemplateSite
 from peftc.addressing.sites import ActivationRef, FeatureDims, Site, Slice, State, WeightRef
-from peftc.dataflow.features import features_dim, separates
+from peftc.dataflow.features import dim_of_input, features_dim, separates, stream_dim
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.matrices import MatrixPart, MatrixProduct, rows_within
 from peftc.dataflow.nodes import first_input, is_tensor, output_of, shape
-from peftc.dataflow.values import upstream
 from peftc.forms import shapes
 from peftc.recognition.attention.patterns import Attention
 from peftc.recognition.attention.states import attention_heads, pair_shape
@@ -26,7 +25,7 @@ from peftc.recognition.moe.lists import ExpertModules
 from peftc.recognition.moe.routers import Router
 from peftc.recognition.moe.states import expert_states, linear_states, router_states
 from peftc.recognition.non_layer_sites import Steps, embeddings, final_norms, heads, path_of, qualified, weight_states
-from peftc.recognition.norms import norm_parts
+from peftc.recognition.norms import norm_parts, normalized_role
 from peftc.recognition.roles import SubLayer
 from peftc.recognition.stack_names import ROLES, common, named_steps, numbered, relative_name
 from peftc.recognition.token_mixing import is_weighted
@@ -88,7 +87,8 @@ class LayerSites:
         while isinstance(result, (tuple, list)) and result:
             result = result[0]
         if isinstance(result, fx.Node) and is_tensor(result):  # put there by the layer itself
-            states["h"] = self.state("h", result)
+            last = next((sub for sub in self.kind.subs if sub.add is result), None)
+            states["h"] = self.state("h", result) if last is None else self.summand("h", result, last)
         parts = () if self.kind.is_module else tuple(map(self.full, self.kind.parts))
         return replace(self.site((), self.layer, states), parts=parts)
 
@@ -113,7 +113,7 @@ class LayerSites:
             hidden = {"h": self.input_of("h", sub.projections["down"])} | ({"x": states["x"]} if "x" in states else {})
             yield self.site(steps + (("hidden", None),), self.owner_of(sub.projections["down"].node), hidden)
         yield from self.norm_sites(sub, steps, group)
-        yield self.site(steps + (("add", None),), self.layer, {"h": self.state("h", sub.add)}, group=group)
+        yield self.site(steps + (("add", None),), self.layer, {"h": self.summand("h", sub.add, sub)}, group=group)
 
     def hidden_of_all_calls(self, sub: SubLayer, steps: Steps) -> Site:
         """What `down` reads in each of its calls: other streams have the same feed-forward part."""
@@ -186,10 +186,13 @@ class LayerSites:
 
     def norm_sites(self, sub: SubLayer, steps: Steps, group: str) -> Iterator[Site]:
         norms = list({self.graph.norm_name(n): n for n in reversed(sub.norms)}.values())[::-1]
-        owners = numbered([norm_owner(n, sub, self.graph) for n in norms])
+        owners = numbered([self.norm_owner(n, sub) for n in norms])
         for node, (owner, index) in zip(norms, owners, strict=True):
             inner = ((owner, None),) if owner else ()
             yield self.norm(steps + inner + (("norm", index),), node, group)
+
+    def norm_owner(self, node: fx.Node, sub: SubLayer) -> str:
+        return "" if node is sub.output_norm else normalized_role(node, sub.attention, self.graph)
 
     def norm(self, steps: Steps, node: fx.Node, group: str) -> Site:
         """A norm: a module, or code of the layer that scales by a parameter."""
@@ -217,7 +220,7 @@ class LayerSites:
         return State(name, shapes.Vector(part.rows.width if part.rows else part.size), weight=ref)
 
     def sub_layer_states(self, sub: SubLayer, steps: Steps) -> dict[str, State]:
-        states = {"h": self.state("h", sub.h), "res": self.state("res", sub.res)}
+        states = {"h": self.summand("h", sub.h, sub), "res": self.summand("res", sub.res, sub)}
         last = "down" if sub.attention is None else "o"
         if last in sub.projections and self.graph.stripped(sub.h) is self.graph.output_of(sub.projections[last].node):
             states["h"] = replace(states["h"], linear=path_of(self.steps + steps + ((last, None),)))
@@ -273,7 +276,7 @@ class LayerSites:
     def functions(self, sub: SubLayer) -> dict[str, str]:
         norms = [n for n in sub.norms if n.op == "call_module"]
         norm = sub.output_norm if sub.output_norm in norms else None
-        norm = norm or next((n for n in norms if not norm_owner(n, sub, self.graph)), None)
+        norm = norm or next((n for n in norms if not self.norm_owner(n, sub)), None)
         return {"norm": self.full(str(norm.target))} if norm is not None else {}
 
     def linear(self, steps: Steps, projection: Projection, group: str = "") -> Site:
@@ -288,7 +291,7 @@ class LayerSites:
             return with_own_graph(site)
         states = weight_states(name, module, rows)
         if (source := first_input(node)) is not None:
-            states["x"] = self.state("x", source)
+            states["x"] = self.state("x", source, dims=dim_of_input(node, self.graph))
         states["h"] = self.state("h", node, rows)
         site = replace(self.site(steps, name, states, group=group), calls=self.calls[str(node.target)])
         if not self.is_called_again(str(node.target)):
@@ -326,7 +329,8 @@ class LayerSites:
         """What a Linear reads."""
         source, product = self.graph.input_of(projection.node), self.graph.product(projection.node)
         assert source is not None
-        return self.state(name, source, dims=None if product is None else product.d_in)
+        dims = dim_of_input(projection.node, self.graph) if product is None else product.d_in
+        return self.state(name, source, dims=dims)
 
     def part_state(self, name: str, part: MatrixPart, rows: Slice | None, d_in: int = 0) -> State:
         """`w` or `b` of some of the features that rows of a parameter compute."""
@@ -348,13 +352,21 @@ class LayerSites:
         product = self.graph.product(linear)
         return self.full(str(linear.target) if product is None else product.weight.parameter.rpartition(".")[0])
 
-    def state(self, name: str, node: fx.Node, rows: Slice | None = None, dims: FeatureDims | None = None) -> State:
+    def summand(self, name: str, node: fx.Node, sub: SubLayer) -> State:
+        """A summand or the sum of a sub-layer: its features are where those of the stream are."""
+        same = len(shape(node)) == len(shape(sub.add))
+        return self.state(name, node, dims=stream_dim((sub.res, sub.add), self.graph) if same else None)
+
+    def state(
+        self, name: str, node: fx.Node, rows: Slice | None = None, dims: FeatureDims | int | None = None
+    ) -> State:
+        """A state at a node. `dims`: where its features are, if what reads or computes it tells."""
         key = (name, node, rows, dims)
-        if key not in self.cache and dims is not None and not dims.is_plain:
+        if key not in self.cache and isinstance(dims, FeatureDims) and not dims.is_plain:
             tokens = shapes.Tokens(rows.width if rows else dims.width(shape(node)))
             self.cache[key] = State(name, tokens, ActivationRef(node.name, rows, dims=dims))
         if key not in self.cache:
-            sizes, dim = shape(node), features_dim(node, self.graph)
+            sizes, dim = shape(node), dims if isinstance(dims, int) else features_dim(node, self.graph)
             tokens = shapes.Tokens(rows.width if rows else sizes[dim])
             self.cache[key] = State(name, tokens, ActivationRef(node.name, rows, feature_map=dim < len(sizes) - 1))
         return self.cache[key]
@@ -379,16 +391,6 @@ def sub_layer_steps(subs: list[SubLayer]) -> list[Steps]:
     """`attn.self`, `attn.cross`, `ffn`, `mixer`; numbered where a layer has several of one sort."""
     names = numbered([(sub.kind, sub.variant) for sub in subs])
     return [((kind, None), (variant, index)) if variant else ((kind, index),) for (kind, variant), index in names]
-
-
-def norm_owner(node: fx.Node, sub: SubLayer, layer: LayerGraph) -> str:
-    """`q` or `k` for a norm of queries or keys inside the attention, else empty."""
-    if sub.attention is None or node is sub.output_norm:
-        return ""
-    for role, value in (("q", sub.attention.q), ("k", sub.attention.k)):
-        if node in upstream(value, layer.is_linear) and any(map(layer.is_linear, upstream(node, layer.is_linear))):
-            return role
-    return ""
 
 
 def q_width(sub: SubLayer, layer: LayerGraph) -> int | None:

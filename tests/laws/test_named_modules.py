@@ -206,6 +206,41 @@ def test_dropout_of_ids_drops_whole_tokens() -> None:
     assert values == [0.0, 4.0]
 
 
+class TokenMixer(nn.Module):
+    """A layer of MLP-Mixer: convolutions whose channels are tokens, then Linears of features."""
+
+    def __init__(self, tokens: int, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mix = nn.Sequential(nn.Conv1d(tokens, 7, 1), nn.GELU(), nn.Conv1d(7, tokens, 1))
+        self.up, self.down = nn.Linear(width, 8), nn.Linear(8, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(self.norm1(x)) + x
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+@pytest.mark.parametrize("tokens", [4, 6])
+def test_a_convolution_over_tokens_reads_tokens_as_channels(tokens: int) -> None:
+    """x and h are the channels at a convolution, and the features of the stream at the sub-layer."""
+    torch.manual_seed(0)
+    model, base = (nn.Sequential(*(TokenMixer(tokens, 6) for _ in range(2))).double() for _ in range(2))
+    base.load_state_dict(model.state_dict())
+    x = torch.randn(2, tokens, 6, dtype=torch.float64)
+    spec, edits = edit_of_each(called_leaves(base, {"input": x}))
+    spec += "\nedit mixer at layer[*].mixer { h += linear(h, bias=false) }"
+    peftc.compile(spec, model, seed=0, sample={"input": x})
+    randomise(peftc.parameters(model))
+    values = peftc.parameters(model)
+    weights = {i: value for key, value in values.items() for i in (0, 1) if f"layer[{i}].mixer/" in key}
+    assert len(weights) == 2
+    with hooked(base, factors(model, edits)):
+        for i, layer in enumerate(base):
+            layer.mix.register_forward_hook(lambda _, __, h, w=weights[i]: h + h @ w.T)
+        expected = base(x)
+    torch.testing.assert_close(model(x), expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
 class TwiceAndNever(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -12,8 +12,9 @@ from torch import fx
 from peftc.dataflow.features import is_affine, source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import module_path, shape
+from peftc.dataflow.operations import Op
 from peftc.dataflow.values import reaches
-from peftc.recognition.attention.patterns import Attention, attentions
+from peftc.recognition.attention.patterns import Attention, attentions, value_mixtures
 from peftc.recognition.attention.projections import joined_operands
 from peftc.recognition.attention.side_by_side import feed_forward_beside
 from peftc.recognition.layer_types import LayerType
@@ -62,6 +63,7 @@ class _Finder:
         others = [n for n in self.layer.linears(set(self.layer.graph.nodes)) if name_of(n, self.layer) not in inside]
         others = [n for n in others if self.is_own(name_of(n, self.layer))]
         attending = {n for attention in self.attentions for n in attention_linears(attention, self.layer)}
+        attending |= self.mixture_linears()
         not_added = {part.module for part in self.kind.untraced if part.reason == NOT_ADDED}
         for linear in others:
             role = "attn" if linear in attending else "ffn" if self.is_in_network(linear, others) else ""
@@ -69,6 +71,19 @@ class _Finder:
             if role:
                 reason = NOT_ADDED if any(contains_name(name, module) for name in not_added) else OUTSIDE
                 yield UntracedPart(module, reason, frozenset({role}))
+
+    def mixture_linears(self) -> set[fx.Node]:
+        """The Linears of softmaxes that weigh tokens, but are no attention that is known: queries
+        may be parameters.
+        """
+        layer, known = self.layer, {attention.call for attention in self.attentions}
+        others = [n for n in layer.graph.nodes if layer.op(n) is Op.SOFTMAX and n not in known]
+        linears = set[fx.Node]()
+        for softmax in others:
+            for mixture, value in value_mixtures(softmax):
+                linears.update(n for operand in (softmax, value) for n, _ in source_linears(layer, operand))
+                linears.update(filter(None, [layer.consumer_linear(mixture, set(layer.graph.nodes))]))
+        return linears
 
     def is_in_network(self, linear: fx.Node, others: Collection[fx.Node]) -> bool:
         """Whether a Linear is before or behind another with an activation between them, and both
