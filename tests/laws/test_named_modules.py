@@ -207,7 +207,7 @@ def test_dropout_of_ids_drops_whole_tokens() -> None:
 
 
 class TokenMixer(nn.Module):
-    """A layer of MLP-Mixer: convolutions whose channels are tokens, then Linears of features."""
+    """A layer of MLP-Mixer whose convolutions have tokens as channels."""
 
     def __init__(self, tokens: int, width: int) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class TokenMixer(nn.Module):
 
 @pytest.mark.parametrize("tokens", [4, 6])
 def test_a_convolution_over_tokens_reads_tokens_as_channels(tokens: int) -> None:
-    """x and h are the channels at a convolution, and the features of the stream at the sub-layer."""
+    """x and h are channels at a convolution, features of the stream at the sub-layer."""
     torch.manual_seed(0)
     model, base = (nn.Sequential(*(TokenMixer(tokens, 6) for _ in range(2))).double() for _ in range(2))
     base.load_state_dict(model.state_dict())
