@@ -182,6 +182,22 @@ def test_a_wrong_sample_is_refused(sample: Any, code: str) -> None:
     refused(code, lambda: peftc.compile(Q, model, sample=sample), model)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+def test_a_scripted_module_is_named() -> None:
+    class Scripted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.act = nn.Linear(4, 4), torch.jit.script(nn.GELU())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.act(self.linear(x))
+
+    model = nn.Sequential(Scripted(), Scripted())
+    with pytest.raises(peftc.PeftcError, match=r"`0.act` is a ScriptModule") as caught:
+        peftc.sites(model, sample={"input": torch.randn(1, 2, 4)})
+    assert caught.value.diagnostics[0].code == "P512"
+
+
 def test_a_model_that_cannot_be_copied_is_refused() -> None:
     model, sample = by_hand()
     model.blocks[0].lock = threading.Lock()

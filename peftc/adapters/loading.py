@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from peftc.adapters.base import Distance, differences, distance_from, dtype_name, require_values
 from peftc.adapters.files import listed_tensors, path_of, read
-from peftc.adapters.metadata import METADATA, Adapter, Base, edits_of_every_call, is_before_every_call
+from peftc.adapters.metadata import METADATA, Adapter, Base, changed_edits
 from peftc.diagnostics import Diagnostic, PeftcError, warn
 from peftc.forms.module import FormModule, build, build_of_all, build_owner
 from peftc.installation.compiled_model import CompiledModel
@@ -61,8 +61,8 @@ def load(
     Raises:
         PeftcError: P412 and P414 (names and parameters of another spec), P520-P522 (the files),
             P523 (another base), P524 (other weights, if `strict`), P525 (tensors that do not fit),
-            P527 (no weights), P537 (other tasks than the model has), P567 (an edit that acted at
-            one of several calls). After an error the model is unchanged.
+            P527 (no weights), P537 (other tasks than the model has), P567 (an edit that had
+            another meaning). After an error the model is unchanged.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
         message = f"an adapter is loaded onto a module, not a {type(model).__name__}"
@@ -219,10 +219,9 @@ def plan_adapter(
     spec = expanded_spec(adapter, directory)
     with _planning_errors():
         planned = compiled.plan(spec, tasks)
-    if is_before_every_call(adapter) and (changed := edits_of_every_call(planned.site_edits)):
-        edit, site = changed[0].edit, changed[0].site
-        message = f"`{edit}` at `{site.path}` acted at one call of its module when the adapter was saved"
-        notes = (f"its layer calls `{site.module}` {site.calls} times, and an edit now acts at each call",)
+    for edit, change in changed_edits(adapter, planned.site_edits):
+        message = f"`{edit.edit}` at `{edit.site.path}` {change.before} when the adapter was saved"
+        notes = (f"since format {change.format}, {change.now}",)
         help_ = "load it with the version of peftc that saved it, or train it again"
         raise PeftcError(Diagnostic("P567", message, notes=notes, help=help_))
     return spec, planned

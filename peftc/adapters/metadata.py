@@ -1,21 +1,22 @@
 """The format of `adapter.json`, which describes a saved adapter and names its file of tensors."""
 
 import json
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal, cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
 
 from pydantic import Field, NonNegativeInt, ValidationError
 
+from peftc.addressing.sites import ActivationRef
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import SEEDS
 from peftc.planning.ir import SiteEdit
 from peftc.planning.report.plan import Plan, Record
 
 # 1.0 has its tensors in `adapter.safetensors` and no key `file`; plans have version 2.0 since 1.2.
-# 1.3 has edits of modules that their layers call several times, which act at each call; before
-# 1.3 they acted at one. All other adapters are saved as 1.2.
-FORMAT, EVERY_CALL_FORMAT = "1.2", "1.3"
-FORMATS = ("1.0", "1.1", FORMAT, EVERY_CALL_FORMAT)
+# Later ones are of adapters with edits whose meaning has changed (`CHANGES`); all others have 1.2.
+Format = Literal["1.0", "1.1", "1.2", "1.3", "1.4"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+FORMAT: Format = "1.2"
 METADATA, TENSORS = "adapter.json", "adapter.safetensors"
 TENSORS_NAME = r"adapter(-[0-9a-f]{16})?\.safetensors"
 
@@ -65,7 +66,7 @@ class WeightsDigest(Record):
 class Adapter(Record):
     """An adapter without its tensors."""
 
-    format_version: Literal["1.0", "1.1", "1.2", "1.3"] = FORMAT
+    format_version: Format = FORMAT
     peftc: str
     spec: str  # the expanded spec of the saved parameters, in export form and without expectations
     source: str  # the expanded spec that was compiled
@@ -79,20 +80,47 @@ class Adapter(Record):
     sha256: str  # of `file`
 
 
-def edits_of_every_call(site_edits: Iterable[SiteEdit]) -> list[SiteEdit]:
-    """The edits of what a Linear or a norm computes in each of several calls by its layer."""
-    return [
-        p
-        for p in site_edits
-        if p.site.is_of_every_call
-        and p.site.steps[-1][0] != "hidden"  # which has always been of every call
-        and any(p.site.states[name].activation is not None for name in {*p.reads(), *(a.state for a in p.assigns)})
-    ]
+class Change(NamedTuple):
+    """A change of what some edits mean. `format`: the first in which they have the new meaning."""
+
+    format: Format
+    concerns: Callable[[SiteEdit], bool]
+    before: str
+    now: str
 
 
-def is_before_every_call(adapter: Adapter) -> bool:
-    """Whether an adapter's edits acted at one of several calls."""
-    return FORMATS.index(adapter.format_version) < FORMATS.index(EVERY_CALL_FORMAT)
+def _is_of_every_call(edit: SiteEdit) -> bool:
+    """Whether an edit is of what a Linear or a norm computes in each of several calls."""
+    is_hidden = edit.site.steps[-1][0] == "hidden"  # which has always been of every call
+    return edit.site.is_of_every_call and not is_hidden and any(_activations(edit))
+
+
+def _has_features_of_reader(edit: SiteEdit) -> bool:
+    return any(activation.by_reader for activation in _activations(edit))
+
+
+def _activations(edit: SiteEdit) -> Iterator[ActivationRef]:
+    for name in {*edit.reads(), *(a.state for a in edit.assigns)}:
+        if (activation := edit.site.states[name].activation) is not None:
+            yield activation
+
+
+CHANGES = (
+    Change("1.3", _is_of_every_call, "acted at one call of its module", "it acts at each call in the layer"),
+    Change("1.4", _has_features_of_reader, "took tokens for features", "it takes the features of what reads the value"),
+)
+
+
+def format_of(site_edits: Iterable[SiteEdit]) -> Format:
+    """The format of an adapter with these edits."""
+    edits = list(site_edits)
+    return max([FORMAT, *(c.format for c in CHANGES if any(map(c.concerns, edits)))], key=FORMATS.index)
+
+
+def changed_edits(adapter: Adapter, site_edits: Iterable[SiteEdit]) -> Iterator[tuple[SiteEdit, Change]]:
+    """The edits that had another meaning when the adapter was saved."""
+    later = [c for c in CHANGES if FORMATS.index(adapter.format_version) < FORMATS.index(c.format)]
+    return ((edit, change) for edit in site_edits for change in later if change.concerns(edit))
 
 
 def parse_adapter(text: str) -> Adapter:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from peftc.adapters.base import base_of, digest_of, elect_writer, require_values, whole
 from peftc.adapters.files import listing, path_of, write
-from peftc.adapters.metadata import EVERY_CALL_FORMAT, FORMAT, Adapter, edits_of_every_call, tensors_name
+from peftc.adapters.metadata import Adapter, format_of, tensors_name
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms import FORMS
 from peftc.forms.fusion_module import Fusion
@@ -76,7 +76,7 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
 
     def describe(sha256: str) -> Adapter:
         return Adapter(
-            format_version=EVERY_CALL_FORMAT if edits_of_every_call(own) else FORMAT,
+            format_version=format_of(own),
             peftc=version("peftc"),
             spec=spec,
             source=print_spec(source),

@@ -138,6 +138,8 @@ class ActivationRef:
         key_path: leads to that tensor: (parameter, *keys) for INPUT, the keys for OUTPUT. An empty
             path means the first tensor.
         kernel: of a convolution whose input is read as patches, one for each position.
+        by_reader: whether what reads the value tells where its features are, and not what
+            computes it.
     """
 
     node: str
@@ -147,6 +149,7 @@ class ActivationRef:
     other_nodes: tuple[str, ...] = ()  # further nodes that receive a value written here
     key_path: tuple[Any, ...] = ()
     kernel: Kernel | None = None
+    by_reader: bool = False
 
 
 @dataclass(frozen=True)

@@ -352,7 +352,7 @@ def _zeroed_bias(node: fx.Node, product: fx.Node) -> tuple[BiasPart, ...]:
 def _zero_rows(writer: fx.Node, vector: fx.Node, size: int) -> torch.Tensor | None:
     """The rows of a vector that an operation in place sets to zero; None where it does not."""
     steps: list[fx.Node] = []
-    view, *operands = writer.args
+    view, *operands = (*writer.args, *writer.kwargs.values())
     while isinstance(view, fx.Node) and view is not vector and op_of(view) in LAYOUT:
         steps.insert(0, view)
         view = first_input(view)

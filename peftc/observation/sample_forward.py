@@ -308,6 +308,8 @@ class Recorder:
         tables: dict[str, Any] = {"_forward_pre_hooks": self.enter, "_forward_hooks": self.leave}
         tables["_forward_pre_hooks_with_kwargs"] = True
         modules = modules_in(self.model)
+        if scripted := [self.names[id(m)] for m in modules if isinstance(m, torch.jit.ScriptModule)]:
+            raise RuntimeError(f"`{scripted[0]}` is a ScriptModule, whose code cannot be traced")
         try:
             for own in map(vars, modules):
                 for name, value in tables.items():

@@ -366,9 +366,10 @@ class LayerSites:
             tokens = shapes.Tokens(rows.width if rows else dims.width(shape(node)))
             self.cache[key] = State(name, tokens, ActivationRef(node.name, rows, dims=dims))
         if key not in self.cache:
-            sizes, dim = shape(node), dims if isinstance(dims, int) else features_dim(node, self.graph)
-            tokens = shapes.Tokens(rows.width if rows else sizes[dim])
-            self.cache[key] = State(name, tokens, ActivationRef(node.name, rows, feature_map=dim < len(sizes) - 1))
+            sizes, own = shape(node), features_dim(node, self.graph)
+            dim = dims if isinstance(dims, int) else own
+            tokens, is_map = shapes.Tokens(rows.width if rows else sizes[dim]), dim < len(sizes) - 1
+            self.cache[key] = State(name, tokens, ActivationRef(node.name, rows, is_map, by_reader=dim != own))
         return self.cache[key]
 
     def site(self, steps: Steps, module: str, states: dict[str, State], group: str = "") -> Site:

@@ -36,7 +36,8 @@ class Block(nn.Module):
         if self.bias in ("zeroed", "doubled"):
             bias = self.qkv_bias.clone()
             bias[D : 2 * D].zero_()
-            bias[:D] = 0
+            bias[:2].fill_(value=0)
+            bias[2:D] = 0
             if self.bias == "doubled":
                 bias[2 * D :].mul_(2)
         q, k, v = F.linear(self.norm(x), weight=self.qkv.weight, bias=bias).chunk(3, dim=-1)

@@ -6,9 +6,11 @@ convolutions by a convolution with B A as kernel.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 import peftc
+from peftc.diagnostics import PeftcError
 from tests import zoo
 from tests.laws.harness import TOLERANCE, Before, randomise
 
@@ -239,6 +242,27 @@ def test_a_convolution_over_tokens_reads_tokens_as_channels(tokens: int) -> None
             layer.mix.register_forward_hook(lambda _, __, h, w=weights[i]: h + h @ w.T)
         expected = base(x)
     torch.testing.assert_close(model(x), expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("site", "version"), [("mixer", "1.4"), ("ffn", "1.2")])
+def test_an_adapter_that_took_tokens_for_features_is_refused(site: str, version: str, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(TokenMixer(6, 6), TokenMixer(6, 6))
+
+    sample = {"input": torch.randn(2, 6, 6)}
+    spec = f"peft 1\nedit e at layer[*].{site} {{ h *= vector(init=1) }}"
+    peftc.save(peftc.compile(spec, build(), seed=0, sample=sample), tmp_path)
+    metadata = tmp_path / "adapter.json"
+    description = json.loads(metadata.read_text())
+    assert description["format_version"] == version
+    peftc.load(tmp_path, build(), sample=sample)
+    metadata.write_text(json.dumps(description | {"format_version": "1.2"}))
+    if version == "1.2":
+        peftc.load(tmp_path, build(), sample=sample)
+        return
+    with pytest.raises(PeftcError, match="P567"):
+        peftc.load(tmp_path, build(), sample=sample)
 
 
 class TwiceAndNever(nn.Module):
