@@ -43,7 +43,7 @@ class Stack:
     """
 
     name: str
-    path: str  # of the list that holds the layers
+    path: str  # of the list that holds the layers, or of the layer that is in no list
     layers: list[str]  # dotted names, in order
     kinds: list[LayerType]  # of each layer
     roots: list[str]  # of each layer, the module whose graph holds its states: the layer itself, or around a loop

@@ -43,7 +43,15 @@ def name_stacks(structure: ModelStructure) -> None:
 
 
 def _roles(stacks: list[Stack]) -> list[str]:
-    """`encoder` or `decoder`; of several of one kind, the part of the path that differs."""
+    """`encoder` or `decoder`; of several of one kind, the part of the path that differs. A layer in
+    no list has the name of its module: the others have those that they have without it.
+    """
+    lists = [stack for stack in stacks if stack.path not in stack.layers]
+    if 0 < len(lists) < len(stacks):
+        others = iter(_roles(lists))
+        names = [next(others) if stack in lists else _distinct_part(stack.path, []) for stack in stacks]
+        if len(set(names)) == len(names):
+            return names
     roles = ["decoder" if _is_decoder(stack) else "encoder" for stack in stacks]
     if len(set(roles)) == len(roles):
         return roles

@@ -131,11 +131,15 @@ class Middle(Model):
 
 
 def test_a_block_beside_the_lists_is_a_layer() -> None:
-    """`layer[*]` selects it, and nothing is left out."""
+    """`layer[*]` selects it, nothing is left out, and the layers in lists keep their paths."""
     model = Middle()
     assert warned(model, "layer[*].attn.q") == set()
-    queries = {site.module for site in peftc.sites(model, sample=INPUTS).sites if site.path.endswith("attn.self.q")}
-    assert queries == {"blocks.0.attn.q", "blocks.1.attn.q", "middle.attn.q"}
+    sites = peftc.sites(model, sample=INPUTS).sites
+    assert {site.path: site.module for site in sites if site.path.endswith("self.q")} == {
+        "encoder.layer[0].attn.self.q": "blocks.0.attn.q",
+        "encoder.layer[1].attn.self.q": "blocks.1.attn.q",
+        "middle.layer[0].attn.self.q": "middle.attn.q",
+    }
 
 
 @pytest.mark.parametrize(
