@@ -141,19 +141,21 @@ class FormModule(nn.Module):
         own = {name: value for name, value in vars(self).items() if name not in TABLES}
         if self._modules or self._buffers or not all(map(_is_plain, own.values())):
             return None
-        cls, parameters = type(self), list(self._parameters.items())
+        cls, args, empty, tables = type(self), own.pop("form_args"), torch.empty, tuple(TABLES.items())
+        parameters = self._parameters.items()
         sizes = [(name, None if p is None else (p.shape, p.dtype, p.device)) for name, p in parameters]
 
         def copy() -> FormModule:
             new = object.__new__(cls)
             attributes = vars(new)
             attributes.update(own)
-            for name, kind in TABLES.items():
+            for name, kind in tables:
                 attributes[name] = kind()
-            attributes["form_args"] = dict(own["form_args"])
+            attributes["form_args"] = dict(args)
+            registry = attributes["_parameters"]
             for name, size in sizes:
-                p = None if size is None else nn.Parameter(torch.empty(size[0], dtype=size[1], device=size[2]))
-                attributes["_parameters"][name] = p
+                p = None if size is None else nn.Parameter(empty(size[0], dtype=size[1], device=size[2]))
+                registry[name] = p
             return new
 
         return copy

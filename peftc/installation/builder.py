@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from peftc.forms.tasked_module import Tasked
 from peftc.installation.base_weights import BaseWeights
 from peftc.installation.edited_classes import EditedModule, install_edits, remove_edits
 from peftc.installation.record import Installation
-from peftc.modules.instance_forward import code_class
+from peftc.modules.instance_forward import FORWARD, code_class
 from peftc.modules.offload import execution_device, is_dispatched
 from peftc.modules.walk import all_named_modules, all_named_parameters
 from peftc.planning import ir
@@ -27,6 +27,7 @@ from peftc.specialization.generated_class import GeneratedClass
 from peftc.tracing.bytecode import reachable_code
 
 ClassKey = tuple[Any, ...]
+Options = tuple[torch.dtype, torch.device]
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,34 @@ class FormSite:
 
     @property
     def saved_name(self) -> str:
-        return f"{self.site_edit.edit}/{self.site_edit.owner_path}/{self.instance.key}"
+        return saved_name(self.site_edit, self.instance)
+
+
+class FormCopy(NamedTuple):
+    """A function that makes forms of an instance. `draws`: they may have values to be drawn."""
+
+    instance: ir.FormInstance
+    copy: Callable[[], FormModule]
+    draws: bool
+
+
+class FormCopies(NamedTuple):
+    """The forms of an edit in a region, and the names of its two containers."""
+
+    edit: str
+    slug: str
+    forms: tuple[FormCopy, ...]
+
+
+class RegionKind(NamedTuple):
+    """What regions have in common that have the same edits, at modules of one class.
+
+    `cls`: their generated class; None if modules may have classes of their own. `edits`: what their
+    containers hold; None if these differ in more than names.
+    """
+
+    cls: GeneratedClass | None
+    edits: tuple[FormCopies, ...] | None
 
 
 class InstallationBuilder:
@@ -65,6 +93,8 @@ class InstallationBuilder:
         self.classes = {class_key(c.base, c.inline, c.absent, c.entered, c.edits): c for c in unpatched}
         self.shared_classes = shared_classes
         self.copiers: dict[object, Callable[[], FormModule] | None] = {}
+        self.kinds: dict[object, RegionKind] = {}
+        self.plain_classes: dict[type[nn.Module], bool] = {}
         self.seeds = {edit: spec.seed for spec in installation.specs for edit in spec.edits}
         self.modules: list[EditedModule] = []
         self.forms: dict[str, FormModule] = {}  # by saved name
@@ -84,12 +114,37 @@ class InstallationBuilder:
             check_forwards(region, modules, checked)
             if partly_loaded:
                 check_loaded(region.module, module)
-            if CONTAINER in vars(module)["_modules"] or hasattr(module, CONTAINER):
+            if CONTAINER in vars(module)["_modules"] or self.hides_container(module):
                 message = f"`{region.module}` already has something named `{CONTAINER}`"
                 raise PeftcError(Diagnostic("P411", message, help="rename it: edits are registered under this name"))
-            cls, container = self.generated_class(region, module), self.container(region, module)
-            self.modules.append(EditedModule(module, cls, container))
-            self.installation.regions.append((region.module, cls))
+            edited = self.edited_module(region, module)
+            self.modules.append(edited)
+            self.installation.regions.append((region.module, edited.cls))
+
+    def hides_container(self, module: nn.Module) -> bool:
+        """Whether a module has an attribute of the container's name."""
+        cls, own = type(module), vars(module)
+        if cls not in self.plain_classes:
+            self.plain_classes[cls] = cls.__getattr__ is nn.Module.__getattr__ and not hasattr(cls, CONTAINER)
+        if self.plain_classes[cls]:
+            return CONTAINER in own or CONTAINER in own["_parameters"] or CONTAINER in own["_buffers"]
+        return hasattr(module, CONTAINER)
+
+    def edited_module(self, region: Region, module: nn.Module) -> EditedModule:
+        """The class and the container of a region, like those of an earlier region of its kind."""
+        options = self.options(module)
+        parts = chain(region.edits, (site_edit.instances for site_edit in region.site_edits))
+        key = (type(module), options, region.inline, *map(id, parts))  # the compilation keeps the parts
+        kind = self.kinds.get(key)
+        cls = None if kind is None or FORWARD in vars(module) else kind.cls
+        cls = cls or self.generated_class(region, module)
+        if kind is not None and kind.edits is not None and not region.position_sites:
+            return EditedModule(module, cls, self.container_copy(region, module, kind.edits))
+        container = self.container(region, module)
+        if kind is None:
+            is_fixed = not region.inline and FORWARD not in vars(module)
+            self.kinds[key] = RegionKind(cls if is_fixed else None, self.form_copies(region, options))
+        return EditedModule(module, cls, container)
 
     def generated_class(self, region: Region, module: nn.Module) -> GeneratedClass:
         """One for all regions of a structure; without variants, also for other models."""
@@ -118,6 +173,39 @@ class InstallationBuilder:
                 if instance.has_site_parameters and name not in self.installation.form_modules:
                     place = f"{region.module}.{CONTAINER}.{edit.edit_name}.{edit.slug}.{instance.key}".lstrip(".")
                     self.installation.form_modules[name] = place
+        return root
+
+    def form_copies(self, region: Region, options: Options) -> tuple[FormCopies, ...] | None:
+        """The forms of a region whose container exists; None if one has more than its own site."""
+        edits: list[FormCopies] = []
+        for edit, site_edit in zip(region.edits, region.site_edits, strict=True):
+            forms: list[FormCopy] = []
+            for one in site_edit.instances:
+                copy = self.copiers.get((build, id(one), *options))
+                if self.present or copy is None or one.owner is not None or one.tasks or one.selects_positions:
+                    return None
+                cls = type(self.forms[saved_name(site_edit, one)])
+                forms.append(FormCopy(one, copy, options[1].type != "meta" or sets_values(cls)))
+            edits.append(FormCopies(edit.edit_name, edit.slug, tuple(forms)))
+        return tuple(edits)
+
+    def container_copy(self, region: Region, module: nn.Module, edits: Iterable[FormCopies]) -> nn.Module:
+        """As `container`, of a region whose kind is known."""
+        root, place = empty_container(), f"{region.module}.{CONTAINER}".lstrip(".")
+        forms, places = self.forms, self.installation.form_modules
+        for edit, site_edit in zip(edits, region.site_edits, strict=True):
+            if not edit.forms:
+                continue
+            child, saved = root.child(edit.edit).child(edit.slug), f"{site_edit.edit}/{site_edit.owner_path}"
+            for one in edit.forms:
+                key = one.instance.key
+                name = f"{saved}/{key}"
+                if name not in forms:
+                    forms[name] = form = one.copy()
+                    places[name] = f"{place}.{edit.edit}.{edit.slug}.{key}"
+                    if one.draws:
+                        self.set_values(form, FormSite(site_edit, one.instance, module), name, site_edit.owner_path)
+                child.add(key, forms[name])
         return root
 
     # Forms ----------------------------------------------------------------------------------------
@@ -176,18 +264,21 @@ class InstallationBuilder:
         form = make(at.instance, dtype=dtype, device=device) if copy is None else copy()
         if key not in self.copiers:
             self.copiers[key] = form.copier()
+        self.set_values(form, at, name, place)
+        return form
+
+    def set_values(self, form: FormModule, at: FormSite, name: str, place: str) -> None:
         # A form with an `initialise` of its own may set more than parameters.
         if self.draw or type(form).initialise is not FormModule.initialise:
             base, seed = BaseWeights(self.model, at.site_edit.site, name), self.seeds[at.site_edit.edit]
             form.initialise(lambda parameter: seeded(f"{seed}/{name}.{parameter}"), base)
         form.fix(place)
-        return form
 
-    def options(self, module: nn.Module) -> tuple[torch.dtype, torch.device]:
+    def options(self, module: nn.Module) -> Options:
         """The dtype and device of a module's floating-point parameters, else of the model's."""
         first = next(iter(vars(module)["_parameters"].values()), None)  # mostly a weight
-        if first is not None and first.is_floating_point():
-            dtype = first.dtype
+        if first is not None and (dtype := first.dtype).is_floating_point:
+            pass
         else:
             parameters = chain(module.parameters(), self.model.parameters())
             first = next(parameters, None)
@@ -220,6 +311,15 @@ class InstallationBuilder:
 
     def undo(self) -> None:
         remove_edits(self.model, self.modules)
+
+
+def saved_name(site_edit: ir.SiteEdit, instance: ir.FormInstance) -> str:
+    return f"{site_edit.edit}/{site_edit.owner_path}/{instance.key}"
+
+
+def sets_values(form: type[FormModule]) -> bool:
+    """Whether a form may set values where its parameters have no storage."""
+    return form.initialise is not FormModule.initialise or form.fix is not FormModule.fix
 
 
 def class_key(*parts: Any) -> ClassKey:

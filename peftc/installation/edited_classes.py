@@ -19,7 +19,7 @@ from peftc.concurrency.context import CHOICE, ChoiceVar
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.installation.completeness import COMPLETENESS, ORIGINALS, Completeness, checked_call, edited_modules
 from peftc.installation.record import RECORD, Installation, installation_of, is_installed
-from peftc.modules.instance_forward import rebind_forward, replace_base, unpatched_class
+from peftc.modules.instance_forward import FORWARD, rebind_forward, replace_base, unpatched_class
 from peftc.rewriting.edits import CONTAINER, SHARED
 from peftc.specialization.generated_class import GeneratedClass
 
@@ -208,12 +208,15 @@ def install_edits(
     model: nn.Module, record: Installation, modules: Iterable[EditedModule], shared: nn.Module | None
 ) -> None:
     """Puts edits into a model. `shared`: the forms that several sites share."""
+    choice = record.choice
     for module, generated, container in modules:
-        vars(module)[CHOICE] = record.choice
-        if generated.cls not in type(module).__mro__:
-            module.__class__ = replace_base(type(module), unpatched_class(generated.base), generated.cls)
-        rebind_forward(module, generated.cls.forward)
-        vars(module)["_modules"][CONTAINER] = container
+        own, cls = vars(module), type(module)
+        own[CHOICE] = choice
+        if generated.cls not in cls.__mro__:
+            module.__class__ = replace_base(cls, unpatched_class(generated.base), generated.cls)
+        if FORWARD in own:
+            rebind_forward(module, generated.cls.forward)
+        own["_modules"][CONTAINER] = container
     if shared is not None:
         vars(model)["_modules"][SHARED] = shared
     vars(model)[RECORD] = record

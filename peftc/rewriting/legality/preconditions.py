@@ -1,17 +1,20 @@
 """Checks before a region is edited: its class's code runs, gradients are on, weights are there."""
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import fx, nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.modules.instance_forward import instance_forward
-from peftc.modules.offload import loads_submodules, offloaded_parameters, only_moves_arguments
+from peftc.modules.instance_forward import FORWARD, instance_forward
+from peftc.modules.offload import HOOK, loads_submodules, offloaded_parameters, only_moves_arguments
 from peftc.rewriting.edits import Region
 from peftc.rewriting.legality.bypasses import parents
 from peftc.tracing.operations import enter_context, exit_context
 from peftc.tracing.patches import is_gradient_context
+
+_CALLERS = frozenset({FORWARD, HOOK})  # attributes that run something around a module's code
 
 
 def check_forwards(region: Region, modules: Mapping[str, nn.Module], checked: set[str]) -> None:
@@ -33,11 +36,13 @@ def check_forwards(region: Region, modules: Mapping[str, nn.Module], checked: se
             message = f"`{name}` has a hook around its `forward`, {reason}"
             help_ = "edit a state at the boundary of this module, or remove the hook before compiling"
             raise PeftcError(Diagnostic("P426", message, help=help_))
-    for name in (region.module, *parents(region.module)):
+    for name in chain((region.module,), parents(region.module)):
         if name in checked:
             break  # and so are its parents
         checked.add(name)
         outer = modules[name]
+        if not vars(outer).keys() & _CALLERS:
+            continue
         forward = instance_forward(outer)
         if forward is not None and forward.function is None and not forward.wraps:
             raise PeftcError(hidden_forward(name, outer))
