@@ -1,4 +1,4 @@
-"""Where features are: which output features of a Linear a value is made of, and in which dimension.
+"""Which output features of a Linear a value is made of.
 
 The features are numbered, and what the model's code does to their layout (views, splits, slices,
 permutations) is done to the numbers. A fused q, k, v thus gives the right rows in whatever order a
@@ -6,31 +6,22 @@ model keeps them: one block each, or interleaved head by head.
 """
 
 import contextlib
-import inspect
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
 from peftc.addressing.sites import Slice
 from peftc.dataflow.layer_graph import LayerGraph
-from peftc.dataflow.matrices import parameter_of
-from peftc.dataflow.nodes import example, first_input, is_tensor, shape
+from peftc.dataflow.nodes import example, is_tensor, shape
 from peftc.dataflow.numbers import as_slice, distinct, numbered, varies
 from peftc.dataflow.operations import LAYOUT, Op, dim_of, is_in_place, name_of, op_of, rerun
-from peftc.dataflow.values import cache_update, reaches, upstream, value_operands, value_users
+from peftc.dataflow.values import cache_update, reaches, upstream, value_operands
 from peftc.fakes.tensors import tensors_in
-
-CHANNELS_FIRST = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm),
-    *(nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d),
-)
 
 
 def source_linears(
@@ -198,156 +189,3 @@ def _keeps_entries(node: fx.Node, source: fx.Node) -> bool:
     if not is_tensor(source) or not is_tensor(node) or shape(source) != shape(node):
         return False
     return (inside or not _is_layout(node)) and op_of(node) is not Op.MATMUL
-
-
-def dim_before(node: fx.Node, source: fx.Node, dim: int) -> int | None:
-    """The dimension of an operand that becomes `dim` of the result; None without a single one."""
-    old, new = shape(source), shape(node)
-    match op_of(node):
-        case Op.PERMUTE:
-            order = _order(node, len(old))
-            return None if order is None else order[dim]
-        case Op.RESHAPE:
-            same = [i for i in range(len(old)) if (old[i], prod(old[i + 1 :])) == (new[dim], prod(new[dim + 1 :]))]
-            return same[0] if len(same) == 1 else None
-        case _:
-            return dim if len(old) == len(new) else None
-
-
-def _order(node: fx.Node, size: int) -> list[int] | None:
-    """The dimensions of the operand in the order of the result."""
-    if len(node.all_input_nodes) > 1:  # dimensions that are computed
-        return None
-    lengths = torch.empty(tuple(range(2, size + 2)), device="meta")
-    permuted = getattr(lengths, name_of(node))
-    if not isinstance(permuted, torch.Tensor):
-        arguments = [a for a in node.args if not isinstance(a, fx.Node)]
-        permuted = permuted(*arguments, **{k: v for k, v in node.kwargs.items() if k != "input"})
-    return [n - 2 for n in permuted.shape]
-
-
-def features_dim(node: fx.Node, layer: LayerGraph) -> int:
-    """The dimension of the features: the last, or the second of what convolutions read."""
-    last = max(0, len(shape(node)) - 1)
-    # an image may also come from tokens, and go to convolutions of another layer (RT-DETR's AIFI)
-    if last < 2 or (last < 3 and not any(isinstance(m, CHANNELS_FIRST) for m in layer.root.modules())):
-        return last
-    dim = _dim_of_producer(node, layer, set())
-    dim = _dim_of_consumer(node, layer, set()) if dim is None else dim
-    return last if dim is None else dim
-
-
-def dim_of_input(call: fx.Node, layer: LayerGraph) -> int | None:
-    """The dimension of the features in what a call of a module reads; None where the module does
-    not tell.
-    """
-    source = first_input(call)
-    keeps_rank = source is not None and is_tensor(call) and len(shape(source)) == len(shape(call))
-    return _own_dim(call, layer) if keeps_rank else None
-
-
-def stream_dim(values: Collection[fx.Node], layer: LayerGraph) -> int | None:
-    """The dimension of the features in sums of a residual stream, by what reads these; None where
-    nothing tells. What is added to them may have been computed over tokens.
-    """
-    # Seen in: no transformers model, but MLP-Mixer as convolutions whose channels are tokens
-    dims = dims_of_readers(values, layer)
-    return dims.pop() if len(dims) == 1 else None
-
-
-def dims_of_readers(values: Iterable[fx.Node], layer: LayerGraph) -> set[int]:
-    """The dimensions in which what directly reads some values has features; one where a norm or a
-    scale tells.
-    """
-    dims = set[int]()
-    for value in values:
-        for user in filter(is_tensor, value_users(value)):
-            own = _own_dim(user, layer) if first_input(user) is value or layer.op(user) is Op.MUL else None
-            if own is not None and (layer.is_norm(user) or layer.op(user) is Op.MUL):
-                return {own}
-            dims |= set() if own is None else {own}
-    return dims
-
-
-def _dim_of_producer(node: fx.Node, layer: LayerGraph, seen: set[fx.Node]) -> int | None:
-    seen.add(node)
-    if (own := _own_dim(node, layer)) is not None:
-        return own
-    for source in value_operands(node):
-        if source in seen or not _keeps_features(source, node):
-            continue
-        dim = _dim_of_producer(source, layer, seen)
-        if dim is None and source.op == "placeholder":
-            dim = _dim_of_consumer(source, layer, {*seen, node})
-        if dim is not None:
-            dims = [i for i in range(len(shape(node))) if dim_before(node, source, i) == dim]
-            return dims[0] if len(dims) == 1 else None
-    return None
-
-
-def _dim_of_consumer(node: fx.Node, layer: LayerGraph, seen: set[fx.Node]) -> int | None:
-    # Seen in: BiT, EfficientNet, Florence-2, SwiftFormer
-    seen.add(node)
-    for user in value_users(node):
-        if user in seen or not is_tensor(user):
-            continue
-        reads = first_input(user) is node if user.op == "call_module" else layer.op(user) is Op.MUL
-        if reads and (own := _own_dim(user, layer)) is not None:
-            return own
-        if not _keeps_features(node, user):
-            continue
-        if op_of(user) is Op.ADD and (dim := _dim_of_producer(user, layer, seen)) is not None:
-            return dim  # of the other operand
-        if (dim := _dim_of_consumer(user, layer, seen)) is not None:
-            return dim_before(user, node, dim)
-    return None
-
-
-def _own_dim(node: fx.Node, layer: LayerGraph) -> int | None:
-    """The dimension of the features in what a module, or a scale, reads and returns."""
-    module, sizes = layer.module(node), shape(node)
-    if isinstance(module, CHANNELS_FIRST):
-        return 1
-    if isinstance(module, nn.LayerNorm) and inspect.unwrap(type(module).forward) is not nn.LayerNorm.forward:
-        dims = [dim for dim in {1, len(sizes) - 1} if sizes[dim] == module.normalized_shape[-1]]
-        return dims[0] if len(dims) == 1 else None  # it may permute them itself
-    if isinstance(module, nn.LayerNorm) or layer.is_linear(node):
-        return len(sizes) - 1
-    return _dim_of_scale(node, layer)
-
-
-def _dim_of_scale(node: fx.Node, layer: LayerGraph) -> int | None:
-    """The dimension in which a value is scaled by a parameter that has one for each of its own."""
-    # Seen in: no transformers model, but the affine maps of ResMLP
-    if node.op == "call_module":
-        factors = [p.shape for p in layer.module(node).parameters()] if layer.op(node) is Op.NORM else []  # pyright: ignore
-    else:
-        others = [n for n in value_operands(node) if layer.op(node) is Op.MUL and parameter_of(n) is not None]
-        factors = [shape(n) for n in others]
-    dims = [[dim for dim, size in enumerate(sizes) if size > 1] for sizes in factors]
-    is_one = all(len(sizes) == len(shape(node)) for sizes in factors) and all(len(own) == 1 for own in dims)
-    return dims[0][0] if is_one and len({own[0] for own in dims}) == 1 else None
-
-
-def _keeps_features(source: fx.Node, node: fx.Node) -> bool:
-    if not is_tensor(source) or not is_tensor(node):
-        return False
-    return shape(source) == shape(node) or op_of(node) in (Op.PERMUTE, Op.RESHAPE)
-
-
-def softmax_dim(softmax: fx.Node, scores: fx.Node, layer: LayerGraph) -> int | None:
-    """The dimension of `scores`, a product, over which a softmax sums to one; None if unknown."""
-    # Seen in: attentions that multiply keys by queries, as sparse ones do; roles would be swapped
-    node, dim = first_input(softmax), softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None)
-    size, dim = len(shape(node)), getattr(layer.module(softmax), "dim", dim)
-    dim = -1 if dim is None else dim
-    if node is None or not isinstance(dim, int) or not -size <= dim < size:
-        return None
-    dim %= size
-    while node is not scores:
-        sources = [n for n in value_operands(node) if reaches(scores, n)]
-        earlier = dim_before(node, sources[0], dim) if len(sources) == 1 else None
-        if earlier is None:
-            return None
-        node, dim = sources[0], earlier
-    return dim

@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.utils.parametrize import is_parametrized
 
-from peftc.dataflow.features import features_dim
+from peftc.dataflow.feature_axis import features_dim
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import first_input, is_tensor, shape
 from peftc.dataflow.operations import is_norm_by_name

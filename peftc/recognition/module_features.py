@@ -16,7 +16,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd  # pyright: ignore[r
 from transformers.pytorch_utils import Conv1D
 
 from peftc.addressing.sites import INPUT, OUTPUT, TABLE_IDS, ActivationRef, Kernel, MatrixLayout, State, WeightRef
-from peftc.dataflow.features import CHANNELS_FIRST
+from peftc.dataflow.feature_axis import CHANNELS_FIRST
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_tensor, parts, shape
 from peftc.forms.shapes import Tokens, Vector, Weight

@@ -10,7 +10,8 @@ from torch import fx
 from peftc.addressing.renaming import LayerName
 from peftc.addressing.site_list import Block, Numbers, SiteList, Template, TemplateSite
 from peftc.addressing.sites import ActivationRef, FeatureDims, Site, Slice, State, WeightRef
-from peftc.dataflow.features import dim_of_input, features_dim, separates, stream_dim
+from peftc.dataflow.feature_axis import dim_of_input, features_dim, stream_dim
+from peftc.dataflow.features import separates
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.matrices import MatrixPart, MatrixProduct, rows_within
 from peftc.dataflow.nodes import first_input, is_tensor, output_of, shape
@@ -251,14 +252,13 @@ class LayerSites:
         if attention.call in self.cache:
             return self.cache[attention.call]
         states = self.cache[attention.call] = dict[str, State]()
-        call = attention.call.name
         for name, node in zip("qkv", (attention.q, attention.k, attention.v), strict=True):
             sizes = shape(node)
             if len(sizes) == 4 and attention.sort in CALLS and separates(node, -1, self.graph):
                 rows = shapes.Rows(sizes[1], sizes[3], "queries" if name == "q" else "keys")
-                states[name] = State(name, rows, ActivationRef(f"{call}.{name}"))
+                states[name] = State(name, rows, ActivationRef(f"{attention.call.name}.{name}"))
         if (pair := pair_shape(attention, q_width, self.graph)) is not None:
-            states["kv"] = State("kv", pair, ActivationRef(f"{call}.kv"))
+            states["kv"] = State("kv", pair, ActivationRef(f"{attention.call.name}.kv"))
         return states
 
     def shared_pair(self, sub: SubLayer) -> State | None:

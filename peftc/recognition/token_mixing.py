@@ -14,7 +14,8 @@ from torch.nn.modules.padding import _ConstantPadNd  # pyright: ignore[reportPri
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from peftc.addressing.sites import FeatureDims
-from peftc.dataflow.features import dims_of_readers, features_dim, move_numbers
+from peftc.dataflow.feature_axis import dims_of_readers, features_dim
+from peftc.dataflow.features import move_numbers
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import example, first_input, shape
 from peftc.dataflow.numbers import distinct, numbered, varies
@@ -188,8 +189,6 @@ def _numbered(node: fx.Node, stream: Stream) -> dict[fx.Node, Any]:
     if len(sizes) not in (3, 4):
         return {}
     places = [dim for dim in range(1, len(sizes)) if features != {dim}]
-    if len(sizes) == 3 and places not in ([1], [1, 2]):
-        return {}
     return {node: numbered(sizes, places)}
 
 

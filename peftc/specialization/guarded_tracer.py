@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 from transformers import PretrainedConfig
 
-from peftc.dataflow.features import dim_before
+from peftc.dataflow.feature_axis import dim_before
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import ancestors, example, is_tensor
 from peftc.dataflow.operations import Op, has_side_effects, is_size, op_of

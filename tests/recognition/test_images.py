@@ -68,6 +68,20 @@ class Flattened(nn.Module):
         return x.transpose(1, 2).view(shape)
 
 
+class FlatMixer(nn.Module):
+    """MLP-Mixer over an image, which each sub-layer flattens: over tokens, then over features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.tokens = nn.Sequential(nn.Linear(SIDE * SIDE, 16), nn.GELU(), nn.Linear(16, SIDE * SIDE))
+        self.features = nn.Sequential(nn.Linear(D, 16), nn.GELU(), nn.Linear(16, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.tokens(self.norm1(x.flatten(2).transpose(1, 2)).transpose(1, 2)).view(x.shape)
+        return x + self.features(self.norm2(x.flatten(2).transpose(1, 2))).transpose(1, 2).view(x.shape)
+
+
 def image() -> dict[str, Tensor]:
     return {"x": torch.randn(2, D, SIDE, SIDE)}
 
@@ -114,3 +128,10 @@ def test_pooling_is_a_mixer() -> None:
     assert paths["mixer.norm"] == "layers.0.norm1"
     assert paths["ffn.norm"] == "layers.0.norm2"
     assert {path for path in paths if "." not in path} == {"mixer", "ffn"}
+
+
+def test_what_mixes_the_places_of_a_flattened_image_is_a_mixer() -> None:
+    table = peftc.sites(Layers(FlatMixer(), FlatMixer()), sample=image())
+    paths = {site.path.partition(".layer[0].")[2]: site.module for site in table.sites if "layer[0]." in site.path}
+    roles = {"mixer.norm": "norm1", "ffn.up": "features.0", "ffn.down": "features.2", "ffn.norm": "norm2"}
+    assert {path: paths.get(path) for path in roles} == {path: f"layers.0.{name}" for path, name in roles.items()}

@@ -29,6 +29,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
+    sizes: tuple[int, ...] = 2, D, SIDE, SIDE
+
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.norm2, self.attn = nn.LayerNorm(D), nn.LayerNorm(D), Attention()
@@ -98,6 +100,28 @@ class ClassToken(Block):
         return y.transpose(1, 2).view(x.shape)
 
 
+class Unflattened(Block):
+    """CoAtNet: the stream is an image, which each sub-layer flattens and transposes for itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x.flatten(2).transpose(1, 2))).transpose(1, 2).view(x.shape)
+        return x + self.mlp(self.norm2(x.flatten(2).transpose(1, 2))).transpose(1, 2).view(x.shape)
+
+
+class ChannelsFirst(Block):
+    """Tokens (batch, d, tokens), with a norm and Linears behind a transpose in each sub-layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.flatten(2) if x.ndim > 3 else x
+        y = y + self.attn(self.norm1(y.transpose(1, 2))).transpose(1, 2)
+        y = y + self.mlp(self.norm2(y.transpose(1, 2))).transpose(1, 2)
+        return y.view(x.shape)
+
+
+class ChannelsFirstTokens(ChannelsFirst):
+    sizes = 2, D, SIDE
+
+
 class SharedStreams(nn.Module):
     """CogView 4: one feed-forward part for two streams; and a norm of one of them for the other."""
 
@@ -146,10 +170,16 @@ def test_a_sum_that_is_returned_has_no_norm_behind_it() -> None:
     assert "layers.0.norm3" not in norms
 
 
-@pytest.mark.parametrize("layer", [ClassToken, Transposed, Windows, Strided, ProjectedResidual])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        *(ClassToken, Transposed, Windows, Strided, ProjectedResidual),
+        *(Unflattened, ChannelsFirst, ChannelsFirstTokens),
+    ],
+)
 def test_states_are_those_of_modules(layer: type[Block]) -> None:
     torch.manual_seed(0)
-    model, inputs = Layers(layer(), layer()).double().eval(), {"x": torch.randn(2, D, SIDE, SIDE).double()}
+    model, inputs = Layers(layer(), layer()).double().eval(), {"x": torch.randn(layer.sizes).double()}
     peftc.compile(SPEC, model, seed=0, sample=inputs)
     parameters = list(peftc.parameters(model).items())
     for _, parameter in parameters:

@@ -16,7 +16,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from peftc.dataflow.features import dim_before, follow_numbers, source_linears
+from peftc.dataflow.feature_axis import dim_before
+from peftc.dataflow.features import follow_numbers, source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import shape
 from peftc.dataflow.numbers import numbered, varies

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from peftc.dataflow.einsum import einsum_labels, einsum_operands
-from peftc.dataflow.features import dim_before, softmax_dim
+from peftc.dataflow.feature_axis import dim_before, softmax_dim
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.matrices import parameter_of
 from peftc.dataflow.nodes import example, first_input, is_edit, is_tensor, shape
