@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from peftc.dataflow.nodes import example
 from peftc.tracing.in_place import AUGMENTED, WRITES
-from peftc.tracing.operations import attention, autograd_function, new_version, segment
+from peftc.tracing.operations import attention, autograd_function, model_function, new_version, segment
 
 
 class Op(Enum):
@@ -218,7 +218,7 @@ def has_side_effects(node: fx.Node) -> bool:
     """Whether running a node twice could change something, or costs a module's forward."""
     if node.op not in ("call_function", "call_method"):
         return node.op == "call_module"
-    if WRITES in node.meta or is_in_place(node) or node.target in (attention, segment):
+    if WRITES in node.meta or is_in_place(node) or node.target in (attention, model_function, segment):
         return True
     return op_of(node) in (Op.DROPOUT, Op.CACHE) or name_of(node) in ("append", "pop", "setdefault", "_assert")
 

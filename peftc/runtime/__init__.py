@@ -24,7 +24,7 @@ from peftc.runtime.parameters import (
 )
 from peftc.runtime.positions import forward_with_positions
 from peftc.runtime.prompts import batch_like, forward_with_prompt
-from peftc.tracing.operations import attention, autograd_function, script_function
+from peftc.tracing.operations import attention, autograd_function, model_function, script_function
 
 __all__ = [
     "PASSTHROUGH",
@@ -43,6 +43,7 @@ __all__ = [
     "full_precision",
     "image_patches",
     "image_to_tokens",
+    "model_function",
     "recheck_guard",
     "replace_part",
     "respecialize",

@@ -23,6 +23,7 @@ from peftc.specialization import guards
 from peftc.specialization.code_printer import OtherPath
 from peftc.specialization.expressions import Expressions
 from peftc.specialization.guarded_tracer import GuardedTracer, constant_arguments
+from peftc.specialization.leaf_functions import LeafFunction, frames_of, innermost_function
 from peftc.specialization.names import GlobalNames
 from peftc.specialization.passthrough_arguments import (
     Call,
@@ -71,6 +72,7 @@ class CallTraces:
         self.all_constant = False
         self.cache: dict[object, Call] = {}
         self.size_guards = set[Origin]()  # decisions on sizes inside, one outcome of which this call cannot have
+        self.leaf_functions: dict[LeafFunction, PeftcError] = {}  # with what refused their code
         self.nones = set[Origin]()  # parts of results that the code must see as None where they are None
         entered = [type(m) for n, m in module.named_modules() if n and n in inline]
         self.identity_tests = any(compares_identity(inspect.unwrap(cls.forward), cls) for cls in {base, *entered})
@@ -103,6 +105,13 @@ class CallTraces:
         """Makes a decision on sizes inside a guard on the arguments. Raises: ArgumentInspected."""
         if decision.meta["origin"] not in self.size_guards:
             self.size_guards.add(decision.meta["origin"])
+            self.cache.clear()
+            raise ArgumentInspected
+
+    def keep_whole(self, function: LeafFunction | None, refusal: PeftcError) -> None:
+        """Makes a function with refused code a leaf. Raises: ArgumentInspected if it is new."""
+        if function is not None and function not in self.leaf_functions:
+            self.leaf_functions[function] = refusal
             self.cache.clear()
             raise ArgumentInspected
 
@@ -161,6 +170,7 @@ class CallTraces:
         tracer = GuardedTracer(lambda name: name in self.inline, script, symbolic)
         tracer.optional_results |= self.nones
         tracer.size_guards |= self.size_guards
+        tracer.leaf_functions |= self.leaf_functions.keys()
         try:
             fakes = fake_copy(dict(arguments), mode)
         except Exception as error:  # whatever copying an object or a kind of tensor (nested, …) raises
@@ -177,7 +187,9 @@ class CallTraces:
         except (TraceError, DataDependentOutputException) as error:
             message = f"a call of {self.base.__name__} cannot be traced: {error}"
             notes = (f"in the code of {tracer.call_stack[-1]}",) if tracer.call_stack else ()
-            raise PeftcError(Diagnostic("P407", message, notes=notes, help=SMALLER)) from error
+            refusal = PeftcError(Diagnostic("P407", message, notes=notes, help=SMALLER))
+            self.keep_whole(innermost_function(frames_of(error)), refusal)
+            raise refusal from error
         except PeftcError:
             raise
         except Exception as error:
@@ -221,7 +233,12 @@ class CallPaths:
             raise PeftcError(Diagnostic("P406", message, help=SMALLER))
         self.guard((traced, tracer))
         decisions = [cast(fx.Node, n.args[0]) for n in traced.graph.nodes if n.target is branch]
-        self.rewrite(traced)
+        try:
+            self.rewrite(traced)
+        except PeftcError as error:
+            for refusal in self.traces.leaf_functions.values() if error.diagnostics[0].code == "P403" else ():
+                raise refusal from error  # the state may be one of the function's code
+            raise
         outcomes = traced.outcomes
         branches = range(len(script), len(outcomes))
         return traced.graph, {i: self.other((*outcomes[:i], not outcomes[i]), decisions[i]) for i in branches}
@@ -243,10 +260,14 @@ class CallPaths:
 
     def guard(self, call: Call) -> None:
         """Adds the conditions of a path, and rechecks of guards that may fail while it runs."""
-        traced, _ = call
+        traced, tracer = call
         passthrough, keywords = self.traces.passthrough, self.traces.keywords
         expressions = Expressions(self.names, self.traces.signature)
-        conditions = guards.conditions(call, passthrough, keywords, expressions)
+        try:
+            conditions = guards.conditions(call, passthrough, keywords, expressions)
+        except guards.RunTimeDecision as decision:
+            self.traces.keep_whole(tracer.deciding_functions.get(decision.node), decision)
+            raise
         self.conditions.update(dict.fromkeys(conditions))
         self.traits = guards.traits(traced, passthrough) | self.traits
         for guard in guards.mutable_guards(traced):

@@ -21,6 +21,7 @@ from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import ancestors, example, is_tensor
 from peftc.dataflow.operations import Op, has_side_effects, is_size, op_of
 from peftc.dataflow.values import cache_update
+from peftc.specialization.leaf_functions import LeafFunction, innermost_function, leaf_functions, running_frames
 from peftc.specialization.symbolic_sizes import SymbolicSizes
 from peftc.tracing.bytecode import Origin
 from peftc.tracing.in_place import storage_id
@@ -38,6 +39,8 @@ class GuardedTracer(RegionTracer):
         super().__init__(inline, script)
         self.symbolic = symbolic
         self.size_guards = set[Origin]()  # decisions on sizes inside that become guards on the arguments
+        self.leaf_functions = set[LeafFunction]()
+        self.deciding_functions: dict[fx.Node, LeafFunction | None] = {}  # by a value known only at run time
         self.typed: set[fx.Node] = set()
         self.dtypes: dict[str, torch.dtype] = {}  # of parameters whose dtype the code may have read
         self.numbers: dict[str, None] = {}  # attributes that were read, and may be None in other modules
@@ -79,7 +82,11 @@ class GuardedTracer(RegionTracer):
     def guard(self, node: fx.Node, kind: str, value: Any) -> Any:
         """A truth known only at run time (of a size from a cache) becomes a branch of the graph."""
         numeric = kind in ("int", "float", "bool")
-        if not numeric or not self.recording or not any(map(has_side_effects, ancestors(node))):
+        if not self.recording or not any(map(has_side_effects, ancestors(node))):
+            return super().guard(node, kind, value)
+        if node not in self.deciding_functions:
+            self.deciding_functions[node] = innermost_function(running_frames())
+        if not numeric:
             return super().guard(node, kind, value)
         if kind != "bool":
             number = self.sizes.rebuild(node)
@@ -161,7 +168,8 @@ class GuardedTracer(RegionTracer):
                     self.config_paths[id(value)] = f"{name}.{key}".lstrip(".")
                     object.__setattr__(value, "__class__", reporting_config(type(value)))  # a copy for this trace
         states = _states(root)
-        trace = super().trace_region(root, arguments)
+        with leaf_functions(self.leaf_functions):
+            trace = super().trace_region(root, arguments)
         reads = {node.target for node in trace.graph.nodes if node.op == "get_attr"}
         for path, value in _states(root).items():
             before = states.get(path)

@@ -16,7 +16,7 @@ from peftc.specialization.expressions import Expressions, attribute_path
 from peftc.specialization.guarded_tracer import GuardedTracer
 from peftc.specialization.passthrough_arguments import Call
 from peftc.tracing.module_calls import is_constant
-from peftc.tracing.operations import attention
+from peftc.tracing.operations import attention, model_function
 from peftc.tracing.region_trace import Guard, RegionTrace, getitem_root
 
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params", "cache")
@@ -28,23 +28,23 @@ def conditions(
     """All conditions on a call, cheapest first. `keywords`: the names that `**` may contain."""
     traced, tracer = call
     paths = {f"{owner}.{name}".lstrip("."): value for (owner, name), value in traced.attribute_guards.items()}
-    facts = {name: _equals(attribute_path(name), value) for name, value in paths.items()}
+    facts = {name: _equals(attribute_path(name), value, expressions) for name, value in paths.items()}
     texts = [facts[f"{o}.{n}".lstrip(".")] for o, n in traced.attribute_guards if n == "training"]
     texts += _arguments(call, passthrough, keywords, expressions)
     texts += [*facts.values(), *(f"{attribute_path(n)} is not None" for n in tracer.numbers if n not in paths)]
     for (name, args), value in tracer.global_state.items():  # queries of torch's state
         query = f"torch.{name}({', '.join(map(repr, args))})"
-        texts.append(_equals(query, value) if isinstance(value, bool) else f"{query} == {value}")
+        texts.append(_equals(query, value, expressions) if isinstance(value, bool) else f"{query} == {value}")
     if traced.depends_on_dtype:
         texts += _dtypes(traced, tracer, passthrough)
     texts += [_condition(guard, expressions) for guard in traced.guards if not _is_unknown_before(guard)]
     return list(dict.fromkeys(texts))
 
 
-def _equals(text: str, value: Any) -> str:
+def _equals(text: str, value: Any, expressions: Expressions) -> str:
     if isinstance(value, bool):
         return text if value else f"not {text}"
-    return f"{text} is None" if value is None else f"{text} == {value!r}"
+    return f"{text} is None" if value is None else f"{text} == {expressions.value(value)}"
 
 
 def _arguments(
@@ -116,6 +116,14 @@ def _dtypes(traced: RegionTrace, tracer: GuardedTracer, passthrough: frozenset[s
         yield f"{attribute_path(name)}.dtype == {dtype}"
 
 
+class RunTimeDecision(PeftcError):
+    """P406: the forward decides on the value of `node`, which is known only while it runs."""
+
+    def __init__(self, diagnostic: Diagnostic, node: fx.Node) -> None:
+        super().__init__(diagnostic)
+        self.node = node
+
+
 def _condition(guard: Guard, expressions: Expressions) -> str:
     """The condition for one guard. Raises: P406 if its value is known only at run time."""
     acting = next((n for n in ancestors(guard.node) if has_side_effects(n)), None)
@@ -126,13 +134,13 @@ def _condition(guard: Guard, expressions: Expressions) -> str:
         message = "the forward takes a Python decision on a value that is only known while it runs"
         notes = (f"the value depends on `{acting.target}` of `{origin}`",)
         notes += (f"at {guard.line}",) if guard.line is not None else ()
-        raise PeftcError(Diagnostic("P406", message, notes=notes, help=SMALLER))
+        raise RunTimeDecision(Diagnostic("P406", message, notes=notes, help=SMALLER), guard.node)
     text, value = expressions.of_arguments(guard.node), guard.value
     match guard.kind:
         case "type":
             return f"isinstance({text}, {expressions.names.of(value)})"
         case "bool":
-            return _equals(text, value)
+            return _equals(text, value, expressions)
         case "len":
             return f"len({text}) == {value}"
         case "keys":
@@ -162,11 +170,13 @@ def _device_of_arguments(guard: Guard, expressions: Expressions) -> str:
 
 def _is_unknown_before(guard: Guard) -> bool:
     """Whether no expression of the arguments can test a guard: its value is computed inside."""
-    return has_side_effects(guard.node) if guard.kind == "type" else guard.kind == "is" and _is_child_result(guard.node)
+    is_inside = guard.kind == "type" and has_side_effects(guard.node)
+    return is_inside or (guard.kind in ("is", "type") and _is_child_result(guard.node))
 
 
 def _is_child_result(node: fx.Node) -> bool:
-    return getitem_root(node).op == "call_module" or getitem_root(node).target is attention
+    root = getitem_root(node)
+    return root.op == "call_module" or root.target in (attention, model_function)
 
 
 def mutable_guards(traced: RegionTrace) -> list[Guard]:
@@ -177,7 +187,7 @@ def mutable_guards(traced: RegionTrace) -> list[Guard]:
         guard
         for guard in traced.guards
         if any(n < guard.node and objects[n] & objects[guard.node] for n in writers)
-        or (guard.kind == "is" and _is_child_result(guard.node))
+        or (guard.kind in ("is", "type") and _is_child_result(guard.node))
     ]
 
 

@@ -27,6 +27,11 @@ def script_function(*args: Any, function: torch.jit.ScriptFunction[..., Any], **
     return function(*args, **kwargs)
 
 
+def model_function(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Leaf: a function of the model's code, which decides on what is known only while it runs."""
+    return function(*args, **kwargs)
+
+
 def branch(condition: Any, outcome: bool) -> None:
     """Marker: Python branches on tensor values, and the trace follows `outcome`."""
 

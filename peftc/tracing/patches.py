@@ -34,7 +34,7 @@ GRADIENT_QUERIES = ("is_grad_enabled",)
 AUTOCAST_QUERIES = ("is_autocast_enabled", "get_autocast_dtype", "is_autocast_cache_enabled")
 FUNCTION_BASE: Any = torch.autograd.Function.__mro__[1]  # Function.apply calls the `apply` of this class
 _ARGUMENTS, _CALL = "_peftc_arguments", "_peftc_call"  # attributes of context managers that a trace makes
-_patching = threading.RLock()  # reentrant: a leaf that runs while examples are computed may be traced itself
+patching_lock = threading.RLock()  # reentrant: a leaf that runs while examples are computed may be traced itself
 
 
 def is_gradient_context(node: fx.Node) -> bool:
@@ -163,7 +163,7 @@ def patch_libraries(tracer: TracerBase) -> Generator[None]:
         (torch.inference_mode, "__enter__", intercept(_reject_enter)),
         *((torch, name, intercept(partial(_record_query, name))) for name in GRADIENT_QUERIES + AUTOCAST_QUERIES),
     ]
-    with _patching, contextlib.ExitStack() as stack:
+    with patching_lock, contextlib.ExitStack() as stack:
         for owner, name, wrap in patches:
             stack.enter_context(patch_attribute(owner, name, wrap))
         stack.enter_context(tracer.activate())

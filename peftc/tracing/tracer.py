@@ -18,7 +18,7 @@ from peftc.fakes.data_answers import data_answers, fake_data_answers, fake_tenso
 from peftc.tracing.bytecode import Origin, position_of, running_stack
 from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, leaves, version
 from peftc.tracing.module_calls import bind_arguments, functional_linear, is_constant, with_positional_tensors
-from peftc.tracing.operations import DIRECT, attention
+from peftc.tracing.operations import DIRECT, attention, model_function
 from peftc.tracing.patches import has_context_decorator, instrument_modules, patch_libraries
 from peftc.tracing.proxy import Attribute, ConcreteProxy, attribute_proxy, concrete_values, is_proxy, nested_nodes
 from peftc.tracing.ragged_loops import ragged_result
@@ -66,6 +66,9 @@ class RegionTracer(TracerBase):
         if node.meta["origin"] in self.optional_results:
             self.guard_implementation(source)
             return value is None
+        if source.target is model_function:  # what it returns in another call need not be of this type
+            self.guard(node, "type", torch.Tensor if isinstance(value, torch.Tensor) else type(value))
+            return value is None
         if source.op == "call_module" or source.target in (attention, operator.setitem):
             return False
         return value is None or isinstance(value, (torch.dtype, str))
@@ -84,12 +87,14 @@ class RegionTracer(TracerBase):
             kind, target, args, kwargs = "call_module", linear, args[:1], {}
         operands = concrete_values(tuple(args)), concrete_values(dict(kwargs))
         versions_before = [(t, version(t)) for t in leaves(operands) if isinstance(t, torch.Tensor)]
-        parts = list(mutable_parts((args, kwargs), operands)) if kind == "call_module" else []
+        is_leaf = kind == "call_module" or target is model_function
+        parts = list(mutable_parts((args, kwargs), operands)) if is_leaf else []
         before = list(map(identities, parts))
         with self.pause():
             value = self.compute(kind, target, *operands)
         if before != list(map(identities, parts)):
-            raise TraceError(f"`{target}` changes a list, a dictionary or an object that the code has constructed")
+            name = target if isinstance(target, str) else getattr(args[0], "__name__", "")
+            raise TraceError(f"`{name}` changes a list, a dictionary or an object that the code has constructed")
         arguments = tuple(map(self.create_arg, args)), self.create_arg(dict(kwargs))
         node = self.create_node(kind, target, *arguments, name or OUT_OF_PLACE_NAMES.get(target))
         self.mutations.record(node, value, versions_before)
@@ -102,9 +107,10 @@ class RegionTracer(TracerBase):
         with torch.no_grad():
             if (ragged := ragged_result(target, args, kwargs, self.caller)) is not None:
                 return ragged
-            if kind == "call_module":
+            if kind == "call_module" or target is model_function:
+                function = self.root.get_submodule(target) if kind == "call_module" else target
                 with fake_data_answers():  # decisions inside a leaf are not part of the graph
-                    return self.root.get_submodule(target)(*args, **kwargs)
+                    return function(*args, **kwargs)
             if kind == "call_method":
                 return getattr(args[0], target)(*args[1:], **kwargs)
             if kind == "get_attr":

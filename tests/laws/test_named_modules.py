@@ -167,7 +167,7 @@ def modules() -> dict[str, tuple[nn.Module, int, Tensor]]:
 def test_a_convolution_reads_patches_and_an_embedding_ids(case: str, form: str) -> None:
     module, width, x = modules()[case]
     x = x.double() if x.is_floating_point() else x
-    model = OneBlock(module, width).double()
+    model = OneBlock(module, width).double().requires_grad_(False)  # with a gradient, some kernels differ in bits
     base = model(x)
     peftc.compile(f'peft 1  edit e at "module" {{ h += {form} }}', model, seed=0, sample={"x": x})
     assert torch.equal(model(x), base)
