@@ -116,10 +116,11 @@ def plan(
     Warns:
         PeftcWarning: P217, for a selector that leaves out weights whose role is not known.
     """
-    flat = flat_spec(spec, settings, include)
-    planned = plan_edits(flat, model, joint_sample(sample, samples), tasks, trust_remote_code, cache)
-    warn_of_unplaced(planned)
-    return planned.plan
+    with paused_gc():
+        flat = flat_spec(spec, settings, include)
+        planned = plan_edits(flat, model, joint_sample(sample, samples), tasks, trust_remote_code, cache)
+        warn_of_unplaced(planned)
+        return planned.plan
 
 
 def warn_of_unplaced(planned: PlanResult) -> None:
@@ -182,7 +183,6 @@ def design(
     return tuple(design_of([one for one in site_edits if one.edit == edit]) for edit in edits)
 
 
-@paused_gc()
 def compile(
     spec: SpecLike,
     model: ModelLike,
@@ -240,19 +240,20 @@ def compile(
     """
     if not isinstance(model, nn.Module):
         model = load_model(resolve(model, trust_remote_code))
-    flat = prefixed(flat_spec(spec, settings, include), prefix)
-    compiled = CompiledModel.active(model, joint_sample(sample, samples))
-    names = task_names(tasks, compiled.tasks)
-    planned = compiled.first_plan(flat, names) if cache else compiled.plan(flat, names)
-    require_tasks(tasks, planned)
-    if planned.failed_expectations:
-        raise PeftcError(planned.failed_expectations)
-    warn_of_unplaced(planned)
-    own_name = free_name(compiled.specs, name or prefix, default_name(spec))
-    seed = torch.initial_seed() if seed is None else checked_seed(seed)
-    # Verification is a later stage, which calls this one.
-    check = import_module("peftc.verification").compilation_check(model) if verify else None
-    return compiled.add(InstalledSpec(own_name, flat, planned.plan, seed), planned, tasks=names, finish=check)
+    with paused_gc(promote=not verify):  # the copies of a verification die soon
+        flat = prefixed(flat_spec(spec, settings, include), prefix)
+        compiled = CompiledModel.active(model, joint_sample(sample, samples))
+        names = task_names(tasks, compiled.tasks)
+        planned = compiled.first_plan(flat, names) if cache else compiled.plan(flat, names)
+        require_tasks(tasks, planned)
+        if planned.failed_expectations:
+            raise PeftcError(planned.failed_expectations)
+        warn_of_unplaced(planned)
+        own_name = free_name(compiled.specs, name or prefix, default_name(spec))
+        seed = torch.initial_seed() if seed is None else checked_seed(seed)
+        # Verification is a later stage, which calls this one.
+        check = import_module("peftc.verification").compilation_check(model) if verify else None
+        return compiled.add(InstalledSpec(own_name, flat, planned.plan, seed), planned, tasks=names, finish=check)
 
 
 def remove(

@@ -14,6 +14,7 @@ from torch import nn
 
 import peftc
 from peftc.concurrency.garbage_collection import paused_gc
+from peftc.forms.module import FormModule
 from tests import zoo
 from tests.call_counts import calls
 
@@ -133,6 +134,35 @@ def test_objects_of_a_pause_are_old_where_the_caller_says_so(promote: bool) -> N
     old = {id(thing) for thing in gc.get_objects(2)}
     gc.freeze()
     assert old.isdisjoint(map(id, lists)) != promote
+
+
+def test_objects_of_a_pause_that_fails_stay_young() -> None:
+    """An error's traceback may keep a model in a cycle, which is collected soon."""
+    gc.unfreeze()
+    lists: list[list[object]] = []
+
+    def fail() -> None:
+        with paused_gc(promote=True):
+            lists.extend([] for _ in range(20_000))
+            raise ValueError("late")
+
+    with pytest.raises(ValueError, match="late"):
+        fail()
+    old = {id(thing) for thing in gc.get_objects(2)}
+    gc.freeze()
+    assert old.isdisjoint(map(id, lists))
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_compiling_promotes_what_it_makes_unless_it_verifies(verify: bool) -> None:
+    """The garbage collector does not traverse it; the copies that a verification makes die soon."""
+    gc.unfreeze()
+    model = peftc.compile(
+        "peft 1\nedit e at layer[*].attn.q { h += lora(x, r=2) }\n", zoo.build("llama"), verify=verify
+    )
+    old = {id(thing) for thing in gc.get_objects(2)}
+    gc.freeze()
+    assert {id(form) in old for form in model.modules() if isinstance(form, FormModule)} == {not verify}
 
 
 def test_frozen_objects_stay_frozen() -> None:

@@ -8,8 +8,8 @@ from peftc.concurrency.interrupts import shielded
 
 @shielded
 def paused_gc(promote: bool = False) -> Generator[None]:
-    """Runs the body without garbage collection. `promote`: what the body makes stays alive, and has
-    no cycles that may die soon; it goes to the oldest generation.
+    """Runs the body without garbage collection. `promote`: what the body makes stays alive, and its
+    cycles hold no data; unless it fails, all goes to the oldest generation.
 
     Importing one transformers modeling file allocates the objects of some two thousand modules,
     which all stay alive. Collecting in between, or at the end, frees nothing and takes a third of
@@ -22,9 +22,9 @@ def paused_gc(promote: bool = False) -> Generator[None]:
     gc.disable()
     try:
         yield
-    finally:
         if promote:
             gc.freeze()
             gc.unfreeze()  # into the oldest generation
+    finally:
         if was_enabled:
             gc.enable()
