@@ -58,6 +58,16 @@ def module_features(module: nn.Module, call: ModuleCall) -> tuple[Features, Feat
     return (_ids(module) if isinstance(module, nn.Embedding) else x), h
 
 
+def depends_on_numbers(module: nn.Module) -> bool:
+    """Whether `module_features` and `stores_transposed` may differ between modules whose classes,
+    shapes of parameters, options and calls are equal.
+    """
+    if isinstance(module, (_ConvNd, nn.Embedding)):
+        return True
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, FakeTensor) and weight.ndim == 2 and not type(module).__module__.startswith("torch.")
+
+
 def stores_transposed(module: nn.Module, known: dict[object, bool] | None = None) -> bool:
     """Whether a module of one matrix stores it (in, out): of a class of the model's own, its code
     tells. `known`: the answers for modules of the model that are equal but for values of tensors.

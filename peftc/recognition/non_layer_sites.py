@@ -3,12 +3,14 @@
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from peftc.addressing.module_infos import ModuleInfos
+from peftc.addressing.module_infos import ModuleBlock, ModuleInfos, ModuleTemplate
+from peftc.addressing.renaming import with_changes
 from peftc.addressing.sites import (
     INPUT,
     OUTPUT,
@@ -25,13 +27,16 @@ from peftc.addressing.sites import (
 from peftc.dataflow.layer_graph import is_pointwise
 from peftc.dataflow.operations import is_norm_module
 from peftc.forms import shapes
-from peftc.modules.walk import all_named_modules, named_modules, named_parameters
+from peftc.modules.walk import Named, all_named_modules, named_modules, named_parameters
 from peftc.observation.sample_forward import ModuleCall
 from peftc.recognition.layer_candidates import containing_list
-from peftc.recognition.layer_types import example_width
+from peftc.recognition.layer_types import LayerType, example_width
 from peftc.recognition.layers import ModelStructure, Stack, last_call
-from peftc.recognition.module_features import module_features, stores_transposed
+from peftc.recognition.module_features import depends_on_numbers, module_features, stores_transposed
 from peftc.semantics.vocabulary import FROZEN_MODULES
+
+_NO_CALL = ModuleCall()
+_facts = attrgetter("input_shape", "input_path", "output_shape", "output_path", "varies")
 
 
 def path_of(steps: Steps) -> str:
@@ -105,7 +110,7 @@ def _module_site(name: str, steps: Steps, structure: ModelStructure, group: str 
     """A site that is one whole module; its graph is the module's own."""
     module = structure.model.get_submodule(name)
     states = weight_states(name, module)
-    call = structure.seen.calls.get(name, ModuleCall())
+    call = structure.seen.calls.get(name, _NO_CALL)
     if isinstance(module, nn.Embedding):
         x, _ = module_features(module, call)
         if x.size is not None:
@@ -200,37 +205,88 @@ def heads(structure: ModelStructure) -> Iterator[Site]:
 
 def module_infos(structure: ModelStructure) -> ModuleInfos:
     """Every module with its own parameters; one that is used under several names once for each."""
-    calls, shared = structure.seen.calls, {name for group in structure.shared for name in group}
+    infos, modules = _Infos(structure), all_named_modules(structure.model)
     first = {name for name, _ in named_modules(structure.model)}
-    modules = dict(all_named_modules(structure.model))
-    called = {id(modules[name]) for name in calls}  # under whichever of its names
-    no_call = ModuleCall()
-    transposed: dict[object, bool] = {}
+    layers = [(n, kind) for s in structure.stacks for n, kind in zip(s.roots, s.kinds, strict=True)]
+    if len(first) == len(modules) and all(kind.is_module for _, kind in layers):
+        return ModuleInfos(infos.blocks(modules, dict(layers)))
+    names = first.union(*structure.shared)
+    every = (infos.info(name, module) for name, module in modules if name in names)
+    return ModuleInfos.of(every, {name for stack in structure.stacks for name in stack.modules})
 
-    def info(name: str, module: nn.Module) -> ModuleInfo:
+
+class _Infos:
+    def __init__(self, structure: ModelStructure) -> None:
+        self.calls = structure.seen.calls
+        modules = dict(all_named_modules(structure.model))
+        self.called = {id(modules[name]) for name in self.calls}  # under whichever of its names
+        self.transposed: dict[object, bool] = {}
+        self.templates: dict[object, list[tuple[object, ModuleTemplate]]] = {}  # of layers
+        self.by_number: dict[int, list[int]] = {}  # of each kind of layer, the modules that `depends_on_numbers`
+
+    def info(self, name: str, module: nn.Module) -> ModuleInfo:
         own = vars(module)["_parameters"]
         several = named_parameters([("", module)]) if len(own) > 1 else own.items()
         parameters = {k: tuple(p.shape) for k, p in several if p is not None}
-        call = calls.get(name, no_call)
-        paths, is_called = (call.input_path, call.output_path), id(module) in called
+        call = self.calls.get(name, _NO_CALL)
         x, h = module_features(module, call)
-        sizes, maps = (x.size, h.size), (x.is_map, h.is_map)
         return ModuleInfo(
             name,
             type(module).__name__,
             parameters,
-            *sizes,
-            is_called,
-            *paths,
-            *maps,
+            x.size,
+            h.size,
+            id(module) in self.called,
+            call.input_path,
+            call.output_path,
+            x.is_map,
+            h.is_map,
             x.kernel,
             x.ids,
             x.unknown or h.unknown,
-            stores_transposed(module, transposed),
+            stores_transposed(module, self.transposed),
         )
 
-    infos = (info(name, module) for name, module in modules.items() if name in first or name in shared)
-    return ModuleInfos.of(infos, {name for stack in structure.stacks for name in stack.modules})
+    def blocks(self, modules: Named, kinds: dict[str, LayerType]) -> list[ModuleBlock]:
+        """The modules of a model in which each has one name, and each layer is a module."""
+        blocks: list[ModuleBlock] = []
+        start = end = 0
+        while end < len(modules):
+            layer = modules[end][0]
+            if not layer or layer not in kinds:
+                end += 1
+                continue
+            if start < end:
+                blocks.append(self.outside(modules[start:end]))
+            start, end, inside = end, end + 1, f"{layer}."
+            while end < len(modules) and modules[end][0].startswith(inside):
+                end += 1
+            blocks.append(ModuleBlock(self.template(modules[start:end], kinds[layer]), layer))
+            start = end
+        return [*blocks, self.outside(modules[start:])] if start < end else blocks
+
+    def outside(self, modules: Named) -> ModuleBlock:
+        return ModuleBlock(ModuleTemplate(tuple(self.info(*one) for one in modules)))
+
+    def template(self, modules: Named, kind: LayerType) -> ModuleTemplate:
+        """The modules of a layer: those of an earlier one of its kind, if what shows no structure
+        is equal, too.
+        """
+        layer = modules[0][0]
+        if id(kind) not in self.by_number:
+            self.by_number[id(kind)] = [i for i, (_, m) in enumerate(modules) if depends_on_numbers(m)]
+        others = tuple([self.relative_info(layer, *modules[i]) for i in self.by_number[id(kind)]])
+        calls = map(self.calls.get, [name for name, _ in modules])
+        key = id(kind), tuple([None if call is None else _facts(call) for call in calls])
+        for infos, template in self.templates.setdefault(key, []):
+            if infos == others:
+                return template
+        template = ModuleTemplate(tuple([self.relative_info(layer, *one) for one in modules]))
+        self.templates[key].append((others, template))
+        return template
+
+    def relative_info(self, layer: str, name: str, module: nn.Module) -> ModuleInfo:
+        return with_changes(self.info(name, module), name=name[len(layer) + 1 :])
 
 
 def untraced_modules(structure: ModelStructure) -> tuple[UntracedModule, ...]:
