@@ -26,6 +26,7 @@ class ParameterUses(TorchFunctionMode):
         closure_reads: modules that compute with a parameter of no module, by its storage: in a
             skeleton that of the original, which a closure still holds.
         token_products: the modules that run an attention, a softmax or a product of matrices.
+        weight_products: the modules that multiply by a weight of their own.
     """
 
     def __init__(self, model: nn.Module, running: list[str]) -> None:
@@ -37,6 +38,7 @@ class ParameterUses(TorchFunctionMode):
         self.readers: dict[int, dict[str, None]] = defaultdict(dict)
         self.closure_reads: dict[int, str] = {}
         self.token_products: dict[Op, set[str]] = defaultdict(set)
+        self.weight_products: set[str] = set()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -51,6 +53,8 @@ class ParameterUses(TorchFunctionMode):
                 key = storage_id(value)
                 if key in self.names:
                     self.readers[key][reader] = None
+                    if op in (Op.MATMUL, Op.LINEAR) and f"{reader}.weight".lstrip(".") in self.names[key]:
+                        self.weight_products.add(reader)
                 elif isinstance(value, nn.Parameter):
                     self.closure_reads[key] = reader
         return result

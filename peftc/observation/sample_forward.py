@@ -87,6 +87,7 @@ class SampleForward:
     `closure_reads`: modules that compute with a parameter in a closure, by its storage.
     `external_reads`: modules that compute with a parameter of another module, by its name.
     `token_products`: modules that run an attention, a softmax or a product of matrices.
+    `weight_products`: modules that multiply by a weight of their own.
     """
 
     calls: dict[str, ModuleCall] = field(default_factory=dict[str, ModuleCall])
@@ -101,6 +102,7 @@ class SampleForward:
     closure_reads: dict[int, str] = field(default_factory=dict[int, str])
     external_reads: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     token_products: dict[Op, set[str]] = field(default_factory=dict[Op, set[str]])
+    weight_products: set[str] = field(default_factory=set[str])
 
     @property
     def unreached_layers(self) -> set[str]:
@@ -134,6 +136,7 @@ class SampleForward:
         self.arguments = {**other.arguments, **self.arguments}
         for op, names in other.token_products.items():
             self.token_products[op] = self.token_products.get(op, set()) | names
+        self.weight_products |= other.weight_products
         self.closure_reads = {**other.closure_reads, **self.closure_reads}
         self.cross_layer_calls = {**other.cross_layer_calls, **self.cross_layer_calls}
         for name, readers in other.external_reads.items():
@@ -299,7 +302,7 @@ class Recorder:
             if before is None or not record.layers.keys() - before.layers.keys():
                 raise
         record.external_reads, record.closure_reads = uses.external_reads(record.candidates), uses.closure_reads
-        record.token_products = dict(uses.token_products)
+        record.token_products, record.weight_products = dict(uses.token_products), uses.weight_products
         return record
 
     @shielded

@@ -42,8 +42,10 @@ class Features:
     unknown: str = ""
 
 
-def module_features(module: nn.Module, call: ModuleCall) -> tuple[Features, Features]:
-    """The features of a module's input and of its output, the same in all calls of a forward."""
+def module_features(module: nn.Module, call: ModuleCall, multiplies: bool = False) -> tuple[Features, Features]:
+    """The features of a module's input and of its output, the same in all calls of a forward.
+    `multiplies`: whether a call multiplies by the module's weight.
+    """
     if isinstance(module, _ConvNd):
         rank, channels = len(module.kernel_size) + 2, module.out_channels
         if len(call.input_shape) != rank or call.output_shape[1:2] != (channels,):
@@ -55,7 +57,7 @@ def module_features(module: nn.Module, call: ModuleCall) -> tuple[Features, Feat
         return x, h
     has_own = _reads_last_dimension(module, call)
     x, h = (_last(shape, call, has_own) for shape in (call.input_shape, call.output_shape))
-    return (_ids(module) if isinstance(module, nn.Embedding) else x), h
+    return (_ids(module, multiplies) if isinstance(module, nn.Embedding) else x), h
 
 
 def depends_on_numbers(module: nn.Module) -> bool:
@@ -116,11 +118,14 @@ def _multiplies_transposed(module: nn.Module, weight: FakeTensor, d_in: int) -> 
     return any(layout is not None and layout.is_transposed for layout in layouts)
 
 
-def _ids(module: nn.Embedding) -> Features:
+def _ids(module: nn.Embedding, multiplies: bool) -> Features:
     """The ids that an embedding reads: its input, or what a forward of its own passes on.
 
     With `max_norm` it changes its weight while it reads: no equation says so.
     """
+    if multiplies:
+        # Seen in: Ovis 2, which also gives a table probabilities in the place of ids
+        return Features(unknown="a call multiplies by the table, in the place of reading its rows by ids")
     forward = inspect.unwrap(type(module).forward)
     names = {*forward.__code__.co_names} if hasattr(forward, "__code__") else set[str]()
     if module.max_norm is not None or not ("embedding" in names or names >= {"super", "forward"}):

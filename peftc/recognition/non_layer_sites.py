@@ -112,7 +112,7 @@ def _module_site(name: str, steps: Steps, structure: ModelStructure, group: str 
     states = weight_states(name, module)
     call = structure.seen.calls.get(name, _NO_CALL)
     if isinstance(module, nn.Embedding):
-        x, _ = module_features(module, call)
+        x, _ = module_features(module, call, name in structure.seen.weight_products)
         if x.size is not None:
             states["x"] = State("x", shapes.Ids(x.size), ActivationRef(x.ids, key_path=call.input_path))
     elif call.input_shape:
@@ -217,7 +217,7 @@ def module_infos(structure: ModelStructure) -> ModuleInfos:
 
 class _Infos:
     def __init__(self, structure: ModelStructure) -> None:
-        self.calls = structure.seen.calls
+        self.calls, self.products = structure.seen.calls, structure.seen.weight_products
         modules = dict(all_named_modules(structure.model))
         self.called = {id(modules[name]) for name in self.calls}  # under whichever of its names
         self.transposed: dict[object, bool] = {}
@@ -229,7 +229,7 @@ class _Infos:
         several = named_parameters([("", module)]) if len(own) > 1 else own.items()
         parameters = {k: tuple(p.shape) for k, p in several if p is not None}
         call = self.calls.get(name, _NO_CALL)
-        x, h = module_features(module, call)
+        x, h = module_features(module, call, name in self.products)
         return ModuleInfo(
             name,
             type(module).__name__,

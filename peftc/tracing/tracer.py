@@ -168,6 +168,9 @@ class RegionTracer(TracerBase):
         result = self.enter(m, args, kwargs) if inlined else self.record("call_module", name, args, kwargs)
         if direct and not inlined and is_proxy(result):
             result.node.meta[DIRECT] = True
+        if not inlined and is_proxy(result):  # parameters and buffers among the arguments are nodes, too
+            nodes = bind_arguments(type(m).forward, m, result.node.args, result.node.kwargs)
+            arguments = {k: nodes[k] if isinstance(nodes.get(k), fx.Node) else v for k, v in arguments.items()}
         position = position_of(running_stack())
         call = ModuleCall(name, self.caller, nested_nodes(arguments), nested_nodes(result), inlined, position)
         self.calls.append(call)

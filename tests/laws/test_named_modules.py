@@ -209,6 +209,21 @@ def test_dropout_of_ids_drops_whole_tokens() -> None:
     assert values == [0.0, 4.0]
 
 
+class SoftTable(nn.Embedding):
+    """Takes ids, or probabilities of ids (Ovis 2)."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return ids @ self.weight if ids.is_floating_point() else super().forward(ids)
+
+
+def test_a_table_that_a_call_multiplies_by_is_refused_by_the_plan() -> None:
+    model, ids = nn.Sequential(SoftTable(5, 4), nn.Linear(4, 3)), torch.tensor([[1, 4, 2]])
+    spec = 'peft 1  edit e at "0" { h += lora(x, r=2) }'
+    assert peftc.plan(spec, model, sample={"input": ids}).edits
+    with pytest.raises(peftc.PeftcError, match=r"P205[\s\S]*a call multiplies by the table"):
+        peftc.plan(spec, model, samples=[{"input": ids}, {"input": torch.rand(1, 3, 5)}])
+
+
 class TokenMixer(nn.Module):
     """A layer of MLP-Mixer whose convolutions have tokens as channels."""
 
@@ -241,6 +256,40 @@ def test_a_convolution_over_tokens_reads_tokens_as_channels(tokens: int) -> None
         for i, layer in enumerate(base):
             layer.mix.register_forward_hook(lambda _, __, h, w=weights[i]: h + h @ w.T)
         expected = base(x)
+    torch.testing.assert_close(model(x), expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+class PositionBias(nn.Module):
+    """An attention of which an MLP computes the bias, from coordinates in a buffer (Swin v2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+        self.bias = nn.Sequential(nn.Linear(2, 6), nn.ReLU(), nn.Linear(6, 1, bias=False))
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("coordinates", torch.randn(1, 5, 5, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        scores = self.q(y) @ self.k(y).transpose(1, 2) / 8**0.5 + self.bias(self.coordinates).squeeze(-1)
+        x = x + self.o(scores.softmax(-1) @ self.v(y))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def test_linears_that_read_a_buffer_take_edits() -> None:
+    torch.manual_seed(0)
+    model, base = (nn.Sequential(*(PositionBias() for _ in range(2))).double() for _ in range(2))
+    base.load_state_dict(model.state_dict())
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    spec, edits = edit_of_each(called_leaves(base, {"input": x}))
+    assert len(edits) == 16
+    peftc.compile(spec, model, seed=0, sample={"input": x})
+    randomise(peftc.parameters(model))
+    with hooked(base, factors(model, edits)):
+        expected = base(x)
+    torch.testing.assert_close(model(x), expected, rtol=TOLERANCE, atol=TOLERANCE)
+    assert len(peftc.fold(model).folded) == 16
     torch.testing.assert_close(model(x), expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
