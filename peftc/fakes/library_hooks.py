@@ -17,6 +17,8 @@ from typing import Any, cast
 
 from torch import nn
 
+from peftc.modules.walk import modules_in
+
 HOOKS = tuple(name for name in vars(nn.Module()) if re.match("_(forward|backward)_(pre_)?hooks", name))
 _FORWARD_HOOKS = tuple(name for name in HOOKS if name.startswith("_forward"))
 _REGISTRIES = ("_forward_hooks", "_forward_pre_hooks")  # the others hold options by the same keys
@@ -27,7 +29,7 @@ def copy_library_hooks(model: nn.Module, memo: dict[int, Any]) -> None:
 
     Seen in: transformers, which records hidden states and attentions by hooks (LLaVA).
     """
-    modules = [m for m in model.modules() if any(vars(m).get(name) for name in _REGISTRIES)]
+    modules = [m for m in modules_in(model) if any(map(vars(m).get, _REGISTRIES))]
     libraries = _libraries(model) if modules else frozenset[str]()
     for module in modules:
         registries = [vars(module)[name] for name in _REGISTRIES]

@@ -75,7 +75,7 @@ def as_fake(
         fake.requires_grad_()
     if not is_plain_meta and (memory := memory_of(tensor)):
         vars(fake)[MEMORY] = memory
-    if isinstance(tensor, nn.Parameter):
+    if type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter):  # the latter is slow
         vars(fake)["_is_param"] = True  # makes a tensor subclass an instance of `nn.Parameter`
     return fake
 

@@ -51,6 +51,17 @@ def modules_in(model: nn.Module) -> list[nn.Module]:
     return [module for _, module in named_modules(model)]
 
 
+def set_eval(model: nn.Module) -> nn.Module:
+    """`model.eval()`."""
+    modules = modules_in(model)
+    methods = {(cls.eval, cls.train) for cls in {*map(type, modules)}}
+    if methods != {(nn.Module.eval, nn.Module.train)}:
+        return model.eval()
+    for module in modules:
+        module.training = False
+    return model
+
+
 def named_parameters(modules: Named) -> Iterator[tuple[str, nn.Parameter]]:
     """`model.named_parameters()`, from `named_modules(model)`."""
     seen = set[int]()

@@ -2,7 +2,8 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from functools import cache
+from itertools import chain, filterfalse
 from os import PathLike
 from typing import Any
 
@@ -17,7 +18,7 @@ from peftc.models.identity import VERSION, fingerprint, overlaps, parameter_coun
 from peftc.models.skeleton import skeleton
 from peftc.models.sources import ModelSource, resolve
 from peftc.modules.instance_forward import instance_forward
-from peftc.modules.walk import all_named_buffers, all_named_parameters, named_modules
+from peftc.modules.walk import all_named_buffers, all_named_modules, all_named_parameters, named_modules, set_eval
 from peftc.recognition.layer_types import example_width
 from peftc.recognition.layers import ModelStructure, analyze_structure
 from peftc.recognition.non_layer_sites import module_infos, untraced_modules
@@ -44,7 +45,7 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
     Raises: P501-P507, P511 (the model).
     """
     source = model if isinstance(model, ModelSource) else resolve(model)
-    fake = skeleton(source).eval()
+    fake = set_eval(skeleton(source))
     _check_names(fake)
     structure = analyze_structure(fake, sample, fake_mode(fake))
     name_stacks(structure)
@@ -77,19 +78,31 @@ def _check_names(model: nn.Module) -> None:
     """Raises: P511 for a name that is no text, or that is hidden by an attribute."""
     modules = named_modules(model)
     every = chain(modules, all_named_parameters(modules), all_named_buffers(modules))
-    for name, _ in every:
+    for name in filterfalse(str.isascii, [name for name, _ in every]):
         try:
             name.encode()
         except UnicodeEncodeError:
             shown = name.encode(errors="backslashreplace").decode()
             message = f"the name `{shown}` cannot be written in any file"
             raise PeftcError(Diagnostic("P511", message, help="rename the module")) from None
+    hides = cache(_may_hide_child)
     for owner, parent in modules:
-        for name, module in parent.named_children() if vars(parent)["_modules"] else ():
+        own = vars(parent)
+        children = own["_modules"]
+        tables = own, own["_parameters"], own["_buffers"]
+        if not any(hides(type(parent), name) or any(name in table for table in tables) for name, _ in children.items()):
+            continue
+        for name, module in parent.named_children():
             if getattr(parent, name, None) is not module:
                 shown = f"{owner}.{name}".lstrip(".")
                 message = f"`{shown}` is hidden by an attribute of {type(parent).__name__} that has the same name"
                 raise PeftcError(Diagnostic("P511", message, help="rename the module"))
+
+
+def _may_hide_child(cls: type[nn.Module], name: str) -> bool:
+    """Whether modules of a class may have another attribute of the name of a child."""
+    is_plain = cls.__getattr__ is nn.Module.__getattr__ and cls.__getattribute__ is object.__getattribute__
+    return not is_plain or hasattr(cls, name)
 
 
 def _warnings(source: ModelSource, sites: SiteList, untraced: tuple[UntracedModule, ...]) -> Iterator[str]:
@@ -123,6 +136,8 @@ def shared_modules(structure: ModelStructure) -> tuple[tuple[str, ...], ...]:
 
     A whole layer with several names is no such group: it is one layer, which runs several times.
     """
+    if len(named_modules(structure.model)) == len(all_named_modules(structure.model)):
+        return ()  # each module has one name
     groups: dict[int, list[str]] = {}
     layers = dict.fromkeys(name for stack in structure.stacks for name in stack.modules)
     for layer in layers:

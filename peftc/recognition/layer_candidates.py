@@ -13,6 +13,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from peftc.dataflow.nodes import module_path
+from peftc.modules.walk import named_modules
 from peftc.recognition.roles import SubLayer
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -26,7 +27,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     whose elements have one class, or that have several elements of one class among others; and what
     has such a class beside the lists.
     """
-    marked = [n for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
+    marked = [n for n, m in named_modules(model) if isinstance(m, GradientCheckpointingLayer)]
     outer = {n[:i] for n in marked for i, c in enumerate(n) if c == "."}
     marked = [n for n in marked if n not in outer or not _holds_list(model, n, marked)]
     every = frozenset(marked)
@@ -39,7 +40,7 @@ def _unmarked_blocks(model: nn.Module, marked: list[str]) -> list[str]:
     """The elements of lists that neither hold marked layers nor are part of one."""
     owners = {".".join(n.split(".")[:i]) for n in marked for i in range(len(n.split(".")))}
     blocks: list[str] = []
-    for name, children in model.named_modules():
+    for name, children in named_modules(model):
         if not isinstance(children, LISTS) or name in owners:
             continue
         if not any(f"{name}.".startswith(f"{other}.") for other in (*marked, *blocks)):
@@ -50,11 +51,12 @@ def _unmarked_blocks(model: nn.Module, marked: list[str]) -> list[str]:
 def _blocks_beside_lists(model: nn.Module, blocks: Sequence[str]) -> list[str]:
     """Modules in no list whose class is that of blocks in lists, and neither in nor around one."""
     # Seen in: no transformers model, but the block between both halves of U-ViT
-    classes = {type(model.get_submodule(name)) for name in blocks} - {*LISTS}
+    if not (classes := {type(model.get_submodule(name)) for name in blocks} - {*LISTS}):
+        return []
     taken = [f"{name}." for name in blocks]
     return [
         name
-        for name, module in model.named_modules()
+        for name, module in named_modules(model)
         if type(module) in classes and not isinstance(model.get_submodule(name.rpartition(".")[0]), LISTS)
         if name and not any(f"{name}.".startswith(other) or other.startswith(f"{name}.") for other in taken)
     ]
@@ -83,7 +85,7 @@ def _blocks_in(children: nn.Module) -> list[str]:
 def numbered_blocks(model: nn.Module) -> list[str]:
     """The children of a module that have one class, and names that differ in a number: `block1`."""
     # Seen in: no transformers model, but scripts of users
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         groups: dict[tuple[str, type], list[str]] = {}
         for name, child in module.named_children() if not isinstance(module, LISTS) else ():
             pattern, numbers = re.subn(r"\d+", "*", name)
@@ -100,7 +102,7 @@ def blocks_by_class(model: nn.Module) -> list[list[str]]:
     """
     # Seen in: no transformers model, but models of few layers: `self.encoder = Block()`
     classes: dict[type, list[str]] = {}
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if name and not isinstance(module, LISTS) and is_callable(module) and _matrices(module) >= 2:
             classes.setdefault(type(module), []).append(name)
     groups = [names for names in classes.values() if not any(map(_is_in_another, names, repeat(names)))]
@@ -189,7 +191,7 @@ def _is_nested(block: nn.Module) -> bool:
 
 def _listed_blocks(model: nn.Module, block: str) -> list[str]:
     """The elements of the lists in a block, itself perhaps one, of modules with matrices."""
-    modules = model.get_submodule(block).named_modules(prefix=block)
+    modules = named_modules(model.get_submodule(block), block)
     return _elements(modules, lambda module: sum(p.ndim >= 2 for p in module.parameters()) >= 2)
 
 
@@ -201,7 +203,7 @@ def convolutional_blocks(model: nn.Module) -> list[str]:
         has_parts = next(module.children(), None) is not None
         return has_parts and any(isinstance(m, _CONVOLUTIONS) for m in module.modules())
 
-    return _elements(model.named_modules(), convolves)
+    return _elements(named_modules(model), convolves)
 
 
 def _elements(modules: Iterable[tuple[str, nn.Module]], is_block: Callable[[nn.Module], bool]) -> list[str]:
