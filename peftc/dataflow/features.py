@@ -21,7 +21,7 @@ from peftc.dataflow.nodes import example, is_tensor, shape
 from peftc.dataflow.numbers import as_slice, distinct, numbered, varies
 from peftc.dataflow.operations import LAYOUT, Op, dim_of, is_in_place, name_of, op_of, rerun
 from peftc.dataflow.values import cache_update, reaches, upstream, value_operands
-from peftc.fakes.tensors import tensors_in
+from peftc.fakes.data_answers import tensors_in
 
 
 def source_linears(

@@ -8,7 +8,7 @@ tensors, and each operation on these is repeated on the data.
 
 import logging
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, cast
 
 import torch
@@ -21,17 +21,21 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
 )
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from peftc.concurrency.interrupts import shielded
-from peftc.fakes.tensors import tensors_in
 
-aten, _DEVICE = torch.ops.aten, torch.ops.prim.device.default
+aten = torch.ops.aten
 LARGEST = 1 << 20  # elements of a constant
 _KEY = "peftc_constant"
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested arguments or results."""
+    leaves = [value] if isinstance(value, torch.Tensor) else tree_leaves(value)
+    return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def constant_of(value: Any) -> Any:
@@ -95,13 +99,17 @@ def memory_id(tensor: torch.Tensor) -> int:
 
 @shielded
 def fake_data_answers() -> Generator[None]:
-    """Inside the block, questions about the data of fake tensors have answers.
+    """Inside the block, questions about the data of fake tensors of a `ShapeMode` have answers.
 
     Constants answer for themselves. Else a number is 1, a truth value is True, a selection is one
     element.
     """
-    with fake_tensor_errors_unlogged(), _DataAnswers(), _ScalarAnswers(), data_answers(True), fake_tensor_patches():
-        yield
+    before, _thread.answers = _thread.answers, _thread.answers or DataAnswers()
+    try:
+        with fake_tensor_errors_unlogged(), _ScalarAnswers(), fake_tensor_patches():
+            yield
+    finally:
+        _thread.answers = before
 
 
 @shielded
@@ -116,13 +124,18 @@ def fake_tensor_errors_unlogged() -> Generator[None]:
 
 
 @shielded
-def data_answers(enabled: bool) -> Generator[None]:
-    """Inside the block, data questions have answers, or raise, even within `fake_data_answers`."""
-    before, _thread.answers = _thread.answers, enabled
+def no_data_answers() -> Generator[None]:
+    """Inside the block, data questions raise, even within `fake_data_answers`."""
+    before, _thread.answers = _thread.answers, None
     try:
         yield
     finally:
         _thread.answers = before
+
+
+def current_data_answers() -> "DataAnswers | None":
+    """What answers the data questions of this thread."""
+    return _thread.answers
 
 
 @shielded
@@ -146,7 +159,7 @@ def _truth(*_: object) -> bool:
 
 
 class _ThreadState(threading.local):
-    answers = True
+    answers: "DataAnswers | None" = None
     truth = True
     questions = 0
     patches = 0  # open blocks of `fake_tensor_patches` in this thread
@@ -216,28 +229,25 @@ class _ScalarAnswers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _DataAnswers(TorchDispatchMode):
+class DataAnswers:
+    """Computes operations on fake tensors, with answers where their results depend on data."""
+
     def __init__(self) -> None:
-        super().__init__()
         self.constants = ConstantPropagation()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not _thread.answers or func is _DEVICE:
-            return func(*args, **kwargs)
+    def result(self, dispatch: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operation, which `dispatch(func, args, kwargs)` computes otherwise."""
         if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _grouped_mm(*args, **kwargs)
         if func is aten.split_with_sizes.default:
             args = (args[0], _split_sizes(*args, **kwargs), *args[2:])
         if func in _ANSWERS:
-            return self.answer(func, args, kwargs)
-        out = func(*args, **kwargs)
+            return self.answer(dispatch, func, args, kwargs)
+        out = dispatch(func, args, kwargs)
         self.constants.follow(func, args, kwargs, out)
         return out
 
-    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def answer(self, dispatch: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fake = next((t for t in tensors_in(args) if isinstance(t, FakeTensor)), None)
         if fake is not None and self.constants.all((args, kwargs)):
             out = self.constants.compute(func, args, kwargs)
@@ -245,7 +255,7 @@ class _DataAnswers(TorchDispatchMode):
         if func is aten.index.Tensor and fake is not None:
             args = (args[0], [self.integer_index(index, fake) for index in args[1]])
         try:
-            return func(*args, **kwargs)
+            return dispatch(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             return _ANSWERS[func](*args, **kwargs)
 

@@ -1,4 +1,5 @@
-"""A mode of fake tensors that computes the results of common operations by rules of its own.
+"""A mode of fake tensors that computes the results of common operations by rules of its own, and
+answers questions about data inside `fake_data_answers`.
 
 PyTorch's mode takes a tenth of a millisecond for an operation, and one or more the first time:
 it derives a key of its arguments and runs a decomposition in Python. A rule needs the shapes,
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
+from peftc.fakes.data_answers import current_data_answers
 from peftc.fakes.shape_rules import META_KERNELS, NEW_TENSORS, RULES, Layout
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -24,6 +26,19 @@ class ShapeMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)  # such as constants that a forward makes
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch.compile traces no code in this mode; to keep it out takes time for each operation
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        answers = None if func is _DEVICE else current_data_answers()
+        if answers is None:
+            return self.dispatch(func, types, args, kwargs)
+        return answers.result(lambda func, *rest: self.dispatch(func, types, *rest), func, tuple(args), {**kwargs})
 
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

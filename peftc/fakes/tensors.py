@@ -3,7 +3,7 @@
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from types import ModuleType
 from typing import Any, TypeVar, cast
@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
 )
-from torch.utils._pytree import tree_leaves
 
 from peftc.fakes.library_hooks import HOOKS, copy_library_hooks
 from peftc.fakes.shape_mode import ShapeMode
@@ -46,12 +45,6 @@ def fake_mode(model: nn.Module) -> FakeTensorMode:
         if isinstance(tensor, FakeTensor):
             return tensor.fake_mode
     raise ValueError(f"{type(model).__name__} is not a skeleton: none of its tensors is fake")
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested arguments or results."""
-    leaves = [value] if isinstance(value, torch.Tensor) else tree_leaves(value)
-    return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def as_fake(

@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from peftc.dataflow.operations import OF_FIRST, Op, op_named
-from peftc.fakes.tensors import tensors_in
+from peftc.fakes.data_answers import tensors_in
 from peftc.forms.module import has_values
 from peftc.modules.memory import storage_id
 from peftc.modules.walk import all_named_modules, all_named_parameters

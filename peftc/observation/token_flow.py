@@ -11,8 +11,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from peftc.fakes.data_answers import fake_data_answers
-from peftc.fakes.tensors import fake_copy, tensors_in
+from peftc.fakes.data_answers import fake_data_answers, tensors_in
+from peftc.fakes.tensors import fake_copy
 from peftc.models.names import error_summary
 from peftc.modules.memory import storage_id
 from peftc.observation.sample_forward import skip_repeated

@@ -197,13 +197,19 @@ def _stacks(members: Mapping[str, Sequence[_Layer]], seen: SampleForward) -> lis
 
 def first_call(modules: Collection[str], seen: SampleForward) -> int:
     """When the first of some modules, or of those in them, is called."""
-    return next((i for i, name in enumerate(seen.calls) if any(contains_name(m, name) for m in modules)), -1)
+    modules = {*modules}
+    return next((i for i, name in enumerate(seen.calls) if _is_inside(name, modules)), -1)
 
 
 def last_call(modules: Collection[str], seen: SampleForward) -> int:
     """When the last of some modules, or of those in them, is first called."""
-    calls = list(enumerate(seen.calls))
-    return next((i for i, name in reversed(calls) if any(contains_name(m, name) for m in modules)), -1)
+    modules, calls = {*modules}, list(enumerate(seen.calls))
+    return next((i for i, name in reversed(calls) if _is_inside(name, modules)), -1)
+
+
+def _is_inside(name: str, modules: Collection[str]) -> bool:
+    """Whether a module is one of some modules, or in one."""
+    return name in modules or "" in modules or any(parent in modules for parent in _parents(name))
 
 
 def _numbers(name: str) -> list[int]:

@@ -19,7 +19,7 @@ from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import example, first_input, is_tensor, output_of, shape
 from peftc.dataflow.operations import LAYOUT, SCALE, Op, name_of, op_of
 from peftc.dataflow.values import reaches, upstream, value_operands
-from peftc.fakes.tensors import tensors_in
+from peftc.fakes.data_answers import tensors_in
 from peftc.tracing.in_place import writes_to
 from peftc.tracing.operations import new_version
 
@@ -73,6 +73,15 @@ class Stream:
         self, first: fx.Node, layer: LayerGraph, opaque: Collection[str] = (), beside: Sequence[Stream] = ()
     ) -> None:
         self.values, self.layer, self.opaque, self.beside = [first], layer, opaque, beside
+        self._holds: dict[fx.Node, bool] = {}
+        self._reaches: dict[fx.Node, bool] = {}
+        self._bodies: dict[fx.Node, frozenset[fx.Node]] = {}
+
+    def extend(self, *values: fx.Node) -> None:
+        """Carries the stream on with these values."""
+        self.values += values
+        for answers in (self._holds, self._reaches, self._bodies):
+            answers.clear()
 
     def starting_at(self, first: fx.Node) -> Stream:
         """The stream of the same layer that begins with another value."""
@@ -87,6 +96,11 @@ class Stream:
         """Whether `node` is the stream itself, but for norms, dropout, casts, limits, constant
         factors and terms, and a selection of tokens; of several streams, a mixture.
         """
+        if node not in self._holds:
+            self._holds[node] = self._finds(node)
+        return self._holds[node]
+
+    def _finds(self, node: fx.Node) -> bool:
         source: fx.Node | None = node
         while source is not None and source not in self.values:
             streams = filter(self.holds, mixed_streams(source))
@@ -132,11 +146,14 @@ class Stream:
 
     def body(self, h: fx.Node) -> set[fx.Node]:
         """Everything that `h` is computed from, back to the stream (that included)."""
-        return set(upstream(h, lambda n: self.holds(n) or any(side.holds(n) for side in self.beside)))
+        if h not in self._bodies:
+            streams = (self, *self.beside)
+            self._bodies[h] = frozenset(upstream(h, lambda n: any(stream.holds(n) for stream in streams)))
+        return set(self._bodies[h])
 
     def is_own(self, node: fx.Node) -> bool:
         """Whether a value depends on no other stream of the layer but through this one."""
-        behind = upstream(node, self.holds)
+        behind = upstream(node, self.holds) if self.beside else ()
         return not any(side.holds(n) for n in behind for side in self.beside if not self.holds(n))
 
     def without_other_tokens(self, h: fx.Node) -> fx.Node:
@@ -149,7 +166,9 @@ class Stream:
 
     def reaches(self, node: fx.Node) -> bool:
         """Whether `node` depends on the stream."""
-        return any(n in self.values for n in upstream(node, lambda n: n in self.values))
+        if node not in self._reaches:
+            self._reaches[node] = any(n in self.values for n in upstream(node, lambda n: n in self.values))
+        return self._reaches[node]
 
     def entry(self, body: set[fx.Node]) -> fx.Node | None:
         """What the first operation of a sub-layer reads, behind the norm."""

@@ -156,7 +156,7 @@ class _Finder:
             self.earlier.update(p.node for sub in added for p in sub.projections.values())
             subs += [inner for sub in added for inner in self.bottleneck_sublayers(sub) or [sub]]
             if added or self.continues_stream(add):
-                self.stream.values.append(add)
+                self.stream.extend(add)
         return subs
 
     def stream_replacement(self, first: fx.Node) -> tuple["_Finder", list[SubLayer]] | None:
@@ -173,7 +173,7 @@ class _Finder:
                     if reads_projections(start, self.attentions, self.layer):
                         continue
                     finder = _Finder(self.layer, self.stream.starting_at(start if is_new else first), self.attentions)
-                    finder.stream.values += [] if is_new else [start]
+                    finder.stream.extend(*[] if is_new else [start])
                     return finder, finder.along_stream()
         pairs = (pair for add in reversed(self.sums) for pair in itertools.permutations(operands_of_sum(add), 2))
         ends = [start for start, other in pairs if is_tensor(start) and self._attends(start) and reaches(start, other)]
@@ -182,7 +182,7 @@ class _Finder:
         if (h := min(results, key=self._attends, default=None)) is None:
             return self._of_other_argument(ends)
         sub = self.sub_layer(h, first, h)
-        self.stream.values.append(h)
+        self.stream.extend(h)
         return self, [sub, *self.along_stream()]
 
     def _of_other_argument(self, sums: list[fx.Node]) -> tuple["_Finder", list[SubLayer]] | None:
@@ -213,7 +213,7 @@ class _Finder:
             parts = self.parallel_parts(h)
             if not parts and (out := self.serial_attention_output(h)) is not None:
                 first = self.sub_layer(add, res, out)
-                self.stream.values.append(out)
+                self.stream.extend(out)
                 return [first, self.sub_layer(add, res, self.layer.first_of_final_linears(h))]
             subs = [self.sub_layer(add, res, part) for part in parts or [h]]
             return [one for sub in subs for one in self.with_feed_forward_beside(sub)]
@@ -238,13 +238,13 @@ class _Finder:
         """
         # Seen in: no transformers model, but the single streams of Flux
         if self.stream.moves(res) and not self.stream.holds(h) and self.is_computed(h):
-            self.stream.values.append(res)
+            self.stream.extend(res)
             return
         start = self.layer.stripped(res)
         is_join = self.layer.op(start) is Op.JOIN and not self.stream.holds(res)
         same = [n for n in value_operands(start) if shape(n)[-1:] == shape(start)[-1:]] if is_join else []
         if any(map(self.stream.holds, same)) and reaches(start, h):
-            self.stream.values.append(start)
+            self.stream.extend(start)
 
     def bottleneck_sublayers(self, sub: SubLayer) -> list[SubLayer]:
         """The sub-layers of a stream inside of `sub` (a bottleneck); none if there are fewer than
@@ -260,12 +260,12 @@ class _Finder:
             start = [a for a in operands if not reaches(call, a)]
             if len(operands) == 2 and len(start) == 1:
                 stream = Stream(start[0], self.layer, self.stream.opaque)
-                stream.values += self.stream.values
+                stream.extend(*self.stream.values)
                 inner = _Finder(self.layer, stream, self.attentions)
                 for node in (n for n in sums if n >= add):
                     if added := inner.added_by(node):
                         subs += added
-                        stream.values.append(node)
+                        stream.extend(node)
                 break
         return subs if len(subs) > 1 else []
 

@@ -89,7 +89,7 @@ def untraced_parts(
     if first is None:
         return []
     stream = Stream(first, layer)
-    stream.values += [sub.add for sub in subs]
+    stream.extend(*(sub.add for sub in subs))
     kinds = frozenset(sub.kind for sub in subs)
     modules: dict[str, frozenset[str]] = {}
     for node in layer.graph.nodes:

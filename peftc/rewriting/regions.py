@@ -200,10 +200,9 @@ class LayerRegions:
         own = (relative(site.module, self.layer), steps_below_layer(site))
         key = ("names", id(self.kind_of(site)), own, state, anchor, region)
         if key not in self.memory:
-            defining, uses = definitions(state, self.layer, site, self.kind_of(site))
+            every, defining, uses = self.names_in_layer(state, site)
             # two arguments of the region that are one value here need not be one in other calls
-            aliases = state_anchors(state, self.layer, site, self.trace)
-            aliases = [a for a in aliases if a == anchor or a.kind == "node" or a.module != region]
+            aliases = [a for a in every if a == anchor or a.kind == "node" or a.module != region]
             sure = [a for a in aliases if not any(aliases_may_diverge(a, use, self.trace) for use in uses)]
             inside = [
                 tuple(a.relative(region) for a in names if frames_between(region, a, self.trace) is not None)
@@ -232,16 +231,14 @@ class LayerRegions:
     def find_region(
         self, first: ir.SiteEdit, states: dict[str, State], writes: set[str], functions: set[str], excluded: set[str]
     ) -> _Placement:
-        site, root = first.site, self.kind.root
+        site = first.site
         check_gradients({n: self.nodes_of(states[n], site) for n in sorted(writes)}, self.trace.graph)
         weights = [s.weight for s in states.values() if s.weight is not None]
         readers = [w.stacked_slice.reader for w in weights if w.stacked_slice is not None]
         if readers:  # the code that indexes a stacked parameter is not entered
             return _Placement(relative(readers[0], self.layer), frozenset(), {})
-        depth_first = sorted({c.name for c in calls_of(self.trace)}, key=lambda n: (-len(n.split(".")) if n else 0, n))
-        for region in depth_first:
-            has_parameters = next(root.get_submodule(region).parameters(), None) is not None
-            if region in excluded or self.has_external_reads(region) or not has_parameters:
+        for region in self.candidates():
+            if region in excluded:
                 continue
             applies = all(contains(region, f) and f != region for f in functions)
             if applies and (placement := self.place_in(region, states, writes, site)) is not None:
@@ -256,6 +253,25 @@ class LayerRegions:
         module = relative(state.weight.module, self.layer)
         names = (module, f"{module}.{state.weight.attribute}")
         return [n for n in self.trace.graph.nodes if n.op in ("call_module", "get_attr") and n.target in names]
+
+    def candidates(self) -> list[str]:
+        """The modules that may be regions, innermost first."""
+        key = ("candidates", id(self.kind))
+        if key not in self.memory:
+            root = self.kind.root
+            calls = sorted({c.name for c in calls_of(self.trace)}, key=lambda n: (-len(n.split(".")) if n else 0, n))
+            weighted = (n for n in calls if next(root.get_submodule(n).parameters(), None) is not None)
+            self.memory[key] = [n for n in weighted if not self.has_external_reads(n)]
+        return self.memory[key]
+
+    def names_in_layer(self, state: State, site: Site) -> tuple[list[Anchor], list[Anchor], list[Anchor]]:
+        """The anchors of a state, those of them that define it, and the use that must read it."""
+        own = (relative(site.module, self.layer), steps_below_layer(site))
+        key = ("anchors", id(self.kind_of(site)), own, state)
+        if key not in self.memory:
+            every = state_anchors(state, self.layer, site, self.trace)
+            self.memory[key] = every, *definitions(state, self.layer, site, self.kind_of(site))
+        return self.memory[key]
 
     def has_external_reads(self, region: str) -> bool:
         """Whether code around a region may read its parameters without calling it."""
@@ -287,8 +303,8 @@ class LayerRegions:
     ) -> tuple[Anchor, frozenset[str]] | None:
         """The anchor of a state with the fewest modules to enter, if possible a defining one."""
         reachable: list[tuple[Anchor, frozenset[str]]] = []
-        defining, uses = definitions(state, self.layer, site, self.kind_of(site))
-        for anchor in state_anchors(state, self.layer, site, self.trace):
+        every, defining, uses = self.names_in_layer(state, site)
+        for anchor in every:
             required = [anchor]
             if anchor not in defining:
                 required += [a for a in (*defining, *uses) if aliases_may_diverge(anchor, a, self.trace)]

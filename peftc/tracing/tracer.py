@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from transformers.integrations.moe import ExpertsInterface
 
-from peftc.fakes.data_answers import data_answers, fake_data_answers, fake_tensor_patches
+from peftc.fakes.data_answers import fake_data_answers, fake_tensor_patches, no_data_answers
 from peftc.tracing.bytecode import Origin, position_of, running_stack
 from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, leaves, version
 from peftc.tracing.module_calls import bind_arguments, functional_linear, is_constant, with_positional_tensors
@@ -194,7 +194,7 @@ class RegionTracer(TracerBase):
         forward = inspect.unwrap(type(root).forward)
         args, kwargs = self.placeholders(inspect.signature(forward), arguments)
         gradients = torch.set_grad_enabled(torch.is_grad_enabled())  # restores the mode, whatever the code does
-        with gradients, data_answers(False), fake_tensor_patches(), instrument_modules(root), patch_libraries(self):
+        with gradients, no_data_answers(), fake_tensor_patches(), instrument_modules(root), patch_libraries(self):
             self.graph.output(self.create_arg(forward(root, *args, **kwargs)))
         return self.snapshot()
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics.model_line import running_line
 from peftc.tracing.bytecode import Occurrence, Origin, position_of, running_stack
 from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, MutationTracker
@@ -147,7 +146,7 @@ class TracerBase(fx.Tracer):
         finally:
             _active.tracer, self.recording = outer, False
 
-    @shielded
+    @contextlib.contextmanager
     def pause(self) -> Generator[None]:
         """Inside, nothing is recorded: examples are computed, or torch's own code runs."""
         before, self.recording = self.recording, False
