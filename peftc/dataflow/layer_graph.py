@@ -8,6 +8,7 @@ from peftc.dataflow.nodes import example, first_input, is_tensor, shape
 from peftc.dataflow.normalization import Normalization, normalization
 from peftc.dataflow.operations import LAYOUT, Op, module_op, op_of
 from peftc.dataflow.values import upstream, value_users
+from peftc.modules.walk import submodule
 
 # Operations that keep the values of one tensor, but for rounding, dropout, limits and layout.
 PASSING = frozenset({Op.CAST, Op.RESHAPE, Op.CLAMP, Op.DROPOUT})
@@ -41,7 +42,7 @@ class LayerGraph:
             return None
         name = str(node.target)
         if name not in self._modules:
-            self._modules[name] = self.root.get_submodule(name)
+            self._modules[name] = submodule(self.root, name)
         return self._modules[name]
 
     def op(self, node: fx.Node) -> Op:

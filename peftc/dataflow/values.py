@@ -17,6 +17,7 @@ from peftc.dataflow.nodes import example, first_input, is_tensor, nodes_in, outp
 from peftc.dataflow.operations import LAYOUT, OF_FIRST, SCALE, Op, is_in_place, op_of
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy
+from peftc.modules.walk import submodule
 from peftc.tracing.operations import new_version
 from peftc.tracing.region_trace import ModuleCall, RegionTrace
 from peftc.tracing.tracer import approximate_trace
@@ -138,7 +139,7 @@ def mark_operands(traced: RegionTrace, root: nn.Module, mode: FakeTensorMode) ->
     """
     # Seen in: rotary embeddings that are modules; without it, several roles would be one
     for call in traced.calls:
-        node, module = call.result, root.get_submodule(call.name)
+        node, module = call.result, submodule(root, call.name)
         arguments = {name: value for name, value in call.arguments.items() if isinstance(value, fx.Node)}
         nested = any(isinstance(value, (tuple, list, dict)) and value for value in call.arguments.values())
         plain = not type(module).__module__.startswith("torch.") and all(p.ndim < 2 for p in module.parameters())

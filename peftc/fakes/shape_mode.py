@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 from peftc.fakes.data_answers import current_data_answers
-from peftc.fakes.shape_rules import META_KERNELS, NEW_TENSORS, RULES, Layout
+from peftc.fakes.shape_rules import IN_PLACE, META_KERNELS, NEW_TENSORS, RULES, Layout
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _DEVICE, _LIFT = torch.ops.prim.device.default, torch.ops.aten.lift_fresh.default
@@ -60,6 +60,10 @@ class ShapeMode(FakeTensorMode):
                 return None
             results = tuple(self.empty(layout, device) for layout in layouts)
             return results[0] if len(results) == 1 else results
+        if func in IN_PLACE:
+            layouts = None if self.device_of(args, kwargs) is None else IN_PLACE[func](args, kwargs)
+            first = args[0]
+            return first if layouts == (((*first.shape,), first.stride(), first.dtype),) else None
         if func in META_KERNELS:
             device = self.device_of(args, kwargs)
             if device is None or kwargs.get("device") not in (None, device) or not META_KERNELS[func](args, kwargs):

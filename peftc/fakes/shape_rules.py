@@ -235,6 +235,14 @@ META_KERNELS: dict[Any, Callable[[Sequence[Any], Mapping[str, Any]], bool]] = {
         _always,
     ),
     aten.split.Tensor: _always,
+    aten.sort.default: _always,
     aten.index.Tensor: _by_integers,
 }
-NEW_TENSORS = frozenset(_overloads("arange ones zeros full empty", "default", "start", "start_step", "memory_format"))
+NEW_TENSORS = frozenset(
+    _overloads("arange ones zeros full empty scalar_tensor", "default", "start", "start_step", "memory_format")
+)
+# Operations that write to their first argument, where the result of the rule has its layout.
+IN_PLACE: dict[Any, Rule] = {
+    **dict.fromkeys(_overloads("add_ sub_ mul_", "Tensor", "Scalar"), _arithmetic(True)),
+    **dict.fromkeys(_overloads("div_", "Tensor"), _arithmetic(False)),
+}

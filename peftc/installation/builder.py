@@ -18,7 +18,7 @@ from peftc.installation.edited_classes import EditedModule, install_edits, remov
 from peftc.installation.record import Installation
 from peftc.modules.instance_forward import FORWARD, code_class
 from peftc.modules.offload import execution_device, is_dispatched
-from peftc.modules.walk import all_named_modules, all_named_parameters
+from peftc.modules.walk import all_named_modules, all_named_parameters, submodule
 from peftc.planning import ir
 from peftc.rewriting.edits import CONTAINER, SHARED, Region, empty_container, module_name
 from peftc.rewriting.legality.preconditions import check_forwards, check_loaded
@@ -150,7 +150,7 @@ class InstallationBuilder:
         """One for all regions of a structure; without variants, also for other models."""
         base = code_class(module)
         absent = absent_members(module) if region.inline else frozenset[str]()
-        entered = tuple(code_class(module.get_submodule(name)) for name in sorted(region.inline) if name)
+        entered = tuple(code_class(submodule(module, name)) for name in sorted(region.inline) if name)
         key = class_key(base, region.inline, absent, entered, region.edits)
         classes = self.classes if region.inline or key in self.classes else self.shared_classes
         if key not in classes:

@@ -151,8 +151,19 @@ def _state(model: nn.Module) -> ModelState:
     objects, memories = _Numbers(), _Numbers()  # by `id`: several modules may share one
     values, layouts, codes = _Numbers(), _Numbers(), dict[type, tuple[int, tuple[Any, ...]]]()
     config = getattr(model, "config", None)
+    configs: dict[int, Any] = {}  # several modules may have one
     modules: list[tuple[Any, ...]] = []
     flags: list[bool] = []
+
+    def attribute(value: Any) -> Any:
+        if value is config:
+            return objects[id(value)]
+        if not isinstance(value, PretrainedConfig):
+            return comparable(value)
+        if id(value) not in configs:
+            configs[id(value)] = comparable(value)
+        return configs[id(value)]
+
     for name, module in own_modules(model):
         own = vars(module)
         if any(map(own.get, HOOKS)):
@@ -160,11 +171,7 @@ def _state(model: nn.Module) -> ModelState:
         if type(module) not in codes:
             cls = class_without_edits(type(module))
             codes[type(module)] = values[cls], (cls, reachable_code(cls))
-        attributes = [
-            (key, objects[id(value)] if value is config else comparable(value))
-            for key, value in own.items()
-            if key not in _NO_ATTRIBUTES
-        ]
+        attributes = [(key, attribute(value)) for key, value in own.items() if key not in _NO_ATTRIBUTES]
         row: list[Any] = [name, objects[id(module)], codes[type(module)][0], values[tuple(attributes)]]
         for key, tensor in tensors_of(module):
             if tensor is None:

@@ -18,7 +18,14 @@ from peftc.models.identity import VERSION, fingerprint, overlaps, parameter_coun
 from peftc.models.skeleton import skeleton
 from peftc.models.sources import ModelSource, resolve
 from peftc.modules.instance_forward import instance_forward
-from peftc.modules.walk import all_named_buffers, all_named_modules, all_named_parameters, named_modules, set_eval
+from peftc.modules.walk import (
+    all_named_buffers,
+    all_named_modules,
+    all_named_parameters,
+    named_modules,
+    set_eval,
+    submodule,
+)
 from peftc.recognition.layer_types import example_width
 from peftc.recognition.layers import ModelStructure, analyze_structure
 from peftc.recognition.non_layer_sites import module_infos, untraced_modules
@@ -141,9 +148,9 @@ def shared_modules(structure: ModelStructure) -> tuple[tuple[str, ...], ...]:
     groups: dict[int, list[str]] = {}
     layers = dict.fromkeys(name for stack in structure.stacks for name in stack.modules)
     for layer in layers:
-        for name, module in named_modules(structure.model.get_submodule(layer), layer):
+        for name, module in named_modules(submodule(structure.model, layer), layer):
             groups.setdefault(id(module), []).append(name)
-    in_layers = {id(structure.model.get_submodule(layer)) for layer in layers}
+    in_layers = {id(submodule(structure.model, layer)) for layer in layers}
     for name, module in _outside_layers(structure.model, in_layers):
         names = groups.get(id(module), [])
         if not structure.seen.outside_layers.isdisjoint(names) and name not in names:

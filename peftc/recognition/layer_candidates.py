@@ -13,7 +13,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from peftc.dataflow.nodes import module_path
-from peftc.modules.walk import named_modules
+from peftc.modules.walk import named_modules, submodule
 from peftc.recognition.roles import SubLayer
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -51,13 +51,13 @@ def _unmarked_blocks(model: nn.Module, marked: list[str]) -> list[str]:
 def _blocks_beside_lists(model: nn.Module, blocks: Sequence[str]) -> list[str]:
     """Modules in no list whose class is that of blocks in lists, and neither in nor around one."""
     # Seen in: no transformers model, but the block between both halves of U-ViT
-    if not (classes := {type(model.get_submodule(name)) for name in blocks} - {*LISTS}):
+    if not (classes := {type(submodule(model, name)) for name in blocks} - {*LISTS}):
         return []
     taken = [f"{name}." for name in blocks]
     return [
         name
         for name, module in named_modules(model)
-        if type(module) in classes and not isinstance(model.get_submodule(name.rpartition(".")[0]), LISTS)
+        if type(module) in classes and not isinstance(submodule(model, name.rpartition(".")[0]), LISTS)
         if name and not any(f"{name}.".startswith(other) or other.startswith(f"{name}.") for other in taken)
     ]
 
@@ -66,11 +66,11 @@ def stack_path(model: nn.Module, layer: str, layers: Iterable[str]) -> str:
     """What holds a layer and those of its stack: a list or, of a layer beside lists of its class,
     the layer itself.
     """
-    path, cls = containing_list(model, layer), type(model.get_submodule(layer))
-    if isinstance(model.get_submodule(path), LISTS) or issubclass(cls, GradientCheckpointingLayer):
+    path, cls = containing_list(model, layer), type(submodule(model, layer))
+    if isinstance(submodule(model, path), LISTS) or issubclass(cls, GradientCheckpointingLayer):
         return path
-    others = (name for name in layers if type(model.get_submodule(name)) is cls)
-    return layer if any(isinstance(model.get_submodule(containing_list(model, o)), LISTS) for o in others) else path
+    others = (name for name in layers if type(submodule(model, name)) is cls)
+    return layer if any(isinstance(submodule(model, containing_list(model, o)), LISTS) for o in others) else path
 
 
 def _blocks_in(children: nn.Module) -> list[str]:
@@ -134,14 +134,14 @@ def _holds_list(model: nn.Module, name: str, blocks: list[str]) -> bool:
     """Whether a block holds a list of other blocks: then it is a stage, and they are the layers."""
     paths = [b.removeprefix(f"{name}.").split(".") for b in blocks if b.startswith(f"{name}.")]
     owners = {".".join([name, *path[:i]]) for path in paths for i in range(1, len(path))}
-    return any(isinstance(model.get_submodule(n), LISTS) for n in owners)
+    return any(isinstance(submodule(model, n), LISTS) for n in owners)
 
 
 def containing_list(model: nn.Module, layer: str) -> str:
     """The list that holds a layer, directly or inside a wrapper; else the layer's parent."""
     parts = layer.split(".")
     owners = [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]
-    lists = (name for name in owners if isinstance(model.get_submodule(name), LISTS))
+    lists = (name for name in owners if isinstance(submodule(model, name), LISTS))
     return next(lists, layer.rpartition(".")[0])
 
 
@@ -154,7 +154,7 @@ def refined(blocks: list[str], subs: Mapping[str, Sequence[SubLayer]], model: nn
         lists.setdefault(containing_list(model, name), []).append(name)
     names: list[str] = []
     for members in lists.values():
-        stages = are_stages([(subs[name], model.get_submodule(name)) for name in members if name in subs])
+        stages = are_stages([(subs[name], submodule(model, name)) for name in members if name in subs])
         names += [inner for name in members for inner in _listed_blocks(model, name) or [name]] if stages else members
     return names
 
@@ -174,7 +174,7 @@ def are_stages(blocks: Sequence[tuple[Sequence[SubLayer], nn.Module]]) -> bool:
         are_layers = any(max(Counter(name for name, _ in block).values(), default=0) > 1 for block in owners)
         one_kind = len({kind for block in owners for _, kind in block}) == 1
         return (are_layers or one_kind) and all(name is not None for block in owners for name, _ in block)
-    return all(_is_nested(block.get_submodule(name)) for _, block, inside in listed for name in inside)
+    return all(_is_nested(submodule(block, name)) for _, block, inside in listed for name in inside)
 
 
 def _owners(sub: SubLayer, blocks: Iterable[str]) -> Iterator[str]:
@@ -191,7 +191,7 @@ def _is_nested(block: nn.Module) -> bool:
 
 def _listed_blocks(model: nn.Module, block: str) -> list[str]:
     """The elements of the lists in a block, itself perhaps one, of modules with matrices."""
-    modules = named_modules(model.get_submodule(block), block)
+    modules = named_modules(submodule(model, block), block)
     return _elements(modules, lambda module: sum(p.ndim >= 2 for p in module.parameters()) >= 2)
 
 

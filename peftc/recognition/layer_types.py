@@ -1,12 +1,14 @@
 """Types of layers: one traced graph for all layers of one structure."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.utils.parametrize import is_parametrized
@@ -18,6 +20,7 @@ from peftc.dataflow.operations import is_norm_by_name
 from peftc.dataflow.values import mark_operands
 from peftc.diagnostics.model_line import model_line
 from peftc.fakes.tensors import fake_copy
+from peftc.modules.walk import submodule
 from peftc.recognition.attention.patterns import reads_scores
 from peftc.recognition.loops import contains_name, sub_layers_in_loop
 from peftc.recognition.moe.experts import find_experts
@@ -27,6 +30,7 @@ from peftc.recognition.roles import SubLayer, sub_layers
 from peftc.recognition.token_mixing import is_weighted, moves_entries
 from peftc.recognition.untraced import UntracedPart, opaque_modules, untraced_parts
 from peftc.tracing.module_calls import forward_signature
+from peftc.tracing.proxy import concrete_values
 from peftc.tracing.region_trace import NoneAccess, RegionTrace, TraceError, UnknownLength
 from peftc.tracing.tracer import RegionTracer
 
@@ -81,6 +85,33 @@ class LayerType:
         return not module or any(call.name == module for call in self.traced.calls) or module in readers
 
 
+class _LayerTracer(RegionTracer):
+    """Does not enter modules whose code asks which entries of a tensor are not zero. To find that
+    out while their code is entered would cost another trace of the whole layer.
+    """
+
+    # Seen in: the experts of Mixtral, Qwen MoE, DeepSeek V3
+
+    def __init__(self, inline: Callable[[str], bool]) -> None:
+        super().__init__(inline)
+        self.errors: dict[str, Exception] = {}  # of the modules that are not entered
+
+    def enters(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        forward: Any = inspect.unwrap(type(module).forward)
+        has_parts = any(True for child in module.children() for _ in child.parameters())
+        if not self.inline(name) or has_parts or "nonzero" not in getattr(forward, "__code__", forward).co_names:
+            return self.inline(name)
+        try:
+            with self.pause(), torch.no_grad():
+                forward(module, *concrete_values(args), **concrete_values(kwargs))
+        except DynamicOutputShapeException as error:
+            if error.func is torch.ops.aten.nonzero.default:
+                self.errors[name] = error
+        except Exception:  # of a model's own code: tracing it tells
+            return True
+        return name not in self.errors
+
+
 def trace_layer(
     layer: nn.Module,
     arguments: dict[str, Any],
@@ -101,13 +132,13 @@ def trace_layer(
     def in_loop(name: str) -> bool:
         return any(contains_name(part, name) for body in bodies for part in body)
 
-    inlined = {name for name in several if in_loop(name) and has_matrix(layer.get_submodule(name))}
+    inlined = {name for name in several if in_loop(name) and has_matrix(submodule(layer, name))}
 
     def inline(name: str) -> bool:
         return name not in leaves and in_loop(name) and (name in inlined or has_parts(layer, name))
 
     while True:
-        tracer = RegionTracer(inline)
+        tracer = _LayerTracer(inline)
         tracer.optional_results |= nones
         try:
             with mode:
@@ -122,11 +153,12 @@ def trace_layer(
                 return _reason(error)
             if frames[-1] in inlined & tried:
                 inlined.discard(frames[-1])
-                if not layer.get_submodule(frames[-1]).state_dict():  # nothing but its code can tell
+                if not submodule(layer, frames[-1]).state_dict():  # nothing but its code can tell
                     leaves[frames[-1]] = _reason(error)
                 continue
             leaves[frames[-1]] = _reason(error)
             continue
+        leaves |= {name: _reason(error) for name, error in tracer.errors.items()}
         if not (more := set(filter(in_loop, routing_leaves(traced.graph, layer))) - inlined):
             layer_type = _layer_type(layer, traced, arguments, leaves, mode, bodies)
             if not (more := set(_sole_leaves(layer_type)) - inlined - leaves.keys()):
@@ -239,7 +271,7 @@ def _has_own_code(module: nn.Module | None) -> bool:
 
 
 def has_parts(root: nn.Module, name: str) -> bool:
-    module = root.get_submodule(name)
+    module = submodule(root, name)
     own = [n for n, _ in module.named_children() if n != "parametrizations" or not is_parametrized(module)]
     return bool(own) or is_weighted_sum(module)
 

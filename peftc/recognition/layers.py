@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.operations import Op
+from peftc.modules.walk import submodule
 from peftc.observation.sample_forward import SampleForward, observe
 from peftc.observation.token_flow import TokenFlow
 from peftc.recognition.layer_candidates import (
@@ -161,7 +162,7 @@ def _types_of_blocks(model: nn.Module, seen: SampleForward, mode: FakeTensorMode
     arguments_of: dict[str, dict[str, Any]] = {}
     types: dict[str, LayerType | str] = {}
     for name, (key, arguments) in seen.layers.items():
-        block, known = model.get_submodule(name), traced.setdefault(key, [])
+        block, known = submodule(model, name), traced.setdefault(key, [])
         arguments_of.setdefault(key, arguments)  # of the first block; the others have none
         kind = next((kind for kind in known if isinstance(kind, str) or kind.decides_equally(block)), None)
         if kind is None:
@@ -174,7 +175,7 @@ def _types_of_blocks(model: nn.Module, seen: SampleForward, mode: FakeTensorMode
 
 
 def _parameter_shapes(model: nn.Module, layer: str) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(p.shape) for name, p in model.get_submodule(layer).named_parameters()}
+    return {name: tuple(p.shape) for name, p in submodule(model, layer).named_parameters()}
 
 
 _Layer = tuple[str, LayerType, str]  # name, type, root
@@ -236,7 +237,7 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
         """The type of a module, of which the iterations are entered."""
         key, values = arguments[caller]
         if (key, bodies) not in types:
-            types[key, bodies] = trace_layer(model.get_submodule(caller), values, mode, bodies)
+            types[key, bodies] = trace_layer(submodule(model, caller), values, mode, bodies)
         return types[key, bodies]
 
     members: dict[str, list[_Layer]] = {}

@@ -83,7 +83,8 @@ def stores_transposed(module: nn.Module, known: dict[object, bool] | None = None
     answers, key = {} if known is None else known, _contents(module)
     if key not in answers:
         widths = dict.fromkeys(reversed(weight.shape))
-        answers[key] = any(_multiplies_transposed(module, weight, d_in) for d_in in widths)
+        products = filter(None, (_transposed_products(module, weight, d_in) for d_in in widths))
+        answers[key] = any(next(products, ()))
     return answers[key]
 
 
@@ -100,22 +101,21 @@ def _contents(module: nn.Module) -> object:
     return tuple(contents)
 
 
-def _multiplies_transposed(module: nn.Module, weight: FakeTensor, d_in: int) -> bool:
-    """Whether code multiplies `d_in` features by a weight as it is stored."""
+def _transposed_products(module: nn.Module, weight: FakeTensor, d_in: int) -> list[bool]:
+    """For each product of `d_in` features with a weight, whether it is with (in, out); none where
+    the code takes no such input.
+    """
     _, *names = forward_signature(module).parameters
-    graph = None
     for sizes in ((1, 1), (1,), (1, 1, 1)):  # tokens, rows of tokens, an image
         try:
             with weight.fake_mode:
                 graph = approximate_trace(module, dict.fromkeys(names[:1], weight.new_empty(*sizes, d_in))).graph
-            break
         except Exception:  # of a model's own code
             continue
-    if graph is None:
-        return False
-    products = filter(None, map(LayerGraph(graph, module).product, graph.nodes))
-    layouts = (product.weight.layout for product in products if product.weight.parameter == "weight")
-    return any(layout is not None and layout.is_transposed for layout in layouts)
+        products = filter(None, map(LayerGraph(graph, module).product, graph.nodes))
+        layouts = [product.weight.layout for product in products if product.weight.parameter == "weight"]
+        return [layout is not None and layout.is_transposed for layout in layouts]
+    return []
 
 
 def _ids(module: nn.Embedding, multiplies: bool) -> Features:

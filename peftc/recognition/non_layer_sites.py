@@ -27,7 +27,7 @@ from peftc.addressing.sites import (
 from peftc.dataflow.layer_graph import is_pointwise
 from peftc.dataflow.operations import is_norm_module
 from peftc.forms import shapes
-from peftc.modules.walk import Named, all_named_modules, named_modules, named_parameters
+from peftc.modules.walk import Named, all_named_modules, named_modules, named_parameters, submodule
 from peftc.observation.sample_forward import ModuleCall
 from peftc.recognition.layer_candidates import containing_list
 from peftc.recognition.layer_types import LayerType, example_width
@@ -83,7 +83,7 @@ def _computes_weight(name: str, model: nn.Module) -> bool:
     """Whether a module is part of a parametrisation: what it reads is no hidden state."""
     # Seen in: no transformers model, but nViT, whose last norm would be that of a weight
     owner, separator, _ = name.partition(".parametrizations.")
-    return bool(separator) and is_parametrized(model.get_submodule(owner))
+    return bool(separator) and is_parametrized(submodule(model, owner))
 
 
 def enclosing(name: str) -> Iterator[str]:
@@ -108,7 +108,7 @@ def _holder(stack: Stack) -> str:
 
 def _module_site(name: str, steps: Steps, structure: ModelStructure, group: str = "") -> Site:
     """A site that is one whole module; its graph is the module's own."""
-    module = structure.model.get_submodule(name)
+    module = submodule(structure.model, name)
     states = weight_states(name, module)
     call = structure.seen.calls.get(name, _NO_CALL)
     if isinstance(module, nn.Embedding):
@@ -138,7 +138,7 @@ def embeddings(structure: ModelStructure) -> Iterator[Site]:
         own = getattr(structure.model, "get_input_embeddings", lambda: None)()
     if not isinstance(own, nn.Embedding):
         return
-    modules = {name: structure.model.get_submodule(name) for name in _outside_layers(structure)}
+    modules = {name: submodule(structure.model, name) for name in _outside_layers(structure)}
     names = [n for n, m in modules.items() if isinstance(m, nn.Embedding) and m.weight.shape == own.weight.shape]
     for name, stack in embedded_stacks(names, own, structure).items():
         yield _module_site(name, qualified(stack, (("embed", None),)), structure, stack or "")
@@ -152,8 +152,8 @@ def embedded_stacks(names: Sequence[str], own: nn.Embedding, structure: ModelStr
     stacks = {name: stack_of(name, structure) for name in names}
     if list(stacks.values()).count(None) > 1:
         stacks = {name: stack or nearest_stack(name, structure) for name, stack in stacks.items()}
-    first = next((stack for name, stack in stacks.items() if structure.model.get_submodule(name) is own), "")
-    return {n: s for n, s in stacks.items() if not first or s != first or structure.model.get_submodule(n) is own}
+    first = next((stack for name, stack in stacks.items() if submodule(structure.model, name) is own), "")
+    return {n: s for n, s in stacks.items() if not first or s != first or submodule(structure.model, n) is own}
 
 
 def nearest_stack(name: str, structure: ModelStructure) -> str | None:
@@ -169,7 +169,7 @@ def final_norms(structure: ModelStructure) -> Iterator[Site]:
     """The norms of a stack that run after its last layer, before the head."""
     norms = {stack.name: list[str]() for stack in structure.stacks}
     for name in _outside_layers(structure):
-        stack = _stack_before(name, structure) if is_norm_module(structure.model.get_submodule(name)) else None
+        stack = _stack_before(name, structure) if is_norm_module(submodule(structure.model, name)) else None
         if stack is not None:
             norms[stack.name].append(name)
     for stack, names in norms.items():
@@ -195,10 +195,10 @@ def heads(structure: ModelStructure) -> Iterator[Site]:
     model, order = structure.model, list(structure.seen.calls)
     own = getattr(model, "get_output_embeddings", lambda: None)()
     outside = [n for n in _outside_layers(structure) if n]
-    names = [n for n in outside if model.get_submodule(n) is own]
+    names = [n for n in outside if submodule(model, n) is own]
     if not names and structure.stacks:
         last = max(last_call(s.modules, structure.seen) for s in structure.stacks)
-        names = [n for n in outside if order.index(n) > last and isinstance(model.get_submodule(n), nn.Linear)][-1:]
+        names = [n for n in outside if order.index(n) > last and isinstance(submodule(model, n), nn.Linear)][-1:]
     for name in names:
         yield _module_site(name, (("head", None),), structure)
 
@@ -293,7 +293,7 @@ def untraced_modules(structure: ModelStructure) -> tuple[UntracedModule, ...]:
     """The layers, and the modules in layers, that could not be traced."""
 
     def untraced(module: str, reason: str, steps: Steps, roles: frozenset[str]) -> UntracedModule:
-        return UntracedModule(module, type(structure.model.get_submodule(module)).__name__, reason, steps, roles)
+        return UntracedModule(module, type(submodule(structure.model, module)).__name__, reason, steps, roles)
 
     modules: list[UntracedModule] = []
     for stack in structure.stacks:

@@ -16,6 +16,7 @@ from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.matrices import MatrixPart, MatrixProduct, rows_within
 from peftc.dataflow.nodes import first_input, is_tensor, output_of, shape
 from peftc.forms import shapes
+from peftc.modules.walk import submodule
 from peftc.recognition.attention.patterns import Attention
 from peftc.recognition.attention.states import attention_heads, pair_shape
 from peftc.recognition.ffn import Projection
@@ -28,7 +29,7 @@ from peftc.recognition.moe.states import expert_states, linear_states, router_st
 from peftc.recognition.non_layer_sites import Steps, embeddings, final_norms, heads, path_of, qualified, weight_states
 from peftc.recognition.norms import norm_parts, normalized_role
 from peftc.recognition.roles import SubLayer
-from peftc.recognition.stack_names import ROLES, common, named_steps, numbered, relative_name
+from peftc.recognition.stack_names import ROLES, common, named_steps, numbered, relative_name, sub_layer_steps
 from peftc.recognition.token_mixing import is_weighted
 
 CALLS = ("interface", "function")
@@ -157,7 +158,7 @@ class LayerSites:
 
     def linear_in_leaf(self, steps: Steps, name: str) -> Site:
         """A Linear in a module that could not be traced: it is edited at its own border."""
-        states = linear_states(self.full(name), self.kind.root.get_submodule(name))
+        states = linear_states(self.full(name), submodule(self.kind.root, name))
         return with_own_graph(self.site(steps, self.full(name), states))
 
     def module(self, sub: SubLayer) -> str:
@@ -207,7 +208,7 @@ class LayerSites:
 
     def norm_module(self, site: Site, node: fx.Node) -> Site:
         """A norm whose parameters have names of their own, with its `w` and `b`."""
-        module = self.kind.root.get_submodule(str(node.target))
+        module = submodule(self.kind.root, str(node.target))
         if not {name for name, _ in module.named_parameters()} - {"weight", "bias"}:
             return site
         parts = norm_parts(module, node)
@@ -284,7 +285,7 @@ class LayerSites:
         node, rows = projection.node, projection.rows
         if (product := self.graph.product(node)) is not None:
             return self.bare_linear(steps, product, rows, group)
-        name, module = self.full(str(node.target)), self.kind.root.get_submodule(str(node.target))
+        name, module = self.full(str(node.target)), submodule(self.kind.root, str(node.target))
         if reads_patches(module):
             states = patch_states(name, module, shape(first_input(node)), shape(node))
             site = replace(self.site(steps, name, states, group=group), calls=self.calls[str(node.target)])
@@ -386,12 +387,6 @@ class LayerSites:
 def with_own_graph(site: Site) -> Site:
     """The site as one whole module, whose call the graph of the layer does not have."""
     return replace(site, root=site.module, kind=site.module)
-
-
-def sub_layer_steps(subs: list[SubLayer]) -> list[Steps]:
-    """`attn.self`, `attn.cross`, `ffn`, `mixer`; numbered where a layer has several of one sort."""
-    names = numbered([(sub.kind, sub.variant) for sub in subs])
-    return [((kind, None), (variant, index)) if variant else ((kind, index),) for (kind, variant), index in names]
 
 
 def q_width(sub: SubLayer, layer: LayerGraph) -> int | None:

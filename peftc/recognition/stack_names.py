@@ -4,14 +4,16 @@
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PretrainedConfig
 
+from peftc.modules.walk import submodule
 from peftc.recognition.layers import ModelStructure, Stack
 from peftc.recognition.non_layer_sites import Steps
+from peftc.recognition.roles import SubLayer
 from peftc.semantics.vocabulary import SITES, STACKS, TOWERS
 
 T = TypeVar("T")
@@ -67,7 +69,7 @@ def _is_decoder(stack: Stack) -> bool:
                 return True
             if sub.attention is not None and sub.attention.sort == "interface":
                 owner: Any = sub.attention.call.args[0]
-                module = kind.root.get_submodule("" if owner.target == "_self" else owner.target)
+                module = submodule(kind.root, "" if owner.target == "_self" else owner.target)
                 if getattr(module, "is_causal", False):
                     return True
     return False
@@ -91,7 +93,7 @@ def _joined(path: str) -> str:
 def _tower(stack: Stack, structure: ModelStructure) -> str:
     """The medium of a stack: by its configuration, else by what reaches it."""
     parts = stack.layers[0].split(".")
-    modules = [structure.model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+    modules = [submodule(structure.model, ".".join(parts[:depth])) for depth in range(len(parts))]
     sections = list(sections_of(modules))
     names = ((medium, name) for name in reversed(sections) for medium in MEDIUM_WORDS)
     medium = next((medium for medium, name in names if any(word in name for word in MEDIUM_WORDS[medium])), None)
@@ -129,6 +131,12 @@ def named_steps(name: str) -> Steps:
     if steps[0][0] in (*ROLES, "heads", "hidden", "norm", "add"):
         steps[0] = (f"{steps[0][0]}_", steps[0][1])
     return tuple(steps)
+
+
+def sub_layer_steps(subs: Sequence[SubLayer]) -> list[Steps]:
+    """`attn.self`, `attn.cross`, `ffn`, `mixer`; numbered where a layer has several of one sort."""
+    names = numbered([(sub.kind, sub.variant) for sub in subs])
+    return [((kind, None), (variant, index)) if variant else ((kind, index),) for (kind, variant), index in names]
 
 
 def relative_name(name: str, module: str) -> str:

@@ -18,6 +18,7 @@ from peftc.dataflow.nodes import module_path
 from peftc.dataflow.operations import is_norm_module
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy
+from peftc.modules.walk import submodule
 from peftc.recognition.attention.patterns import attentions, has_softmax_mixture
 from peftc.recognition.residual_stream import Stream, gives_states
 from peftc.recognition.roles import SubLayer
@@ -43,7 +44,7 @@ def opaque_modules(layer: LayerGraph, untraced: Iterable[str], mode: FakeTensorM
     for node in layer.graph.nodes:
         if node.op == "call_module" and node.target in untraced:
             attends = _attends(node, layer, mode)
-            if attends or any(p.ndim >= 2 for p in layer.root.get_submodule(node.target).parameters()):
+            if attends or any(p.ndim >= 2 for p in submodule(layer.root, node.target).parameters()):
                 modules[node.target] = attends or modules.get(node.target, False)
     return modules
 
@@ -54,7 +55,7 @@ def _attends(node: fx.Node, layer: LayerGraph, mode: FakeTensorMode) -> bool:
     operations = _Operations()
     try:
         with mode, fake_data_answers(), operations, torch.no_grad():
-            layer.root.get_submodule(str(node.target))(*fake_copy(args, mode), **fake_copy(kwargs, mode))
+            submodule(layer.root, str(node.target))(*fake_copy(args, mode), **fake_copy(kwargs, mode))
     except Exception:  # of a model's own code
         return True
     names = operations.names
@@ -97,7 +98,7 @@ def untraced_parts(
             modules.setdefault(node.target, frozenset())
             if gives_states(node) and stream.reaches(node):
                 modules[node.target] |= _hidden_kinds(node, subs, opaque[node.target], kinds)
-                norms = filter(is_norm_module, layer.root.get_submodule(node.target).modules())
+                norms = filter(is_norm_module, submodule(layer.root, node.target).modules())
                 if any(True for norm in norms for _ in norm.parameters()):
                     modules[node.target] |= {"norm"}
     parts = [UntracedPart(module, reasons[module], hides) for module, hides in modules.items()]

@@ -5,6 +5,7 @@ from typing import Any
 
 from peftc.addressing.sites import TABLE_IDS, Site
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.modules.walk import submodule
 from peftc.planning import ir
 from peftc.planning.on_table import is_prompt
 from peftc.recognition.layer_types import LayerType
@@ -75,7 +76,7 @@ def has_own_region(site: Site, kind: LayerType, layer: str, structure: ModelStru
     name = relative(module, layer)
     if sum(call.name == name for call in kind.traced.calls) > 1:
         return True
-    is_leaf = next(structure.model.get_submodule(module).children(), None) is None
+    is_leaf = next(submodule(structure.model, module).children(), None) is None
     return is_leaf and not LayerRegions(kind, layer, {}).has_external_reads(name)
 
 
@@ -181,10 +182,10 @@ def check_parameter_reads(regions: list[Region], structure: ModelStructure) -> N
             checked.add(key)
         for module in names.get(region.module, (region.module,)):
             entered = [module, *(f"{module}.{name}".lstrip(".") for name in region.inline if name)]
-            parameters = [n for e in entered for n in own_parameters(structure.model.get_submodule(e), e)]
+            parameters = [n for e in entered for n in own_parameters(submodule(structure.model, e), e)]
             is_inside = in_layer(module)
             for name in parents(module):
-                outer = structure.model.get_submodule(name)
+                outer = submodule(structure.model, name)
                 if has_fast_path(type(outer)):
                     continue
                 reads = parameter_reads(outer, [relative(parameter, name) for parameter in parameters])

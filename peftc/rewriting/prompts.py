@@ -9,6 +9,7 @@ from transformers.utils.generic import ModelOutput
 from peftc.addressing.sites import Site
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.diagnostics.suggestions import join_names
+from peftc.modules.walk import submodule
 from peftc.observation.token_flow import EMBEDS, SampleRun, TokenFlow, token_flow
 from peftc.planning import ir
 from peftc.planning.on_table import is_prompt
@@ -92,7 +93,7 @@ def attends(stack: Stack) -> bool:
 def innermost_with(parameters: tuple[str, ...], inner: str, stack: Stack, structure: ModelStructure) -> str | None:
     """The innermost module around `inner` and a stack whose forward has these parameters."""
     around = (name for name in (*enclosing(inner), "") if name != inner and contains(name, stack.layers[0]))
-    forwards = ((name, forward_signature(structure.model.get_submodule(name)).parameters) for name in around)
+    forwards = ((name, forward_signature(submodule(structure.model, name)).parameters) for name in around)
     return next((name for name, own in forwards if set(parameters) <= set(own)), None)
 
 

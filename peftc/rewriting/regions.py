@@ -21,6 +21,7 @@ from peftc.addressing.sites import (
 )
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.shapes import Tokens
+from peftc.modules.walk import submodule
 from peftc.planning import ir
 from peftc.recognition.layer_types import LayerType
 from peftc.rewriting.anchors import Anchor, calls_of, contains, frames_between, relative
@@ -162,7 +163,7 @@ class LayerRegions:
     def region_state(self, state: State, anchor: Anchor | None, region: str, site: Site) -> RegionState:
         if state.weight is not None:
             module = relative(state.weight.module, self.layer)
-            value = getattr(self.kind.root.get_submodule(module), state.weight.attribute)
+            value = getattr(submodule(self.kind.root, module), state.weight.attribute)
             stacked = state.weight.stacked_slice
             if stacked is not None:
                 value = stacked_slice(value, stacked.count, stacked.index)
@@ -260,7 +261,7 @@ class LayerRegions:
         if key not in self.memory:
             root = self.kind.root
             calls = sorted({c.name for c in calls_of(self.trace)}, key=lambda n: (-len(n.split(".")) if n else 0, n))
-            weighted = (n for n in calls if next(root.get_submodule(n).parameters(), None) is not None)
+            weighted = (n for n in calls if next(submodule(root, n).parameters(), None) is not None)
             self.memory[key] = [n for n in weighted if not self.has_external_reads(n)]
         return self.memory[key]
 
@@ -276,10 +277,10 @@ class LayerRegions:
     def has_external_reads(self, region: str) -> bool:
         """Whether code around a region may read its parameters without calling it."""
         root = self.kind.root
-        outer = [n for n in parents(region) if not has_fast_path(type(root.get_submodule(n)))]
-        names = own_parameters(root.get_submodule(region), region, recurse=True) if outer else []
+        outer = [n for n in parents(region) if not has_fast_path(type(submodule(root, n)))]
+        names = own_parameters(submodule(root, region), region, recurse=True) if outer else []
         return any(
-            next(parameter_reads(root.get_submodule(n), [relative(name, n) for name in names]), None) for n in outer
+            next(parameter_reads(submodule(root, n), [relative(name, n) for name in names]), None) for n in outer
         )
 
     def place_in(self, region: str, states: dict[str, State], writes: set[str], site: Site) -> _Placement | None:
@@ -323,7 +324,7 @@ class LayerRegions:
         names = {c.name for c in self.trace.calls if c.inlined and contains(region, c.name)}
         result = frozenset[str]()
         for name in {*names, region} if names else ():
-            cls = type(self.kind.root.get_submodule(name))
+            cls = type(submodule(self.kind.root, name))
             if mutates_conditionally(inspect.unwrap(cls.forward), cls, argument if name == region else ""):
                 result |= self.modules_between(region, name)
         return result
@@ -343,7 +344,7 @@ def _row_count(value: torch.Tensor, weight: WeightRef) -> int:
 
 def _stored_rows(weight: WeightRef, model: nn.Module) -> int:
     """The rows of a whole parameter, of which a site may have some."""
-    return _row_count(getattr(model.get_submodule(weight.module), weight.attribute), weight)
+    return _row_count(getattr(submodule(model, weight.module), weight.attribute), weight)
 
 
 def edit_key(site_edit: ir.SiteEdit) -> object:
@@ -354,7 +355,7 @@ def edit_key(site_edit: ir.SiteEdit) -> object:
 
 def module_region(site_edits: list[ir.SiteEdit], region: str, model: nn.Module) -> Region:
     """The region of edits outside the layers."""
-    module = model.get_submodule(region)
+    module = submodule(model, region)
     edits: list[RegionEdit] = []
     inline = frozenset[str]()
     for p in site_edits:

@@ -12,7 +12,7 @@ from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import EDIT, example, first_input, is_edit, parts, shape
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.recognition.layer_types import LayerType
-from peftc.recognition.site_builder import sub_layer_steps
+from peftc.recognition.stack_names import sub_layer_steps
 from peftc.rewriting.anchors import (
     Anchor,
     anchors,

@@ -16,6 +16,7 @@ from weakref import WeakSet
 import torch
 from torch import fx
 
+from peftc.modules.walk import submodule
 from peftc.tracing.operations import new_version
 
 # Augmented assignments, with their symbols. A tensor on the left is changed in place.
@@ -100,7 +101,7 @@ class MutationTracker:
         if node.target is operator.setitem or result is not tensor:
             return node.target is operator.setitem
         name = str(getattr(node.target, "__name__", node.target))
-        module = self.tracer.root.get_submodule(name) if node.op == "call_module" else None
+        module = submodule(self.tracer.root, name) if node.op == "call_module" else None
         flags = node.kwargs.get("inplace"), getattr(module, "inplace", False), "out" in node.kwargs
         return any(flags) or node.target in AUGMENTED or name.endswith("_")
 

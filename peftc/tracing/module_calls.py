@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import get_testing_overrides
 
+from peftc.modules.walk import submodule
 from peftc.tracing.proxy import contains_proxy
 from peftc.tracing.tracer_base import TracerBase
 
@@ -68,6 +69,6 @@ def functional_linear(tracer: TracerBase, args: tuple[Any, ...], kwargs: Mapping
     bias = args[2] if len(args) > 2 else kwargs.get("bias")
     if bias is None or attribute != "weight":
         return None
-    module = tracer.root.get_submodule(name)
+    module = submodule(tracer.root, name)
     is_linear = isinstance(module, nn.Linear) and inspect.unwrap(type(module).forward) is nn.Linear.forward
     return name if is_linear and tracer.provenance.chunk_source(bias) is module.bias else None

@@ -15,6 +15,7 @@ from torch import fx, nn
 from transformers.integrations.moe import ExpertsInterface
 
 from peftc.fakes.data_answers import fake_data_answers, fake_tensor_patches, no_data_answers
+from peftc.modules.walk import submodule
 from peftc.tracing.bytecode import Origin, position_of, running_stack
 from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, leaves, version
 from peftc.tracing.module_calls import bind_arguments, functional_linear, is_constant, with_positional_tensors
@@ -55,7 +56,7 @@ class RegionTracer(TracerBase):
         if call.target is attention and isinstance(module := call.args[0], fx.Node):
             name = str(module.target).removeprefix("_self")
             with self.pause():
-                config: Any = self.root.get_submodule(name).config
+                config: Any = submodule(self.root, name).config
                 implementation = str(config._attn_implementation)
             self.attribute_guards[f"{name}.config".lstrip("."), "_attn_implementation"] = implementation
 
@@ -108,7 +109,7 @@ class RegionTracer(TracerBase):
             if (ragged := ragged_result(target, args, kwargs, self.caller)) is not None:
                 return ragged
             if kind == "call_module" or target is model_function:
-                function = self.root.get_submodule(target) if kind == "call_module" else target
+                function = submodule(self.root, target) if kind == "call_module" else target
                 with fake_data_answers():  # decisions inside a leaf are not part of the graph
                     return function(*args, **kwargs)
             if kind == "call_method":
@@ -164,7 +165,7 @@ class RegionTracer(TracerBase):
         if isinstance(m, nn.Identity) and args == (None,):
             return None
         arguments = bind_arguments(type(m).forward, m, args, kwargs)
-        inlined = self.inline(name)
+        inlined = self.enters(name, m, args, kwargs)
         result = self.enter(m, args, kwargs) if inlined else self.record("call_module", name, args, kwargs)
         if direct and not inlined and is_proxy(result):
             result.node.meta[DIRECT] = True
@@ -175,6 +176,10 @@ class RegionTracer(TracerBase):
         call = ModuleCall(name, self.caller, nested_nodes(arguments), nested_nodes(result), inlined, position)
         self.calls.append(call)
         return result
+
+    def enters(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the code of a module is entered at a call."""
+        return self.inline(name)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.call_stack.append(self.module_names[id(module)])
@@ -253,7 +258,7 @@ class ApproximateTracer(RegionTracer):
     """
 
     def __init__(self, branches: bool = False, inlined: Collection[str] = ()) -> None:
-        super().__init__(lambda name: name in inlined or any(True for _ in self.root.get_submodule(name).children()))
+        super().__init__(lambda name: name in inlined or any(True for _ in submodule(self.root, name).children()))
         self.branches = branches
 
     def outcome_of(self, condition: fx.Node, likely: bool = True) -> bool:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from peftc.fakes.shape_mode import ShapeMode
-from peftc.fakes.shape_rules import META_KERNELS, RULES
+from peftc.fakes.shape_rules import IN_PLACE, META_KERNELS, RULES
 from peftc.fakes.tensors import as_fake
 
 aten = torch.ops.aten
@@ -55,7 +55,7 @@ def scalar(draw: Draw) -> float | int:
 
 def arguments(func: Any, draw: Draw) -> list[Any]:
     """Random arguments of an operation, which may not fit together."""
-    name, overload = func._schema.name.partition("::")[2], func._overloadname
+    name, overload = func._schema.name.partition("::")[2].removesuffix("_"), func._overloadname
     x = tensor(draw, shape_of(draw, 1), draw.choice(DTYPES))
     dim = draw.randint(-x.ndim, x.ndim - 1)
     if name in ("mm", "addmm", "bmm"):
@@ -93,6 +93,7 @@ def arguments(func: Any, draw: Draw) -> list[Any]:
         "split_with_sizes": lambda: [x, [1, x.shape[dim] - 1], dim],
         "squeeze": lambda: [x] if overload == "default" else [x, dim if overload == "dim" else [dim]],
         "topk": lambda: [x, 1, dim],
+        "sort": lambda: [x, dim],
         "_softmax": lambda: [x, dim, False],
         "full_like": lambda: [x, 2],
         "hardtanh": lambda: [x],
@@ -135,7 +136,7 @@ def fakes(args: Any, mode: FakeTensorMode) -> Any:
     return tree_map(lambda t: as_fake(t, mode) if isinstance(t, Tensor) else t, args)
 
 
-@pytest.mark.parametrize("func", RULES, ids=str)
+@pytest.mark.parametrize("func", [*RULES, *IN_PLACE], ids=str)
 def test_results_by_rules_have_the_layout_of_those_with_data(func: Any) -> None:
     assert agreements(func, lambda args: outcome(func, args)) > 10
 

@@ -13,6 +13,7 @@ from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import example, first_input, module_path, nodes_in, output_of
 from peftc.dataflow.values import upstream
 from peftc.fakes.tensors import fake_copy
+from peftc.modules.walk import submodule
 from peftc.recognition.attention.patterns import attentions
 from peftc.recognition.ffn import Projection, input_projections
 from peftc.recognition.moe.lists import ExpertModules, Experts, expert_modules, networks_beside, networks_of
@@ -69,7 +70,7 @@ class _Finder:
         """
         inlined = [call.name for call in self.traced.calls if call.inlined]
         for call in self.traced.calls:
-            module = self.layer.root.get_submodule(call.name)
+            module = submodule(self.layer.root, call.name)
             stacked = any(p.ndim == 3 and min(p.shape) > 1 for p in module.parameters(recurse=False))
             opaque = call.name not in inlined and next(module.children(), None) is not None
             if (stacked or opaque) and not type(module).__module__.startswith("torch."):
@@ -102,7 +103,7 @@ class _Finder:
         continue`), then with them (`if tokens: …`); none where they fail, or have an attention.
         """
         # Seen in: no transformers model with branches, but tutorials
-        module = self.layer.root.get_submodule(call.name)
+        module = submodule(self.layer.root, call.name)
         arguments = fx.map_arg(call.arguments, lambda n: n.meta.get("example"))
         for branches in (False, True):
             traced = None
@@ -133,7 +134,7 @@ class _Finder:
         # Seen in: JetMoE, whose experts have no site without it
         leaves = {str(n.target) for value in inputs for n in upstream(value, lambda n: n.op == "call_module")}
         for call in self.traced.calls:
-            has_parts = next(self.layer.root.get_submodule(call.name).children(), None) is not None
+            has_parts = next(submodule(self.layer.root, call.name).children(), None) is not None
             for code in self.codes_of(call) if call.name in leaves and not call.inlined and has_parts else ():
                 router = find_router([output_of(code.graph)], count, set(code.graph.nodes), code)
                 if router is not None:

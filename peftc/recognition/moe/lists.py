@@ -8,6 +8,7 @@ from torch import fx, nn
 from peftc.dataflow.features import source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import first_input
+from peftc.modules.walk import submodule
 from peftc.observation.layer_keys import structure_key
 from peftc.recognition.ffn import Projection, input_projections
 from peftc.recognition.moe.matrices import StackedExperts
@@ -104,6 +105,6 @@ def _list_element(network: Network, root: nn.Module) -> str | None:
 
 def _same_structure(name: str, root: nn.Module) -> list[str]:
     """The modules beside one, and itself, that have its structure."""
-    container, key = name.rpartition(".")[0], structure_key(root.get_submodule(name))
-    children = root.get_submodule(container).named_children()
+    container, key = name.rpartition(".")[0], structure_key(submodule(root, name))
+    children = submodule(root, container).named_children()
     return [f"{container}.{n}".strip(".") for n, child in children if structure_key(child) == key]

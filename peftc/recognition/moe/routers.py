@@ -12,6 +12,7 @@ from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_tensor, shape
 from peftc.dataflow.operations import Op, name_of, op_of
 from peftc.dataflow.values import reaches, upstream, value_operands, value_users
+from peftc.modules.walk import submodule
 from peftc.recognition.moe.lists import ExpertModules, Experts
 from peftc.recognition.moe.matrices import ExpertGraph
 
@@ -69,7 +70,7 @@ def routing_leaves(graph: fx.Graph, root: nn.Module) -> set[str]:
     """
     # Seen in: Phi MoE, Qwen2 MoE, GLM-4 MoE Lite
     leaves = {str(n.target) for n in graph.nodes if n.op == "call_module" and not is_tensor(n)}
-    return {name for name in leaves if has_matrix(root.get_submodule(name))}
+    return {name for name in leaves if has_matrix(submodule(root, name))}
 
 
 def has_matrix(module: nn.Module) -> bool:

@@ -6,6 +6,7 @@ from torch import nn
 
 from peftc.addressing.sites import INPUT, OUTPUT, ActivationRef, Slice, StackedSlice, State, WeightRef
 from peftc.forms import shapes
+from peftc.modules.walk import submodule
 from peftc.recognition.moe.lists import ExpertModules, Experts
 from peftc.recognition.moe.matrices import StackedLinear, StackedParameter
 from peftc.recognition.moe.routers import Router
@@ -20,7 +21,7 @@ def expert_states(experts: Experts, root: nn.Module, full: FullName) -> Iterator
     for role in (role for role in ROLES if role in experts.roles):
         if isinstance(experts, ExpertModules):
             name = experts.linears[role][0]
-            yield role, full(name), linear_states(full(name), root.get_submodule(name))
+            yield role, full(name), linear_states(full(name), submodule(root, name))
         else:
             yield role, full(experts.module), _slice_states(experts.roles[role], 0, full)
 

@@ -28,6 +28,7 @@ from torch import nn
 
 from peftc.diagnostics.model_line import ModelLine
 from peftc.modules.instance_forward import instance_forward
+from peftc.modules.walk import submodule
 from peftc.rewriting.edits import Region
 
 QUERY = "get_fastpath_enabled"
@@ -64,8 +65,8 @@ def is_called_in_siblings(module: str, calls: Collection[str], model: nn.Module)
     """Whether a sibling of the module, or of one around it, has this part called."""
     names = module.split(".")
     for i, name in enumerate(names):
-        parent = model.get_submodule(".".join(names[:i]))
-        cls = type(parent.get_submodule(name))
+        parent = submodule(model, ".".join(names[:i]))
+        cls = type(submodule(parent, name))
         siblings = [n for n, m in parent.named_children() if type(m) is cls and n != name]
         if any(".".join([*names[:i], sibling, *names[i + 1 :]]) in calls for sibling in siblings):
             return True
@@ -85,7 +86,7 @@ def disable_fast_paths(regions: list[Region], model: nn.Module, shared: Iterable
                 break  # and so are its parents
             around[name] = None
     for name in around:
-        if name in entered or not has_fast_path(type(model.get_submodule(name))):
+        if name in entered or not has_fast_path(type(submodule(model, name))):
             continue
         if name in by_module:
             by_module[name].inline |= ENTERED
@@ -131,7 +132,7 @@ def parameter_reads(module: nn.Module, parameters: Collection[str]) -> Iterator[
 
 def may_run_children(module: nn.Module, region: str) -> bool:
     """Whether the code of a module may use all children of its part `region`."""
-    children = [n for n, c in module.get_submodule(region).named_children() if next(c.parameters(), None) is not None]
+    children = [n for n, c in submodule(module, region).named_children() if next(c.parameters(), None) is not None]
     if len(children) < 2:
         return False
     functions = list(forwards(module))

@@ -9,6 +9,7 @@ from torch import fx, nn
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.modules.instance_forward import FORWARD, instance_forward
 from peftc.modules.offload import HOOK, loads_submodules, offloaded_parameters, only_moves_arguments
+from peftc.modules.walk import submodule
 from peftc.rewriting.edits import Region
 from peftc.rewriting.legality.bypasses import parents
 from peftc.tracing.operations import enter_context, exit_context
@@ -28,7 +29,7 @@ def check_forwards(region: Region, modules: Mapping[str, nn.Module], checked: se
     module = modules[region.module]
     check_forward(region.module, module)
     for inner in sorted(region.inline - {""}):
-        name, entered = f"{region.module}.{inner}".lstrip("."), module.get_submodule(inner)
+        name, entered = f"{region.module}.{inner}".lstrip("."), submodule(module, inner)
         check_forward(name, entered)
         forward = instance_forward(entered)
         if forward is not None and forward.hooked and not only_moves_arguments(entered):
