@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from peftc.addressing.renaming import Renaming
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import FormModule, build, build_of_all, build_owner, member, seeded
 from peftc.forms.sequence_module import Sequence
@@ -21,8 +22,9 @@ from peftc.modules.offload import execution_device, is_dispatched
 from peftc.modules.walk import all_named_modules, all_named_parameters, submodule
 from peftc.planning import ir
 from peftc.rewriting.edits import CONTAINER, SHARED, Region, empty_container, module_name
-from peftc.rewriting.legality.preconditions import check_forwards, check_loaded
+from peftc.rewriting.legality.preconditions import check_forwards, check_loaded, check_parents
 from peftc.rewriting.prompts import SEQUENCE
+from peftc.rewriting.region_list import RegionList
 from peftc.specialization.generated_class import GeneratedClass
 from peftc.tracing.bytecode import reachable_code
 
@@ -94,6 +96,7 @@ class InstallationBuilder:
         self.shared_classes = shared_classes
         self.copiers: dict[object, Callable[[], FormModule] | None] = {}
         self.kinds: dict[object, RegionKind] = {}
+        self.kinds_by_region: dict[int, tuple[type[nn.Module], Options, RegionKind]] = {}  # by `id`
         self.plain_classes: dict[type[nn.Module], bool] = {}
         self.seeds = {edit: spec.seed for spec in installation.specs for edit in spec.edits}
         self.modules: list[EditedModule] = []
@@ -101,25 +104,48 @@ class InstallationBuilder:
         self.shared: dict[str, FormModule] = {}  # by owner
         self.sequences: dict[tuple[str, str], Sequence] = {}  # by edit and site
 
-    def prepare(self, regions: list[Region]) -> None:
+    def prepare(self, regions: RegionList) -> None:
         """Makes classes and parameters. Raises: P411, P424, P426, P427, P527."""
         every = all_named_modules(self.model)
         partly_loaded = len({p.is_meta for _, p in all_named_parameters(every)}) > 1
-        modules = dict(every)
-        for region in regions:
-            self.sequences |= dict.fromkeys(region.position_sites, Sequence())
-        checked = set[str]()
-        for region in regions:
-            module = modules[region.module]
-            check_forwards(region, modules, checked)
-            if partly_loaded:
-                check_loaded(region.module, module)
-            if CONTAINER in vars(module)["_modules"] or self.hides_container(module):
-                message = f"`{region.module}` already has something named `{CONTAINER}`"
-                raise PeftcError(Diagnostic("P411", message, help="rename it: edits are registered under this name"))
-            edited = self.edited_module(region, module)
-            self.modules.append(edited)
-            self.installation.regions.append((region.module, edited.cls))
+        modules, checked = dict(every), set[str]()
+        for block in regions.blocks:
+            for region in block.template.regions:
+                self.sequences |= dict.fromkeys(region.position_sites, Sequence())
+        for block in regions.blocks:
+            for region in block.template.regions:
+                if block.renaming is not None and not partly_loaded:
+                    name = block.renaming.module(region.module)
+                    if (edited := self.alike_module(region, name, modules[name], block.renaming)) is not None:
+                        check_parents(name, modules, checked)
+                        self.add(name, edited)
+                        continue
+                own = block.named(region)
+                module = modules[own.module]
+                check_forwards(own, modules, checked)
+                if partly_loaded:
+                    check_loaded(own.module, module)
+                if CONTAINER in vars(module)["_modules"] or self.hides_container(module):
+                    message = f"`{own.module}` already has something named `{CONTAINER}`"
+                    help_ = "rename it: edits are registered under this name"
+                    raise PeftcError(Diagnostic("P411", message, help=help_))
+                self.add(own.module, self.edited_module(own, module))
+
+    def add(self, name: str, edited: EditedModule) -> None:
+        self.modules.append(edited)
+        self.installation.regions.append((name, edited.cls))
+
+    def alike_module(self, region: Region, name: str, module: nn.Module, renaming: Renaming) -> EditedModule | None:
+        """A module as that of a region which exists, in another layer; None if it is not alike."""
+        cls, options, kind = self.kinds_by_region[id(region)]  # the list keeps the region
+        own = vars(module)
+        if kind.cls is None or kind.edits is None or type(module) is not cls or FORWARD in own:
+            return None
+        is_drawn = any(form.draws for edit in kind.edits for form in edit.forms)
+        if is_drawn or CONTAINER in own["_modules"] or self.hides_container(module) or self.options(module) != options:
+            return None
+        paths = [renaming.path(site_edit.owner_path) for site_edit in region.site_edits]
+        return EditedModule(module, kind.cls, self.container_copy(region, name, paths, module, kind.edits))
 
     def hides_container(self, module: nn.Module) -> bool:
         """Whether a module has an attribute of the container's name."""
@@ -139,11 +165,14 @@ class InstallationBuilder:
         cls = None if kind is None or FORWARD in vars(module) else kind.cls
         cls = cls or self.generated_class(region, module)
         if kind is not None and kind.edits is not None and not region.position_sites:
-            return EditedModule(module, cls, self.container_copy(region, module, kind.edits))
-        container = self.container(region, module)
+            paths = [site_edit.owner_path for site_edit in region.site_edits]
+            container = self.container_copy(region, region.module, paths, module, kind.edits)
+        else:
+            container = self.container(region, module)
         if kind is None:
             is_fixed = not region.inline and FORWARD not in vars(module)
-            self.kinds[key] = RegionKind(cls if is_fixed else None, self.form_copies(region, options))
+            kind = self.kinds[key] = RegionKind(cls if is_fixed else None, self.form_copies(region, options))
+        self.kinds_by_region[id(region)] = type(module), options, kind
         return EditedModule(module, cls, container)
 
     def generated_class(self, region: Region, module: nn.Module) -> GeneratedClass:
@@ -189,23 +218,27 @@ class InstallationBuilder:
             edits.append(FormCopies(edit.edit_name, edit.slug, tuple(forms)))
         return tuple(edits)
 
-    def container_copy(self, region: Region, module: nn.Module, edits: Iterable[FormCopies]) -> nn.Module:
-        """As `container`, of a region whose kind is known."""
-        root, place = empty_container(), f"{region.module}.{CONTAINER}".lstrip(".")
+    def container_copy(
+        self, region: Region, name: str, paths: Iterable[str], module: nn.Module, edits: Iterable[FormCopies]
+    ) -> nn.Module:
+        """As `container`, of a region whose kind is known, at a module of that name. `paths`: those
+        that own the parameters.
+        """
+        root, place = empty_container(), f"{name}.{CONTAINER}".lstrip(".")
         forms, places = self.forms, self.installation.form_modules
-        for edit, site_edit in zip(edits, region.site_edits, strict=True):
+        for edit, site_edit, path in zip(edits, region.site_edits, paths, strict=True):
             if not edit.forms:
                 continue
-            child, saved = root.child(edit.edit).child(edit.slug), f"{site_edit.edit}/{site_edit.owner_path}"
+            child, saved = root.child(edit.edit).child(edit.slug), f"{site_edit.edit}/{path}"
             for one in edit.forms:
                 key = one.instance.key
-                name = f"{saved}/{key}"
-                if name not in forms:
-                    forms[name] = form = one.copy()
-                    places[name] = f"{place}.{edit.edit}.{edit.slug}.{key}"
+                form_name = f"{saved}/{key}"
+                if form_name not in forms:
+                    forms[form_name] = form = one.copy()
+                    places[form_name] = f"{place}.{edit.edit}.{edit.slug}.{key}"
                     if one.draws:
-                        self.set_values(form, FormSite(site_edit, one.instance, module), name, site_edit.owner_path)
-                child.add(key, forms[name])
+                        self.set_values(form, FormSite(site_edit, one.instance, module), form_name, path)
+                child.add(key, forms[form_name])
         return root
 
     # Forms ----------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from peftc.planning.planner import PlanResult
 from peftc.recognition.analysis import Analysis
 from peftc.recognition.layers import ModelStructure
 from peftc.rewriting.assembly import regions_of
-from peftc.rewriting.edits import Region
 from peftc.rewriting.prompts import prompt_and_position_errors
+from peftc.rewriting.region_list import RegionList
 from peftc.semantics.checks.spec import with_origin
 from peftc.specialization.generated_class import GeneratedClass
 from peftc.syntax import ast
@@ -31,11 +31,11 @@ class Compilation:
     """A plan on a model, the regions that it edits, and the classes of those without variants."""
 
     planned: PlanResult
-    make_regions: Callable[[], list[Region]]
+    make_regions: Callable[[], RegionList]
     classes: dict[tuple[Any, ...], GeneratedClass] = field(default_factory=dict[tuple[Any, ...], GeneratedClass])
 
     @cached_property
-    def regions(self) -> list[Region]:
+    def regions(self) -> RegionList:
         """Raises: as `regions_of`."""
         return self.make_regions()
 

@@ -9,7 +9,7 @@ versions and patches are compared as those of tables are.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +25,10 @@ from peftc.installation.state_text import StateText, state_text
 from peftc.models.sources import ModelSource
 from peftc.planning import ir
 from peftc.planning.on_table import needs_graphs, plan_on_table
+from peftc.planning.representatives import SiteEdits
 from peftc.rewriting.anchors import Anchor
 from peftc.rewriting.edits import Region, RegionEdit, RegionState
+from peftc.rewriting.region_list import RegionBlock, RegionList, RegionTemplate
 from peftc.syntax import ast
 from peftc.syntax.printer import print_spec
 
@@ -87,35 +89,62 @@ class Storage:
 
 
 def _decoded(
-    table: SiteTable, regions: Iterable[Any], edits: list[Any], spec: ast.Spec, tasks: tuple[str, ...]
+    table: SiteTable, regions: Mapping[str, Any], edits: list[Any], spec: ast.Spec, tasks: tuple[str, ...]
 ) -> Compilation | None:
     planned = plan_on_table(table, spec, tasks)
     with suppress(ValueError, TypeError, LookupError):
-        return Compilation(planned, lambda: list(_decoded_regions(regions, edits, planned.site_edits)))
+        return Compilation(planned, lambda: _decoded_regions(regions, edits, planned.site_edits))
     return None
 
 
-def _encoded(regions: Sequence[Region], site_edits: Sequence[ir.SiteEdit]) -> tuple[list[Any], list[Any]]:
+def _encoded(regions: RegionList, site_edits: SiteEdits) -> tuple[dict[str, Any], list[Any]]:
     """Regions, and the states of edits, each once. Raises: ValueError for what is not stored."""
-    numbers = {id(one): number for number, one in enumerate(site_edits)}
-    texts: dict[str, int] = {}
-    known: dict[int, int] = {}  # the texts of edits, which layers of one type share
-    data: list[Any] = []
-    rows: list[Any] = []
-    for region in regions:
+    templates = {id(block.template): block.template for block in regions.blocks}
+    numbers = {key: number for number, key in enumerate(templates)}
+    edits = _Edits()
+    rows = [[t.group, [edits.row(r, _edits_of(t.group, site_edits)) for r in t.regions]] for t in templates.values()]
+    layers = [group.layers for group in site_edits.groups or ()]
+    blocks: list[list[int]] = []
+    for block in regions.blocks:
+        group = block.template.group
+        blocks.append([numbers[id(block.template)], 0 if group is None else layers[group].index(block.layer)])
+    return {"templates": rows, "blocks": blocks}, edits.data
+
+
+def _edits_of(group: int | None, site_edits: SiteEdits) -> Sequence[ir.SiteEdit]:
+    """The edits that regions of a group are for. Raises: LookupError for an unknown group."""
+    if group is None:
+        return site_edits
+    return (site_edits.groups or ())[group].site_edits
+
+
+class _Edits:
+    """The states of edits, equal ones once."""
+
+    def __init__(self) -> None:
+        self.data: list[Any] = []
+        self.texts: dict[str, int] = {}
+        self.known: dict[int, int] = {}  # the texts of edits, which layers of one type share
+        self.numbers: dict[int, dict[int, int]] = {}
+
+    def row(self, region: Region, site_edits: Sequence[ir.SiteEdit]) -> list[Any]:
         if region.inline or region.position_sites:
             raise ValueError
+        if (numbers := self.numbers.get(id(site_edits))) is None:
+            numbers = self.numbers[id(site_edits)] = {id(one): number for number, one in enumerate(site_edits)}
         row: list[Any] = [region.module]
         for edit, site_edit in zip(region.edits, region.site_edits, strict=True):
-            if id(edit) not in known:
-                states = [[name, *_encoded_state(state)] for name, state in edit.states.items()]
-                one = [edit.slug, states, dict(edit.functions)]
-                if (number := texts.setdefault(repr(one), len(texts))) == len(data):
-                    data.append(one)
-                known[id(edit)] = number
-            row += [numbers[id(site_edit)], known[id(edit)]]
-        rows.append(row)
-    return rows, data
+            row += [numbers[id(site_edit)], self.number(edit)]
+        return row
+
+    def number(self, edit: RegionEdit) -> int:
+        if id(edit) not in self.known:
+            states = [[name, *_encoded_state(state)] for name, state in edit.states.items()]
+            one = [edit.slug, states, dict(edit.functions)]
+            if (number := self.texts.setdefault(repr(one), len(self.texts))) == len(self.data):
+                self.data.append(one)
+            self.known[id(edit)] = number
+        return self.known[id(edit)]
 
 
 def _encoded_state(state: RegionState) -> list[Any]:
@@ -131,19 +160,31 @@ def _encoded_anchor(anchor: Anchor) -> list[Any]:
     return [anchor.kind, anchor.module, *anchor.key]
 
 
-def _decoded_regions(regions: Iterable[Any], edits: list[Any], site_edits: Sequence[ir.SiteEdit]) -> Iterable[Region]:
+def _decoded_regions(regions: Mapping[str, Any], edits: list[Any], site_edits: SiteEdits) -> RegionList:
     known: dict[object, RegionEdit] = {}
     data = [(slug, {name: _decoded_state(*parts) for name, *parts in states}, fs) for slug, states, fs in edits]
-    for module, *row in regions:
+
+    def decoded(row: list[Any], own_edits: Sequence[ir.SiteEdit]) -> Region:
+        module, *pairs = row
         own: list[tuple[RegionEdit, ir.SiteEdit]] = []
-        for number, which in zip(row[::2], row[1::2], strict=True):
-            p, (slug, states, functions) = site_edits[number], data[which]
+        for number, which in zip(pairs[::2], pairs[1::2], strict=True):
+            p, (slug, states, functions) = own_edits[number], data[which]
             key = which, p.edit, id(p.assigns), id(p.lets)
             if key not in known:
                 keys = tuple(instance.key for instance in p.instances)
                 known[key] = RegionEdit(p.edit, slug, p.assigns, states, functions, keys, p.lets)
             own.append((known[key], p))
-        yield Region(module, frozenset(), [edit for edit, _ in own], [p for _, p in own])
+        return Region(module, frozenset(), [edit for edit, _ in own], [p for _, p in own])
+
+    groups = site_edits.groups or ()
+    layers = {number: group.layers for number, group in enumerate(groups)} | {None: (None,)}
+    templates: list[RegionTemplate] = []
+    for group, rows in regions["templates"]:
+        own_edits = _edits_of(group, site_edits)
+        own = tuple(decoded(row, own_edits) for row in rows)
+        templates.append(RegionTemplate(own, group, layers[group][0]))
+    blocks = ((templates[number], layer) for number, layer in regions["blocks"])
+    return RegionList(RegionBlock(template, layers[template.group][layer]) for template, layer in blocks)
 
 
 def _decoded_state(anchor: Any, definitions: Any, aliases: Any, *plain: Any) -> RegionState:

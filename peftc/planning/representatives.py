@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import overload
 
+from peftc.addressing.renaming import LayerName
 from peftc.addressing.selection import Selection
 from peftc.addressing.site_list import Place, site_list
 from peftc.addressing.sites import Site, SiteTable
@@ -136,6 +138,18 @@ class Representatives:
         return [one for _, one in sorted(result, key=lambda pair: pair[0])]
 
 
+@dataclass(frozen=True)
+class EditGroup:
+    """The edits in one block of sites. `layers`: all that are like it, with the same edits; itself
+    first. `statements`: of each edit, the number of its statement in the spec.
+    """
+
+    site_edits: tuple[SiteEdit, ...]
+    statements: tuple[int, ...]
+    blocks: tuple[int, ...]
+    layers: tuple[LayerName | None, ...]
+
+
 class SiteEdits(Sequence[SiteEdit]):
     """Every edit at every site, in the order of the spec; made when someone asks for one.
 
@@ -149,6 +163,31 @@ class SiteEdits(Sequence[SiteEdit]):
     @cached_property
     def _all(self) -> tuple[SiteEdit, ...]:
         return tuple(one for site_edits, selection in self._edits for one in self._of.expand(site_edits, selection))
+
+    @cached_property
+    def groups(self) -> list[EditGroup] | None:
+        """The edits once for all blocks that are alike, in the order of the blocks; None where some
+        are of modules or of parameters, or of modules with several sites.
+        """
+        of, sites = self._of, self._of.sites
+        edits: dict[int, list[tuple[int, int, SiteEdit]]] = {block: [] for block in of.members}
+        for statement, (site_edits, selection) in enumerate(self._edits):
+            for one in site_edits:
+                place = sites.find(one.site.path)
+                if place is None or selection.others or one.site.shared_with or place.block not in edits:
+                    return None
+                copy = at_sites(one)
+                for number in of.alike_numbers(place):
+                    own = place._replace(number=number)
+                    edits[place.block].append((statement, sites.order(own), copy(sites.at(own))))
+        groups: list[EditGroup] = []
+        for block, members in of.members.items():
+            own = sorted(edits[block], key=lambda one: one[:2])
+            layers = tuple(sites.blocks[member].layer for member in members)
+            if own:
+                statements = tuple(statement for statement, _, _ in own)
+                groups.append(EditGroup(tuple(one for _, _, one in own), statements, tuple(members), layers))
+        return groups
 
     def __len__(self) -> int:
         return sum(one.count for one in self.representatives)

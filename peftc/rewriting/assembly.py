@@ -1,16 +1,18 @@
 """The regions of a whole model for a plan's site edits, one for each module."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from peftc.addressing.sites import TABLE_IDS, Site
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.modules.walk import submodule
 from peftc.planning import ir
-from peftc.planning.on_table import is_prompt
+from peftc.planning.on_table import is_prompt, needs_graphs
+from peftc.planning.representatives import SiteEdits
 from peftc.recognition.layer_types import LayerType
 from peftc.recognition.layers import ModelStructure
-from peftc.rewriting.anchors import relative
+from peftc.rewriting.anchors import contains, relative
 from peftc.rewriting.edits import Region, used_states
 from peftc.rewriting.legality.bypasses import (
     disable_fast_paths,
@@ -22,43 +24,94 @@ from peftc.rewriting.legality.bypasses import (
     parents,
 )
 from peftc.rewriting.prompts import position_regions, prompt_regions
+from peftc.rewriting.region_list import RegionBlock, RegionList, RegionTemplate
 from peftc.rewriting.regions import LayerRegions, module_region
 
 
-def regions_of(site_edits: Iterable[ir.SiteEdit], structure: ModelStructure) -> list[Region]:
+def regions_of(site_edits: Iterable[ir.SiteEdit], structure: ModelStructure) -> RegionList:
     """The regions that the edits touch. Raises: P213, P435, and the codes of single regions."""
-    layers = {n: k for s in structure.stacks for n, k in zip(s.roots, s.kinds, strict=True)}
-    kinds = {k.key: k for s in structure.stacks for k in s.kinds}
-    by_root: dict[str, list[ir.SiteEdit]] = {}
+    if isinstance(site_edits, SiteEdits) and (blocks := alike_regions(site_edits, structure)) is not None:
+        return RegionList(blocks)
     site_edits = tuple(site_edits)
-    parts = {use.site.module for p in site_edits for use in p.uses() if use.site.root != use.site.module}
     regions = position_regions(site_edits, structure)
-    for p in site_edits:
-        if is_prompt(p):
-            regions += prompt_regions(p, structure)
-            continue
-        for use in p.uses():
-            root = use.site.root
-            layer = next((n for n in (root, *parents(root)) if n in layers), None)
-            if layer is not None and layers[layer].calls(relative(root, layer)):
-                is_apart = root not in parts and has_own_region(use.site, layers[layer], layer, structure)
-                root = root if is_apart or use.site.is_of_every_call else layer
-            if not any(is_same_use(use, other) for other in by_root.setdefault(root, [])):
-                by_root[root].append(use)
-    memory: dict[Any, Any] = {}
-    for root, edits in by_root.items():
-        if root in layers:
-            regions += LayerRegions(layers[root], root, memory, structure.shared, kinds).regions(edits)
-        else:
-            is_called = any(use.site.is_of_every_call for use in edits)
-            module = root if is_called else innermost_called(root, structure.seen.calls, structure.model)
-            regions.append(module_region(edits, module, structure.model))
+    for p in filter(is_prompt, site_edits):
+        regions += prompt_regions(p, structure)
+    regions += chain(*regions_by_root(site_edits, structure).values())
     regions = merge_by_module(regions, structure)
     check_shared_modules(regions, structure)
     check_calls_of_regions(regions)
     check_order(site_edits)
     check_parameter_reads(regions, structure)
-    return disable_fast_paths(regions, structure.model, structure.shared)
+    return RegionList.of(disable_fast_paths(regions, structure.model, structure.shared))
+
+
+def alike_regions(site_edits: SiteEdits, structure: ModelStructure) -> list[RegionBlock] | None:
+    """The regions, once for layers that are alike; None where more than the layer decides."""
+    if structure.shared or needs_graphs(site_edits) or (groups := site_edits.groups) is None:
+        return None
+    memory: dict[Any, Any] = {}
+    every: list[Region] = []
+    blocks: dict[tuple[int, int], RegionBlock] = {}  # by the first edit of their root, and the block
+    for number, group in enumerate(groups):
+        if len({layer and layer.module.rpartition(".")[0] for layer in group.layers}) > 1:
+            return None  # lists whose code may differ
+        by_root = regions_by_root(group.site_edits, structure, memory)
+        merged = [region for regions in by_root.values() for region in regions]
+        layer, names = group.layers[0], [region.module for region in merged]
+        if len(names) > len({*names}) or not all(layer is None or contains(layer.module, name) for name in names):
+            return None
+        every += merged
+        by_statement: dict[int, list[Region]] = {}
+        for (first, _), regions in by_root.items():
+            by_statement.setdefault(group.statements[first], []).extend(regions)
+        for statement, regions in by_statement.items():
+            template = RegionTemplate(tuple(regions), number, layer)
+            pairs = zip(group.blocks, group.layers, strict=True)
+            blocks |= {(statement, block): RegionBlock(template, one) for block, one in pairs}
+    around = {name for region in every for name in parents(region.module)}
+    if len({region.module for region in every}) < len(every) or any(
+        has_fast_path(type(structure.model.get_submodule(name))) for name in around
+    ):
+        return None
+    check_calls_of_regions(every)
+    for group in groups:
+        check_order(group.site_edits)
+    check_parameter_reads(every, structure)
+    return [blocks[key] for key in sorted(blocks)]
+
+
+def regions_by_root(
+    site_edits: Sequence[ir.SiteEdit], structure: ModelStructure, memory: dict[Any, Any] | None = None
+) -> dict[tuple[int, str], list[Region]]:
+    """The regions of edits, but of prompts, by the layer or module whose graph has their states;
+    and by the index of its first edit.
+    """
+    layers = {n: k for s in structure.stacks for n, k in zip(s.roots, s.kinds, strict=True)}
+    kinds = {k.key: k for s in structure.stacks for k in s.kinds}
+    first: dict[str, int] = {}
+    by_root: dict[str, list[ir.SiteEdit]] = {}
+    parts = {use.site.module for p in site_edits for use in p.uses() if use.site.root != use.site.module}
+    for number, p in enumerate(site_edits):
+        for use in p.uses() if not is_prompt(p) else ():
+            root = use.site.root
+            layer = next((n for n in (root, *parents(root)) if n in layers), None)
+            if layer is not None and layers[layer].calls(relative(root, layer)):
+                is_apart = root not in parts and has_own_region(use.site, layers[layer], layer, structure)
+                root = root if is_apart or use.site.is_of_every_call else layer
+            first.setdefault(root, number)
+            if not any(is_same_use(use, other) for other in by_root.setdefault(root, [])):
+                by_root[root].append(use)
+    memory = {} if memory is None else memory
+    regions: dict[tuple[int, str], list[Region]] = {}
+    for root, edits in by_root.items():
+        if root in layers:
+            own = LayerRegions(layers[root], root, memory, structure.shared, kinds).regions(edits)
+        else:
+            is_called = any(use.site.is_of_every_call for use in edits)
+            module = root if is_called else innermost_called(root, structure.seen.calls, structure.model)
+            own = [module_region(edits, module, structure.model)]
+        regions[first[root], root] = own
+    return regions
 
 
 def has_own_region(site: Site, kind: LayerType, layer: str, structure: ModelStructure) -> bool:

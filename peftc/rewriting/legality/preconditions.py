@@ -37,7 +37,12 @@ def check_forwards(region: Region, modules: Mapping[str, nn.Module], checked: se
             message = f"`{name}` has a hook around its `forward`, {reason}"
             help_ = "edit a state at the boundary of this module, or remove the hook before compiling"
             raise PeftcError(Diagnostic("P426", message, help=help_))
-    for name in chain((region.module,), parents(region.module)):
+    check_parents(region.module, modules, checked)
+
+
+def check_parents(module: str, modules: Mapping[str, nn.Module], checked: set[str]) -> None:
+    """Checks a module and those around it, as `check_forwards`."""
+    for name in chain((module,), parents(module)):
         if name in checked:
             break  # and so are its parents
         checked.add(name)
