@@ -12,12 +12,12 @@ from peftc.addressing.site_list import Block, Numbers, SiteList, Template, Templ
 from peftc.addressing.sites import ActivationRef, FeatureDims, Site, Slice, State, WeightRef
 from peftc.dataflow.feature_axis import dim_of_input, features_dim, stream_dim
 from peftc.dataflow.features import separates
-from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.matrices import MatrixPart, MatrixProduct, rows_within
 from peftc.dataflow.nodes import first_input, is_tensor, output_of, shape
 from peftc.forms import shapes
 from peftc.modules.walk import submodule
 from peftc.recognition.attention.patterns import Attention
+from peftc.recognition.attention.projections import q_width
 from peftc.recognition.attention.states import attention_heads, pair_shape
 from peftc.recognition.ffn import Projection
 from peftc.recognition.layer_types import LayerType
@@ -154,7 +154,8 @@ class LayerSites:
             site = self.site(steps, self.full(module), states)
             return site if self.kind.calls(module) else with_own_graph(site)
         states |= {"x": self.state("x", router.x), "h": self.state("h", router.logits)}
-        return self.site(steps, self.full(module), states)
+        site, product = self.site(steps, self.full(module), states), self.graph.product(router.logits)
+        return site if product is None else self.of_product(site, product, None)
 
     def linear_in_leaf(self, steps: Steps, name: str) -> Site:
         """A Linear in a module that could not be traced: it is edited at its own border."""
@@ -235,7 +236,7 @@ class LayerSites:
         if sub.hidden is not None:
             states["z"] = self.input_of("z", sub.projections["down"])
         if len(sub.attentions) == 1:  # of several, each has its own
-            states |= self.attention_states(sub.attentions[0], q_width(sub, self.graph))
+            states |= self.attention_states(sub.attentions[0], q_width(sub.projections, self.graph))
         elif sub.attentions and (pair := self.shared_pair(sub)) is not None:
             states["kv"] = pair
         return states
@@ -266,7 +267,7 @@ class LayerSites:
         """The rows that can be joined to the keys and values of each of several attentions."""
         # Seen in: ProphetNet, whose two streams of queries share keys
         written = all(a.sort == "written" for a in sub.attentions)
-        width = q_width(sub, self.graph)
+        width = q_width(sub.projections, self.graph)
         pairs = {pair_shape(a, width, self.graph) for a in sub.attentions} if written else set()
         first, *others = (a.call for a in sub.attentions)
         pair = pairs.pop() if len(pairs) == 1 else None
@@ -317,8 +318,11 @@ class LayerSites:
         states["x"] = self.state("x", product.x, dims=product.d_in)
         states["h"] = self.state("h", product.result, rows, product.d_out)
         owner = self.full(product.weight.parameter.rpartition(".")[0])
-        site = self.site(steps, owner, states, group=group)
-        own = states["w"].weight
+        return self.of_product(self.site(steps, owner, states, group=group), product, rows)
+
+    def of_product(self, site: Site, product: MatrixProduct, rows: Slice | None) -> Site:
+        """A site whose `x` and `h` are those of a product in code."""
+        own, joined = site.states["w"].weight, product.bias_of(rows)
         calls = self.graph.product_count(product.weight.parameter, None if own is None else own.rows)
         constant = self.full(joined.constant) if joined is not None and joined.constant else ""
         is_computed = joined is None and product.has_computed_bias
@@ -387,9 +391,3 @@ class LayerSites:
 def with_own_graph(site: Site) -> Site:
     """The site as one whole module, whose call the graph of the layer does not have."""
     return replace(site, root=site.module, kind=site.module)
-
-
-def q_width(sub: SubLayer, layer: LayerGraph) -> int | None:
-    """The features of the queries' Linear."""
-    query = sub.projections.get("q")
-    return None if query is None else query.slice(layer.width(query.node)).width

@@ -59,6 +59,35 @@ edit w at layer[*].ffn.router { w += lowrank(r=1) }"""
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("name", ROUTED)
+def test_routers_fold_as_the_plan_says(name: str) -> None:
+    """A router returns more than its logits: choices, and what is computed from them."""
+    model, inputs = fresh(name)
+    routers = {s.module: s.path for s in peftc.sites(model, sample=inputs).sites if s.path.endswith(".router")}
+    spec = "\n".join(f'edit e{i} at "{module}" {{ h += lora(x, r=1) }}' for i, module in enumerate(routers))
+    spec = f"peft 1\n{spec}\nedit s at layer[*].ffn.router {{ h *= vector(init=1) }}"
+    planned = peftc.plan(spec, model, sample=inputs)
+    assert [site.path for edit in planned.edits[:-1] for site in edit.sites] == list(routers.values())
+    assert all(edit.foldable for edit in planned.edits), planned
+    peftc.compile(spec, model, seed=0, sample=inputs)
+    perturb(peftc.parameters(model))
+    with torch.no_grad():
+        edited = logits(model, inputs)
+    report = peftc.fold(model, sample=inputs)
+    assert len(report.folded) == len(planned.edits)
+    with torch.no_grad():
+        torch.testing.assert_close(logits(model, inputs), edited, rtol=1e-5, atol=1e-5)  # routers compute in float32
+
+
+def test_the_first_result_of_a_router_is_not_taken_for_its_logits() -> None:
+    model, inputs = fresh("llama4_text")
+    model = model.float()
+    peftc.compile("peft 1  edit e at layer[*].ffn.router { h += lora(x, r=1) }", model, sample=inputs)
+    report = peftc.verify(model, inputs)
+    assert report.ok, report
+    assert "no module computes `h`" in str(report)
+
+
 @pytest.mark.parametrize(
     ("name", "module"),
     [("qwen2_moe", "shared_expert"), ("deepseek_v3", "shared_experts"), ("llama4_text", "shared_expert")],

@@ -107,7 +107,8 @@ def _foldability(folds: Sequence[_SiteFold], parameters: Parameters) -> Foldabil
 
 def _name(target: FoldTarget) -> str:
     ref = target.weight if target.site.bare else None
-    name = ref.attribute if ref is not None else target.site.module.rpartition(".")[2].strip('"')
+    is_named = ref is not None and ref.attribute != "weight"
+    name = ref.attribute if ref is not None and is_named else target.site.module.rpartition(".")[2].strip('"')
     text = f"rows of {name}" if target.refs and target.refs[0].rows is not None else name
     return f"columns of {text}" if target.side == "input" else text
 

@@ -39,7 +39,10 @@ SiteKey = tuple[str, tuple[object, ...]]  # a module, and what of the module
 
 def module_site(module: ModuleInfo, sites: SiteList) -> Place | Site:
     """The only site that the whole module computes, else one with the module's own tensors."""
-    whole = [place for place in sites.by_module.get(module.name, ()) if _is_whole(sites.template_site(place))]
+    places = sites.by_module.get(module.name, ())
+    whole = [place for place in places if _is_whole(sites.template_site(place))]
+    if len(places) == 1 and _is_only_product(sites.template_site(places[0]), module):
+        return places[0]
     owners = [place for place in whole if any(state.weight for state in sites.template_site(place).states.values())]
     if not owners and not module.parameters and whole:  # a container: its widest role
         fewest = min(len(sites.template_site(place).steps) for place in whole)
@@ -54,6 +57,14 @@ def module_site(module: ModuleInfo, sites: SiteList) -> Place | Site:
 
 def _is_whole(site: Site) -> bool:
     return site.calls == 1 and not _is_part(site)
+
+
+def _is_only_product(site: Site, module: ModuleInfo) -> bool:
+    """Whether a product in a module's code has all the parameters of the module."""
+    # Seen in: routers, which return more than what they multiply
+    refs = [state.weight for state in site.states.values() if state.weight]
+    is_own = all(ref.module == site.module and not ref.is_partial for ref in refs)
+    return site.bare and site.calls == 1 and is_own and {ref.attribute for ref in refs} == {*module.parameters}
 
 
 def _is_part(site: Site) -> bool:

@@ -146,3 +146,9 @@ def nodes_up_to_linears(linear: fx.Node, layer: LayerGraph) -> set[fx.Node]:
     # Seen in: MiniCPM 3, GLM-4 MoE Lite, LongCat
     source = layer.input_of(linear)
     return set() if source is None else set(upstream(source, layer.is_linear))
+
+
+def q_width(projections: Mapping[str, Projection], layer: LayerGraph) -> int | None:
+    """The features of the queries' Linear."""
+    query = projections.get("q")
+    return None if query is None else query.slice(layer.width(query.node)).width
