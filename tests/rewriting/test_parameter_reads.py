@@ -177,6 +177,15 @@ class Lengths(Around):
         return x
 
 
+class Exists(Around):
+    """Asks whether a layer has a child, and for the mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * (1 if self.training else 1.0) if exists(layer.fc) else x
+        return x
+
+
 class ByModule(nn.Module):
     """A module without parameters that gets another module as argument."""
 
@@ -201,6 +210,7 @@ class Given(Layer):
         (Flagged, "layers.*", True),  # the enclosing code runs its children one by one
         (Flagged, "layers.*.out", False),
         (Typed, "layers.*.fc", False),
+        (Exists, "layers.*.fc", False),
         (Lengths, "layers.*", True),
         (Lengths, "layers.*.fc", False),
         (lambda: Model(Given), "layers.*.fc", True),
@@ -253,9 +263,41 @@ class ReadsWeightDtype(nn.Module):
         return F.linear(self.fc(x) * self.weight, self.other.weight)
 
 
+def exists(value: object) -> bool:
+    return value is not None
+
+
+def width(module: nn.Linear) -> int:
+    return module.out_features if exists(module) and isinstance(module, nn.Linear) else 0
+
+
+def default(value: Any, other: Any) -> Any:
+    return value if exists(value) else other
+
+
+identity = lambda *values: values[0]  # noqa: E731
+
+
+class Asks(nn.Module):
+    """Asks functions of its module whether it has a child, or gives the child to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out, self.other, self.last = (nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc(x) if exists(self.fc) else x
+        x = x * width(self.out)
+        return identity(self.last, default(self.other, nn.Identity()))(self.out(x))
+
+
 @pytest.mark.parametrize(
     ("cls", "region", "names"),
     [
+        (Asks, "fc", []),
+        (Asks, "out", [("out", "*")]),
+        (Asks, "other", [("other", "*")]),
+        (Asks, "last", [("last", "*")]),
         (ReadsWeightDtype, "fc", []),
         (ReadsWeightDtype, "other", [("other", "weight")]),
         (ReadsWeightDtype, "", []),

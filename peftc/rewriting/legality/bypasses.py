@@ -17,7 +17,7 @@ import ast
 import inspect
 import linecache
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
@@ -289,7 +289,7 @@ def attribute_uses(function: FunctionType, root: str) -> tuple[AttributeUse, ...
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     uses: list[AttributeUse] = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute | ast.Subscript) and not is_metadata_read(node, parents):
+        if isinstance(node, ast.Attribute | ast.Subscript) and not is_metadata_read(node, parents, function):
             names, base = list[str](), cast(Any, node)  # `self.layers[0].fc` has layers, *, fc
             while isinstance(base, ast.Attribute | ast.Subscript):
                 names.insert(0, base.attr if isinstance(base, ast.Attribute) else ANY)
@@ -308,17 +308,38 @@ def attribute_uses(function: FunctionType, root: str) -> tuple[AttributeUse, ...
     return tuple(dict.fromkeys(uses))
 
 
-def is_metadata_read(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Whether an expression is used for its metadata only, or assigned to."""
+def is_metadata_read(node: ast.AST, parents: Mapping[ast.AST, ast.AST], function: FunctionType) -> bool:
+    """Whether an expression of a function is used for its metadata only, or assigned to."""
     parent = parents.get(node)
     # `next(self.parameters()).dtype`
     if isinstance(parent, ast.Call) and parent.func is node and isinstance(call := parents.get(parent), ast.Call):
         is_first = isinstance(call.func, ast.Name) and call.func.id == "next" and call.args[:1] == [parent]
-        return is_first and is_metadata_read(call, parents)
+        return is_first and is_metadata_read(call, parents, function)
     if isinstance(parent, ast.Attribute):
         return parent.attr in METADATA
     if isinstance(parent, ast.Compare):
         return all(isinstance(op, ast.Is | ast.IsNot) for op in parent.ops)
     if isinstance(parent, ast.Call) and node in parent.args:
-        return isinstance(parent.func, ast.Name) and parent.func.id in INSPECTING
+        if not isinstance(parent.func, ast.Name):
+            return False
+        callee = function.__globals__.get(parent.func.id)
+        before = [type(argument) for argument in parent.args[: parent.args.index(cast(ast.expr, node))]]
+        is_inspected = ast.Starred not in before and inspects(callee, len(before))
+        return parent.func.id in INSPECTING or is_inspected
     return isinstance(getattr(node, "ctx", None), ast.Store)
+
+
+@cache
+def inspects(callee: object, position: int) -> bool:
+    """Whether a function uses an argument for its metadata only: `exists(self.head)`."""
+    # Seen in: no transformers model, but x-transformers and other code by lucidrains
+    if not isinstance(callee, FunctionType) or position >= callee.__code__.co_argcount:
+        return False
+    name = callee.__code__.co_varnames[position]
+    try:
+        tree = syntax_tree(callee)
+    except (OSError, TypeError, SyntaxError):
+        return False
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]
+    return all(is_metadata_read(use, parents, callee) for use in uses)
