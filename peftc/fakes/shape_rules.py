@@ -236,6 +236,7 @@ META_KERNELS: dict[Any, Callable[[Sequence[Any], Mapping[str, Any]], bool]] = {
     ),
     aten.split.Tensor: _always,
     aten.sort.default: _always,
+    aten._grouped_mm.default: _always,
     aten.index.Tensor: _by_integers,
 }
 NEW_TENSORS = frozenset(

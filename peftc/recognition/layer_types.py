@@ -28,7 +28,7 @@ from peftc.recognition.moe.routers import has_matrix, routing_leaves
 from peftc.recognition.residual_stream import gives_states, stream_input
 from peftc.recognition.roles import SubLayer, sub_layers
 from peftc.recognition.token_mixing import is_weighted, moves_entries
-from peftc.recognition.untraced import UntracedPart, opaque_modules, untraced_parts
+from peftc.recognition.untraced import UntracedPart, attending_modules, opaque_modules, untraced_parts
 from peftc.tracing.module_calls import forward_signature
 from peftc.tracing.proxy import concrete_values
 from peftc.tracing.region_trace import NoneAccess, RegionTrace, TraceError, UnknownLength
@@ -189,8 +189,9 @@ def _layer_type(
         subs = sub_layers_in_loop(bodies, traced, layer, opaque)
         stream = subs[0].res if subs else None
     with_experts = find_experts(traced, subs, layer, mode)
-    opaque = {name: attends for name, attends in opaque.items() if name not in with_experts}
-    parts = untraced_parts(layer, subs, reasons, opaque, stream)
+    opaque -= with_experts
+    attending = attending_modules(opaque, layer, mode)
+    parts = untraced_parts(layer, subs, reasons, {name: name in attending for name in opaque}, stream)
     return LayerType(type(root).__name__, root, traced, subs, arguments, parts, stream)
 
 

@@ -4,7 +4,7 @@ Nothing in such a module has a name, nor has a sub-layer that one computes: it m
 a feed-forward network or neither. The operations of a run on its example tell whether it attends.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,19 +38,24 @@ class UntracedPart:
     hides: frozenset[str]
 
 
-def opaque_modules(layer: LayerGraph, untraced: Iterable[str], mode: FakeTensorMode) -> dict[str, bool]:
-    """Of the untraced modules those with matrices or attention; whether they attend."""
-    modules: dict[str, bool] = {}
+def opaque_modules(layer: LayerGraph, untraced: Iterable[str], mode: FakeTensorMode) -> set[str]:
+    """Of the untraced modules those with matrices or attention."""
+    modules = set[str]()
     for node in layer.graph.nodes:
         if node.op == "call_module" and node.target in untraced:
-            attends = _attends(node, layer, mode)
-            if attends or any(p.ndim >= 2 for p in submodule(layer.root, node.target).parameters()):
-                modules[node.target] = attends or modules.get(node.target, False)
+            parameters = submodule(layer.root, str(node.target)).parameters()
+            if any(p.ndim >= 2 for p in parameters) or _attends(node, layer, mode):
+                modules.add(str(node.target))
     return modules
 
 
+def attending_modules(modules: Collection[str], layer: LayerGraph, mode: FakeTensorMode) -> set[str]:
+    """The modules one of whose calls runs an attention, or something that looks like one."""
+    calls = (node for node in layer.graph.nodes if node.op == "call_module" and node.target in modules)
+    return {str(node.target) for node in calls if _attends(node, layer, mode)}
+
+
 def _attends(node: fx.Node, layer: LayerGraph, mode: FakeTensorMode) -> bool:
-    """Whether a call of a module runs an attention, or something that looks like one."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("example"))
     operations = _Operations()
     try:

@@ -63,6 +63,10 @@ def arguments(func: Any, draw: Draw) -> list[Any]:
         lead = [batch] if name == "bmm" else []
         factors = [tensor(draw, [*lead, n, m], torch.float32), tensor(draw, [*lead, m, k], torch.float32)]
         return [tensor(draw, broadcast(draw, [n, k]), torch.float32), *factors] if name == "addmm" else factors
+    if name == "_grouped_mm":
+        experts, n, m, k = (draw.choice((8, 16)) for _ in range(4))
+        factors = [tensor(draw, sizes, torch.bfloat16) for sizes in ([n, m], [experts, m, k])]
+        return [*factors, torch.arange(1, experts + 1, dtype=torch.int32)]
     if name == "native_layer_norm":
         shape = list(x.shape)[draw.randrange(x.ndim) :]
         weights = [draw.choice((None, tensor(draw, shape, x.dtype))) for _ in range(2)]
