@@ -138,7 +138,8 @@ def _needs_copy(module: nn.Module) -> bool:
 
 def _unregistered(module: nn.Module) -> list[nn.Module]:
     """The modules among the plain attributes of a module."""
-    values = vars(module).values()
+    own = vars(module)
+    values = [own[name] for name in own if name not in ATTRIBUTES]
     return [value for value in values if type(value) not in _NO_MODULES and isinstance(value, nn.Module)]
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,13 +10,7 @@ from torch import nn
 
 from peftc.models.settings import settings
 from peftc.modules.memory import distinct_entries, memory_of, overlapping, overlaps_itself
-from peftc.modules.walk import (
-    all_named_buffers,
-    all_named_modules,
-    all_named_parameters,
-    named_modules,
-    named_parameters,
-)
+from peftc.modules.walk import all_named_buffers, all_named_modules, all_named_parameters
 
 VERSION = 2  # of fingerprints; version 1 covers `_FACTS` instead of the whole configuration
 _FACTS = (  # change what the model computes, and show in no shape
@@ -31,34 +25,50 @@ _FACTS = (  # change what the model computes, and show in no shape
 )
 
 
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+
+
 def any_name(name: str) -> bool:
     return True
 
 
-def parameter_count(model: nn.Module, keep: Callable[[str], bool] = any_name) -> int:
-    """The number of scalars; shared memory counts once. `keep` chooses by dotted name."""
-    parameters = [p for name, p in named_parameters(named_modules(model)) if keep(name)]
-    groups = overlapping(parameters)
+def parameters_of(model: nn.Module, keep: Callable[[str], bool] = any_name) -> NamedParameters:
+    """All parameters, those of several names with each. `keep` chooses by dotted name."""
+    return [(name, p) for name, p in all_named_parameters(all_named_modules(model)) if keep(name)]
+
+
+# `parameters`: those that `keep` chooses, where the caller has them already
+
+
+def parameter_count(
+    model: nn.Module, keep: Callable[[str], bool] = any_name, parameters: NamedParameters | None = None
+) -> int:
+    """The number of scalars; shared memory counts once."""
+    parameters = parameters_of(model, keep) if parameters is None else parameters
+    own = list({id(parameter): parameter for _, parameter in parameters}.values())
+    groups = overlapping(own)
     shared = {i for group in groups for i in group}
-    alone = sum(p.numel() for i, p in enumerate(parameters) if i not in shared)
-    return alone + sum(distinct_entries([parameters[i] for i in group]) for group in groups)
+    alone = sum(p.numel() for i, p in enumerate(own) if i not in shared)
+    return alone + sum(distinct_entries([own[i] for i in group]) for group in groups)
 
 
-def tied_groups(model: nn.Module, keep: Callable[[str], bool] = any_name) -> tuple[tuple[str, ...], ...]:
+def tied_groups(
+    model: nn.Module, keep: Callable[[str], bool] = any_name, parameters: NamedParameters | None = None
+) -> tuple[tuple[str, ...], ...]:
     """Groups of dotted names that are one tensor, or several over the same memory."""
+    parameters = parameters_of(model, keep) if parameters is None else parameters
     groups: dict[object, list[str]] = {}
-    for name, parameter in all_named_parameters(all_named_modules(model)):
-        if keep(name):
-            groups.setdefault(memory_of(parameter) or id(parameter), []).append(name)
+    for name, parameter in parameters:
+        groups.setdefault(memory_of(parameter) or id(parameter), []).append(name)
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
 
-def overlaps(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+def overlaps(model: nn.Module, parameters: NamedParameters | None = None) -> tuple[tuple[str, ...], ...]:
     """Groups of names whose parameters share memory, also with buffers, or overlap themselves."""
+    parameters = parameters_of(model) if parameters is None else parameters
     names: dict[int, list[str]] = {}
     tensors: list[torch.Tensor] = []
-    modules = all_named_modules(model)
-    for name, tensor in (*all_named_parameters(modules), *all_named_buffers(modules)):
+    for name, tensor in (*parameters, *all_named_buffers(all_named_modules(model))):
         if id(tensor) not in names:
             tensors.append(tensor)
         names.setdefault(id(tensor), []).append(name)
@@ -67,17 +77,27 @@ def overlaps(model: nn.Module) -> tuple[tuple[str, ...], ...]:
         for group in ([tensors[i] for i in group] for group in overlapping(tensors))
         if any(isinstance(tensor, nn.Parameter) for tensor in group)
     )
-    return (*several, *((names[id(t)][0],) for t in tensors if isinstance(t, nn.Parameter) and overlaps_itself(t)))
+    own: dict[int, str] = {}
+    for name, parameter in parameters:
+        if overlaps_itself(parameter):
+            own.setdefault(id(parameter), name)
+    return (*several, *((name,) for name in own.values()))
 
 
-def identity(model: nn.Module, keep: Callable[[str], bool] = any_name, version: int = VERSION) -> dict[str, Any]:
+def identity(
+    model: nn.Module,
+    keep: Callable[[str], bool] = any_name,
+    version: int = VERSION,
+    parameters: NamedParameters | None = None,
+) -> dict[str, Any]:
     """What tells a base model from others, as JSON values. Version 1 has no `configuration`."""
-    config, parameters = getattr(model, "config", None), all_named_parameters(all_named_modules(model))
+    parameters = parameters_of(model, keep) if parameters is None else parameters
+    config = getattr(model, "config", None)
     values: dict[str, Any] = {
         "type": getattr(config, "model_type", None) or type(model).__name__,
         "facts": {name: value for name in _FACTS if isinstance(value := _config_value(config, name), (int, str))},
-        "parameters": {n: list(p.shape) for n, p in parameters if keep(n)},
-        "tied": tied_groups(model, keep),
+        "parameters": {name: list(p.shape) for name, p in parameters},
+        "tied": tied_groups(model, keep, parameters),
     }
     return values if version == 1 else values | {"configuration": settings(model)}
 
@@ -89,14 +109,16 @@ def _config_value(config: object, name: str) -> object:
         return None
 
 
-def fingerprint(model: nn.Module, keep: Callable[[str], bool] = any_name) -> str:
+def fingerprint(
+    model: nn.Module, keep: Callable[[str], bool] = any_name, parameters: NamedParameters | None = None
+) -> str:
     """sha256 over the model's identity, version 2.
 
     It is the same for a skeleton and the loaded model, for every dtype and device, before and
     after training. It tells architectures and sizes apart, not weights. `keep` chooses parameters
     by dotted name: leave out those that an edit added.
     """
-    return fingerprint_of(identity(model, keep))
+    return fingerprint_of(identity(model, keep, parameters=parameters))
 
 
 def fingerprint_of(values: Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ def structure_key(module: nn.Module) -> str:
         for name, child in named_modules(module):
             attributes = vars(child)
             shapes = ",".join([f"{n}{tuple(p.shape)}" for n, p in attributes["_parameters"].items() if p is not None])
-            options = [(n, v) for n, v in attributes.items() if type(v) in _OPTIONS and n not in _NO_OPTIONS]
+            options = [(n, v) for n, v in attributes.items() if n not in _NO_OPTIONS and type(v) in _OPTIONS]
             text = f"[{shapes}]{options or ''}"
             parts.append(f"{name}:{type(child).__qualname__}@{id(type(child))}{text}")  # one name, two classes
     return ";".join(parts)

@@ -358,13 +358,16 @@ class Recorder:
             self.layers.append(name)
         call = record.calls.setdefault(name, ModuleCall())
         call.count += 1
+        arguments = None
         with disable_function_modes():
             if (first := first_tensor((args, kwargs))) is not None:
-                call.add_input(input_path(module, args, kwargs), tuple(first[1].shape))
+                arguments = bound_arguments(module, args, kwargs)
+                call.add_input(input_path(arguments), tuple(first[1].shape))
         if call.count > 1:
             return
         if name in record.candidates:
-            arguments = bind_arguments(type(module).forward, module, args, kwargs)
+            if arguments is None:
+                arguments = bind_arguments(type(module).forward, module, args, kwargs)
             key = f"{self.structure_key(module)} {arguments_key(arguments)}"
             record.layers[name] = (key, fake_copy(arguments, self.mode) if key not in self.keys else {})
             self.keys.add(key)
@@ -384,9 +387,14 @@ class Recorder:
                 call.add_output(first[0], tuple(first[1].shape))
 
 
-def input_path(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The path to the first tensor by the parameters of the class's forward; () if none fits."""
-    first = None
+def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments by the parameters of the class's forward; None if they do not fit."""
     with contextlib.suppress(TypeError, ValueError):  # a forward of the instance takes other arguments
-        first = first_tensor(bind_arguments(type(module).forward, module, args, kwargs))
+        return bind_arguments(type(module).forward, module, args, kwargs)
+    return None
+
+
+def input_path(arguments: dict[str, Any] | None) -> tuple[Any, ...]:
+    """The path to the first tensor among arguments; () if they do not fit."""
+    first = None if arguments is None else first_tensor(arguments)
     return () if first is None else first[0]

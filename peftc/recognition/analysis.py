@@ -14,7 +14,7 @@ from peftc.addressing.site_list import SiteList
 from peftc.addressing.sites import SiteTable, UntracedModule
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.tensors import fake_mode
-from peftc.models.identity import VERSION, fingerprint, overlaps, parameter_count, tied_groups
+from peftc.models.identity import VERSION, fingerprint, overlaps, parameter_count, parameters_of, tied_groups
 from peftc.models.skeleton import skeleton
 from peftc.models.sources import ModelSource, resolve
 from peftc.modules.instance_forward import instance_forward
@@ -58,18 +58,18 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
     name_stacks(structure)
     structure.shared = shared_modules(structure)
     layers = [kind for stack in structure.stacks for kind in stack.kinds]
-    sites, untraced = all_sites(structure), untraced_modules(structure)
+    sites, untraced, parameters = all_sites(structure), untraced_modules(structure), parameters_of(fake)
     table = SiteTable(
         model_id=source.id,
         model_type=source.type,
-        parameters=parameter_count(fake),
+        parameters=parameter_count(fake, parameters=parameters),
         d_model=example_width(layers[0]) if layers else 0,
-        fingerprint=fingerprint(fake),
+        fingerprint=fingerprint(fake, parameters=parameters),
         fingerprint_version=VERSION,
         sites=sites,
         modules=module_infos(structure),
-        tied=tied_groups(fake),
-        overlaps=overlaps(fake),
+        tied=tied_groups(fake, parameters=parameters),
+        overlaps=overlaps(fake, parameters),
         shared_modules=structure.shared,
         cross_layer_calls=tuple(structure.seen.cross_layer_calls.items()),
         external_reads=tuple((name, *readers) for name, readers in structure.seen.external_reads.items()),

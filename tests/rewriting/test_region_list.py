@@ -31,7 +31,7 @@ CASES = [
 
 
 def planned(name: str, spec: str) -> tuple[PlanResult, Analysis]:
-    layers = {} if name == "bart" else {"num_hidden_layers": 4}
+    layers: dict[str, Any] = {} if name == "bart" else {"num_hidden_layers": 4}
     analysis = analyse_base(zoo.build(name, **layers))
     return plan_on(analysis, flat_spec(f"peft 1\n{spec}", None, ())), analysis
 
