@@ -18,7 +18,7 @@ from peftc.installation.base_weights import BaseWeights
 from peftc.installation.edited_classes import EditedModule, install_edits, remove_edits
 from peftc.installation.record import Installation
 from peftc.modules.instance_forward import FORWARD, code_class
-from peftc.modules.offload import execution_device, is_dispatched
+from peftc.modules.offload import HOOK, execution_device, is_dispatched
 from peftc.modules.walk import all_named_modules, all_named_parameters, submodule
 from peftc.planning import ir
 from peftc.rewriting.edits import CONTAINER, SHARED, Region, empty_container, module_name
@@ -72,6 +72,13 @@ class RegionKind(NamedTuple):
     edits: tuple[FormCopies, ...] | None
 
 
+class AlikeRegion(NamedTuple):
+    """A `RegionKind` of which names alone make further regions."""
+
+    cls: GeneratedClass
+    edits: tuple[FormCopies, ...]
+
+
 class InstallationBuilder:
     """Builds one installation. Nothing of the model changes before `apply`.
 
@@ -96,7 +103,7 @@ class InstallationBuilder:
         self.shared_classes = shared_classes
         self.copiers: dict[object, Callable[[], FormModule] | None] = {}
         self.kinds: dict[object, RegionKind] = {}
-        self.kinds_by_region: dict[int, tuple[type[nn.Module], Options, RegionKind]] = {}  # by `id`
+        self.alike: dict[int, tuple[type[nn.Module], Options, AlikeRegion]] = {}  # by `id` of the region
         self.plain_classes: dict[type[nn.Module], bool] = {}
         self.seeds = {edit: spec.seed for spec in installation.specs for edit in spec.edits}
         self.modules: list[EditedModule] = []
@@ -117,7 +124,8 @@ class InstallationBuilder:
                 if block.renaming is not None and not partly_loaded:
                     name = block.renaming.module(region.module)
                     if (edited := self.alike_module(region, name, modules[name], block.renaming)) is not None:
-                        check_parents(name, modules, checked)
+                        if (parent := name.rpartition(".")[0]) not in checked:
+                            check_parents(parent, modules, checked)
                         self.add(name, edited)
                         continue
                 own = block.named(region)
@@ -137,12 +145,13 @@ class InstallationBuilder:
 
     def alike_module(self, region: Region, name: str, module: nn.Module, renaming: Renaming) -> EditedModule | None:
         """A module as that of a region which exists, in another layer; None if it is not alike."""
-        cls, options, kind = self.kinds_by_region[id(region)]  # the list keeps the region
-        own = vars(module)
-        if kind.cls is None or kind.edits is None or type(module) is not cls or FORWARD in own:
+        if (alike := self.alike.get(id(region))) is None:  # the list keeps the region
             return None
-        is_drawn = any(form.draws for edit in kind.edits for form in edit.forms)
-        if is_drawn or CONTAINER in own["_modules"] or self.hides_container(module) or self.options(module) != options:
+        own, (cls, (dtype, device), kind) = vars(module), alike
+        first = next(iter(own["_parameters"].values()), None)
+        if type(module) is not cls or first is None or first.dtype is not dtype or first.device != device:
+            return None
+        if FORWARD in own or HOOK in own or CONTAINER in own["_modules"] or self.hides_container(module):
             return None
         paths = [renaming.path(site_edit.owner_path) for site_edit in region.site_edits]
         return EditedModule(module, kind.cls, self.container_copy(region, name, paths, module, kind.edits))
@@ -172,7 +181,9 @@ class InstallationBuilder:
         if kind is None:
             is_fixed = not region.inline and FORWARD not in vars(module)
             kind = self.kinds[key] = RegionKind(cls if is_fixed else None, self.form_copies(region, options))
-        self.kinds_by_region[id(region)] = type(module), options, kind
+        draws = any(form.draws for edit in kind.edits or () for form in edit.forms)
+        if kind.cls is not None and kind.edits is not None and not draws and not self.is_dispatched:
+            self.alike[id(region)] = type(module), options, AlikeRegion(kind.cls, kind.edits)
         return EditedModule(module, cls, container)
 
     def generated_class(self, region: Region, module: nn.Module) -> GeneratedClass:

@@ -92,12 +92,14 @@ def _check_names(model: nn.Module) -> None:
             shown = name.encode(errors="backslashreplace").decode()
             message = f"the name `{shown}` cannot be written in any file"
             raise PeftcError(Diagnostic("P511", message, help="rename the module")) from None
-    hides = cache(_may_hide_child)
+    hides = cache(_may_hide_children)
     for owner, parent in modules:
         own = vars(parent)
-        children = own["_modules"]
+        if not own["_modules"]:
+            continue
+        children = dict(own["_modules"].items())
         tables = own, own["_parameters"], own["_buffers"]
-        if not any(hides(type(parent), name) or any(name in table for table in tables) for name, _ in children.items()):
+        if not hides(type(parent), *children) and not any(name in table for table in tables for name in children):
             continue
         for name, module in parent.named_children():
             if getattr(parent, name, None) is not module:
@@ -106,10 +108,10 @@ def _check_names(model: nn.Module) -> None:
                 raise PeftcError(Diagnostic("P511", message, help="rename the module"))
 
 
-def _may_hide_child(cls: type[nn.Module], name: str) -> bool:
-    """Whether modules of a class may have another attribute of the name of a child."""
+def _may_hide_children(cls: type[nn.Module], *names: str) -> bool:
+    """Whether modules of a class may have other attributes of the names of children."""
     is_plain = cls.__getattr__ is nn.Module.__getattr__ and cls.__getattribute__ is object.__getattribute__
-    return not is_plain or hasattr(cls, name)
+    return bool(names) and (not is_plain or any(hasattr(cls, name) for name in names))
 
 
 def _warnings(source: ModelSource, sites: SiteList, untraced: tuple[UntracedModule, ...]) -> Iterator[str]:

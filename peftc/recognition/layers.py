@@ -224,7 +224,7 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
     layers = {n: k for s in structure.stacks for n, k in zip(s.layers, s.kinds, strict=True)}
     stages = _layers_around_loops(layers, structure)
     others = {name: kind.subs for name, kind in layers.items() if name not in stages}
-    outside = [name for name in seen.calls if not any(prefix in others for prefix in _parents(name))]
+    outside = _calls_outside(others, seen)
     loops = [loop for loop in find_loops(model, seen, outside) if may_hold_layers(loop, model, others)]
     if not loops and not layers and not structure.untraced and seen.token_products:
         loops = [loop for loop in attribute_loops(model, seen) if may_hold_layers(loop, model, others)]
@@ -274,6 +274,17 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
         if remaining := [(name, kind, name) for name, kind in pairs if name not in replaced]:
             members.setdefault(stack_path(model, remaining[0][0], seen.candidates), []).extend(remaining)
     structure.stacks = _stacks(members, seen)
+
+
+def _calls_outside(layers: Collection[str], seen: SampleForward) -> list[str]:
+    """The called modules that are in no layer."""
+    outside: list[str] = []
+    layer = ""  # of the last module: mostly those of a layer follow each other
+    for name in seen.calls:
+        if not layer or not name.startswith(f"{layer}."):
+            layer = next((prefix for prefix in _parents(name) if prefix in layers), "")
+            outside += [] if layer else [name]
+    return outside
 
 
 def _bodies(kind: LayerType, bodies: Sequence[tuple[str, ...]]) -> Iterator[LayerType]:
