@@ -231,7 +231,8 @@ class ModuleInfo:
         output_map: the same of its result.
         kernel: of a convolution that reads patches; its input has the features of one patch.
         ids: of an embedding, where the ids are (`ActivationRef.node`); `input` is how many.
-        unknown: why its input or its output has no name.
+        unknown: why its input or its output has no name; of a module that no forward calls, where
+            its weight is read.
         transposed: whether its weight is stored (in, out).
     """
 

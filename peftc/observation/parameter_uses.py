@@ -10,6 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from peftc.dataflow.operations import OF_FIRST, Op, op_named
+from peftc.diagnostics.model_line import ModelLine, running_line
 from peftc.fakes.data_answers import tensors_in
 from peftc.forms.module import has_values
 from peftc.modules.memory import storage_id
@@ -27,6 +28,7 @@ class ParameterUses(TorchFunctionMode):
             skeleton that of the original, which a closure still holds.
         token_products: the modules that run an attention, a softmax or a product of matrices.
         weight_products: the modules that multiply by a weight of their own.
+        lines: where code first computes with a parameter of another module, by its storage.
     """
 
     def __init__(self, model: nn.Module, running: list[str]) -> None:
@@ -37,6 +39,7 @@ class ParameterUses(TorchFunctionMode):
             self.names[storage_id(parameter)].append(name)
         self.readers: dict[int, dict[str, None]] = defaultdict(dict)
         self.closure_reads: dict[int, str] = {}
+        self.lines: dict[int, ModelLine | None] = {}
         self.token_products: dict[Op, set[str]] = defaultdict(set)
         self.weight_products: set[str] = set()
 
@@ -53,6 +56,8 @@ class ParameterUses(TorchFunctionMode):
                 key = storage_id(value)
                 if key in self.names:
                     self.readers[key][reader] = None
+                    if key not in self.lines and all(_owner(name) != reader for name in self.names[key]):
+                        self.lines[key] = running_line()
                     if op in (Op.MATMUL, Op.LINEAR) and f"{reader}.weight".lstrip(".") in self.names[key]:
                         self.weight_products.add(reader)
                 elif isinstance(value, nn.Parameter):
@@ -65,14 +70,22 @@ class ParameterUses(TorchFunctionMode):
         """
         uses: dict[str, tuple[str, ...]] = {}
         for key, readers in self.readers.items():
-            owners = {name.rpartition(".")[0] for name in self.names[key]}
+            owners = {_owner(name) for name in self.names[key]}
             for name in self.names[key]:
-                owner = name.rpartition(".")[0]
+                owner = _owner(name)
                 layer = next((n for n in layers if f"{owner}.".startswith(f"{n}.")), None)
                 others = tuple(r for r in readers if r not in owners and not _contains(r, owner, layer))
                 if others and owners.intersection(readers):
                     uses[name] = others
         return uses
+
+    def lines_by_name(self) -> dict[str, ModelLine]:
+        """`lines`, by the names of the parameters."""
+        return {name: line for key, line in self.lines.items() if line is not None for name in self.names[key]}
+
+
+def _owner(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
 
 
 def _contains(reader: str, owner: str, layer: str | None) -> bool:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftc.concurrency.interrupts import shielded
 from peftc.dataflow.operations import Op
+from peftc.diagnostics.model_line import ModelLine
 from peftc.fakes.data_answers import fake_data_answers, truth_answers, truth_questions
 from peftc.fakes.tensors import fake_copy
 from peftc.models.media import run_on_sample, tower_calls
@@ -87,7 +88,8 @@ class SampleForward:
     `closure_reads`: modules that compute with a parameter in a closure, by its storage.
     `external_reads`: modules that compute with a parameter of another module, by its name.
     `token_products`: modules that run an attention, a softmax or a product of matrices.
-    `weight_products`: modules that multiply by a weight of their own.
+    `weight_products`: modules that multiply by a weight of their own. `parameter_lines`: where code
+    computes with a parameter of another module, by its name.
     """
 
     calls: dict[str, ModuleCall] = field(default_factory=dict[str, ModuleCall])
@@ -103,6 +105,7 @@ class SampleForward:
     external_reads: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     token_products: dict[Op, set[str]] = field(default_factory=dict[Op, set[str]])
     weight_products: set[str] = field(default_factory=set[str])
+    parameter_lines: dict[str, ModelLine] = field(default_factory=dict[str, ModelLine])
 
     @property
     def unreached_layers(self) -> set[str]:
@@ -137,6 +140,7 @@ class SampleForward:
         for op, names in other.token_products.items():
             self.token_products[op] = self.token_products.get(op, set()) | names
         self.weight_products |= other.weight_products
+        self.parameter_lines = {**other.parameter_lines, **self.parameter_lines}
         self.closure_reads = {**other.closure_reads, **self.closure_reads}
         self.cross_layer_calls = {**other.cross_layer_calls, **self.cross_layer_calls}
         for name, readers in other.external_reads.items():
@@ -302,6 +306,7 @@ class Recorder:
             if before is None or not record.layers.keys() - before.layers.keys():
                 raise
         record.external_reads, record.closure_reads = uses.external_reads(record.candidates), uses.closure_reads
+        record.parameter_lines = uses.lines_by_name()
         record.token_products, record.weight_products = dict(uses.token_products), uses.weight_products
         return record
 

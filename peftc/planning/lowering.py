@@ -142,8 +142,10 @@ class TermLowering:
         help_ = _as_weight(name, self.site) or did_you_mean(name, [*states, *self.lets])
         module = infos_of(self.context.table).find(self.site.module)
         if module is not None and name in ("x", "h"):
-            notes = (*notes, *([module.unknown] if module.called and module.unknown else ()))
-            if not module.called:
+            notes = (*notes, *([module.unknown] if module.unknown else ()))
+            if not module.called and module.unknown:  # which says where its weight is read
+                help_ = "the weight may take the edit: `w += lowrank(r=8)`" if "w" in states else None
+            elif not module.called:
                 notes = (*notes, f"no forward of the sample calls `{module.name}`")
                 help_ = "give a sample that reaches it, `sample={…}`, or several, `samples=[{…}, {…}]`"
         message, label = f"`{path}` has no state `{name}`", "not a state of this site"

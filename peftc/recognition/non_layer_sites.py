@@ -26,6 +26,7 @@ from peftc.addressing.sites import (
 )
 from peftc.dataflow.layer_graph import is_pointwise
 from peftc.dataflow.operations import is_norm_module
+from peftc.diagnostics.model_line import ModelLine
 from peftc.forms import shapes
 from peftc.modules.walk import Named, all_named_modules, named_modules, named_parameters, submodule
 from peftc.observation.sample_forward import ModuleCall
@@ -215,9 +216,21 @@ def module_infos(structure: ModelStructure) -> ModuleInfos:
     return ModuleInfos.of(every, {name for stack in structure.stacks for name in stack.modules})
 
 
+def _lines_in_all_layers(structure: ModelStructure) -> dict[str, ModelLine]:
+    """Where code computes with parameters of other modules. Of equal layers, one has run."""
+    lines = dict(structure.seen.parameter_lines)
+    for stack in structure.stacks if lines else ():
+        for kind in {id(kind): kind for kind in stack.kinds}.values():
+            roots = [root for root, other in zip(stack.roots, stack.kinds, strict=True) if other is kind]
+            own = {n[len(r) :]: line for n, line in lines.items() for r in roots[:1] if n.startswith(f"{r}.")}
+            lines = {**{f"{root}{name}": line for root in roots for name, line in own.items()}, **lines}
+    return lines
+
+
 class _Infos:
     def __init__(self, structure: ModelStructure) -> None:
         self.calls, self.products = structure.seen.calls, structure.seen.weight_products
+        self.lines = _lines_in_all_layers(structure)
         modules = dict(all_named_modules(structure.model))
         self.called = {id(modules[name]) for name in self.calls}  # under whichever of its names
         self.transposed: dict[object, bool] = {}
@@ -230,20 +243,22 @@ class _Infos:
         parameters = {k: tuple(p.shape) for k, p in several if p is not None}
         call = self.calls.get(name, _NO_CALL)
         x, h = module_features(module, call, name in self.products)
+        is_called, line = id(module) in self.called, self.lines.get(f"{name}.weight")
+        unknown = "" if line is None else f"no forward calls it: its weight is read at {line}"
         return ModuleInfo(
             name,
             type(module).__name__,
             parameters,
             x.size,
             h.size,
-            id(module) in self.called,
+            is_called,
             call.input_path,
             call.output_path,
             x.is_map,
             h.is_map,
             x.kernel,
             x.ids,
-            x.unknown or h.unknown,
+            (x.unknown or h.unknown) if is_called else unknown,
             stores_transposed(module, self.transposed),
         )
 

@@ -224,6 +224,48 @@ def test_a_table_that_a_call_multiplies_by_is_refused_by_the_plan() -> None:
         peftc.plan(spec, model, samples=[{"input": ids}, {"input": torch.rand(1, 3, 5)}])
 
 
+class DeltaBlock(nn.Module):
+    """A layer whose code computes with the weights of two Linears that it never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 6), nn.Linear(6, 4)
+        self.delta, self.scale = nn.Linear(6, 6), nn.Linear(6, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(self.norm(x))
+        y = F.gelu(y) * self.delta.weight.exp().sum(0) + self.scale.weight[0]
+        return x + self.down(y)
+
+
+def test_a_module_whose_weight_alone_is_read_takes_edits_of_the_weight() -> None:
+    torch.manual_seed(0)
+    model, base = (nn.Sequential(*(DeltaBlock() for _ in range(3))).double() for _ in range(2))
+    base.load_state_dict(model.state_dict())
+    sample = {"input": torch.randn(2, 5, 4, dtype=torch.float64)}
+    for i in range(3):
+        with pytest.raises(peftc.PeftcError) as refusal:
+            peftc.plan(f'peft 1  edit e at "{i}.delta" {{ h += lora(x, r=2) }}', model, sample=sample)
+        (diagnostic,) = refusal.value.diagnostics
+        assert diagnostic.code == "P205"
+        assert "in DeltaBlock.forward: `y = F.gelu(y) * self.delta.weight" in diagnostic.notes[-1]
+        assert "w += lowrank" in str(diagnostic.help)
+    peftc.compile('peft 1  edit e at "*.delta" | "*.scale" { w += lowrank(r=1) }', model, seed=0, sample=sample)
+    randomise(peftc.parameters(model))
+    values = {key: value.detach() for key, value in peftc.parameters(model).items()}
+    with torch.no_grad():
+        for i, layer in enumerate(base):
+            for name in ("delta", "scale"):
+                a, b = (
+                    next(v for k, v in values.items() if f"{i}.{name}" in k and k.endswith(e)) for e in (".A", ".B")
+                )
+                layer.get_submodule(name).weight += b @ a
+    expected = base(**sample)
+    torch.testing.assert_close(model(**sample), expected, rtol=TOLERANCE, atol=TOLERANCE)
+    assert len(peftc.fold(model).folded) == 1
+    torch.testing.assert_close(model(**sample), expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
 class TokenMixer(nn.Module):
     """A layer of MLP-Mixer whose convolutions have tokens as channels."""
 
