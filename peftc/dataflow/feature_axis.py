@@ -125,11 +125,18 @@ def dims_of_readers(values: Iterable[fx.Node], layer: LayerGraph) -> set[int]:
     dims = set[int]()
     for value in values:
         for user in filter(is_tensor, value_users(value)):
-            own = _own_dim(user, layer) if first_input(user) is value or layer.op(user) is Op.MUL else None
+            own = _dim_read(user, value, layer)
             if own is not None and (layer.is_norm(user) or layer.op(user) is Op.MUL):
                 return {own}
             dims |= set() if own is None else {own}
     return dims
+
+
+def _dim_read(reader: fx.Node, value: fx.Node, layer: LayerGraph) -> int | None:
+    """The dimension in which an operation has the features of what it reads."""
+    if (product := layer.product(reader)) is not None:
+        return product.d_in.features[0] if product.x is value and len(product.d_in.features) == 1 else None
+    return _own_dim(reader, layer) if first_input(reader) is value or layer.op(reader) is Op.MUL else None
 
 
 def _dim_of_producer(node: fx.Node, layer: LayerGraph, seen: set[fx.Node]) -> int | None:
@@ -171,10 +178,12 @@ def _own_dim(node: fx.Node, layer: LayerGraph) -> int | None:
     module, sizes = layer.module(node), shape(node)
     if isinstance(module, CHANNELS_FIRST):
         return 1
+    if (product := layer.product(node)) is not None:
+        return product.d_out.features[0] if len(product.d_out.features) == 1 else None
     if layer.is_linear(node) or _is_over_last(node, module):
         return len(sizes) - 1
     dim = _dim_of_scale(node, layer)
-    if dim is None and module is not None and layer.op(node) is Op.NORM:
+    if dim is None and module is not None and layer.op(node) is Op.NORM and shape(first_input(node)) == sizes:
         widths = {p.numel() for p in module.parameters()}
         dims = [dim for dim in {1, len(sizes) - 1} if sizes[dim] in widths]
         return dims[0] if len(dims) == 1 else None  # it may permute them itself

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from peftc.addressing.sites import FeatureDims, MatrixLayout, Slice
-from peftc.dataflow.einsum import einsum_labels, einsum_operands
+from peftc.dataflow.einsum import einsum_labels, einsum_operands, is_einsum
 from peftc.dataflow.nodes import example, first_input, is_tensor, shape
 from peftc.dataflow.numbers import as_slice
 from peftc.dataflow.operations import LAYOUT, Op, is_in_place, is_zeros, name_of, op_of, rerun
@@ -139,9 +139,9 @@ def _operands(node: fx.Node) -> _Operands | None:
         case Op.LINEAR if len(node.args) > 1 and all(isinstance(n, fx.Node) for n in node.args[:2]):
             x, matrix = node.args[:2]
             return _Operands(x, matrix, [(1, len(shape(x)) - 1)], [(0, len(shape(node)) - 1)])  # pyright: ignore
-        case Op.MATMUL if node.target is torch.einsum:
+        case Op.MATMUL if is_einsum(node):
             return _of_einsum(node)
-        case Op.MATMUL:
+        case Op.MATMUL if node.kwargs.get("alpha", 1) == 1:  # another factor is no part of the matrix
             start = int(name_of(node) in ("baddbmm", "addmm"))
             factors = [n for n in node.args[start : start + 2] if isinstance(n, fx.Node)]
             return _of_matmul(node, *factors) if len(factors) == 2 else None
@@ -293,9 +293,12 @@ def _without_ones(x: fx.Node, dims: FeatureDims) -> tuple[fx.Node, FeatureDims]:
 def _with_bias(node: fx.Node, dims: FeatureDims) -> tuple[fx.Node, MatrixPart | None, tuple[BiasPart, ...]]:
     """The result of a product with its bias, an operand or the term of a sum right behind it."""
     if (operand := _bias_operand(node)) is not None:
+        if node.kwargs.get("beta", 1) != 1:
+            return node, None, ()
         return node, _bias(operand, node, dims), joined_bias(operand, node, dims)
     users = value_users(node)
-    if len(users) == 1 and op_of(users[0]) is Op.ADD and shape(users[0]) == shape(node):
+    is_sum = len(users) == 1 and op_of(users[0]) is Op.ADD and users[0].kwargs.get("alpha", 1) == 1
+    if is_sum and shape(users[0]) == shape(node):
         others = [a for a in users[0].args[:2] if a is not node]
         if len(others) == 1:
             bias, parts = _bias(others[0], node, dims), joined_bias(others[0], node, dims)
@@ -374,7 +377,7 @@ def _bias_operand(node: fx.Node) -> object:
     """What a call adds to its product by itself."""
     if op_of(node) is Op.LINEAR:
         return node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
-    return node.args[0] if name_of(node) == "addmm" else None
+    return node.args[0] if name_of(node) in ("addmm", "baddbmm") else None
 
 
 def _bias(operand: object, product: fx.Node, dims: FeatureDims) -> MatrixPart | None:

@@ -89,7 +89,7 @@ _NAMES = {
     Op.CAST: "to type type_as float half bfloat16 double contiguous clone",
     Op.ACTIVATION: "tanh",
     Op.BLEND: "lerp addcmul addcdiv",
-    Op.MATMUL: "matmul bmm mm baddbmm addmm einsum",
+    Op.MATMUL: "matmul bmm mm mv baddbmm addmm linalg_matmul einsum tensordot inner",
     Op.LINEAR: "linear",
     Op.CONVOLUTION: "conv1d conv2d",
     Op.NORM: "layer_norm rms_norm group_norm batch_norm instance_norm normalize",

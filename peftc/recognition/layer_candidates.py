@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from peftc.dataflow.nodes import module_path
 from peftc.modules.walk import named_modules, submodule
-from peftc.recognition.roles import SubLayer
+from peftc.recognition.sublayer import SubLayer
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -26,9 +26,10 @@ from peftc.recognition.loops import contains_name, sub_layers_in_loop
 from peftc.recognition.moe.experts import find_experts
 from peftc.recognition.moe.routers import has_matrix, routing_leaves
 from peftc.recognition.residual_stream import gives_states, stream_input
-from peftc.recognition.roles import SubLayer, sub_layers
+from peftc.recognition.roles import sub_layers
+from peftc.recognition.sublayer import SubLayer
 from peftc.recognition.token_mixing import is_weighted, moves_entries
-from peftc.recognition.untraced import UntracedPart, attending_modules, opaque_modules, untraced_parts
+from peftc.recognition.unplaced.untraced import UntracedPart, attending_modules, opaque_modules, untraced_parts
 from peftc.tracing.module_calls import forward_signature
 from peftc.tracing.proxy import concrete_values
 from peftc.tracing.region_trace import NoneAccess, RegionTrace, TraceError, UnknownLength

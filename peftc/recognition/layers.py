@@ -32,8 +32,8 @@ from peftc.recognition.loops import (
     repeated_part,
     sub_layers_by_body,
 )
-from peftc.recognition.roles import SubLayer
-from peftc.recognition.untraced import NOT_ADDED
+from peftc.recognition.sublayer import SubLayer
+from peftc.recognition.unplaced.untraced import NOT_ADDED
 
 
 @dataclass

@@ -23,7 +23,8 @@ from peftc.modules.walk import submodule
 from peftc.observation.sample_forward import SampleForward
 from peftc.recognition.layer_candidates import LISTS
 from peftc.recognition.residual_stream import before_shift, gives_states
-from peftc.recognition.roles import SubLayer, sub_layers
+from peftc.recognition.roles import sub_layers
+from peftc.recognition.sublayer import SubLayer
 from peftc.recognition.token_mixing import is_weighted
 from peftc.tracing.region_trace import RegionTrace
 

@@ -9,23 +9,18 @@ read one stream and are summed before they are added to it. They are two sub-lay
 
 import itertools
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import Literal
 
 from torch import fx
 
-from peftc.dataflow.features import source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_tensor, nodes_in, output_of, shape
 from peftc.dataflow.operations import Op
 from peftc.dataflow.values import reaches, upstream, value_operands, without_gates
 from peftc.recognition.attention.linear_attention import all_attentions
 from peftc.recognition.attention.patterns import Attention, has_softmax_mixture
-from peftc.recognition.attention.projections import attention_projections, reads_projections, without_sorting
-from peftc.recognition.attention.side_by_side import feed_forward_beside, heads_beside, joined_beside, joint_states
-from peftc.recognition.ffn import Projection, convolutions, input_projections, linear_modules
-from peftc.recognition.moe.lists import Experts, Network
-from peftc.recognition.moe.routers import Router
+from peftc.recognition.attention.projections import reads_projections
+from peftc.recognition.attention.side_by_side import feed_forward_beside, joint_states
+from peftc.recognition.ffn import convolutions, linear_modules
 from peftc.recognition.norms import NormFinder, is_of_scores
 from peftc.recognition.residual_stream import (
     Stream,
@@ -35,6 +30,7 @@ from peftc.recognition.residual_stream import (
     stream_input,
     sublayer_output,
 )
+from peftc.recognition.sublayer import SubLayer, set_attention_roles, set_ffn_roles
 from peftc.recognition.token_mixing import (
     are_alike,
     calls_kernel,
@@ -46,42 +42,6 @@ from peftc.recognition.token_mixing import (
     pools,
     summands,
 )
-
-
-@dataclass
-class SubLayer:
-    """What one sum adds to the residual stream. `body`: the nodes that compute it."""
-
-    kind: Literal["attn", "ffn", "mixer", "untraced"]
-    variant: Literal["self", "cross", ""]
-    h: fx.Node
-    res: fx.Node
-    add: fx.Node
-    body: set[fx.Node] = field(repr=False)
-    x: fx.Node | None = None
-    context: fx.Node | None = None
-    attentions: list[Attention] = field(default_factory=list[Attention])
-    hidden: fx.Node | None = None
-    projections: dict[str, Projection] = field(default_factory=dict[str, Projection])
-    heads: list[dict[str, Projection]] = field(default_factory=list[dict[str, Projection]])  # beside the first
-    linears: list[fx.Node] = field(default_factory=list[fx.Node])  # those without a role
-    norms: list[fx.Node] = field(default_factory=list[fx.Node])
-    output_norm: fx.Node | None = None  # the post-norm, to which `norm(...)` refers first
-    experts: list[Experts] = field(default_factory=list["Experts"])
-    router: Router | None = None
-    # feed-forward networks beside the experts; those of modules that could not be traced by names
-    shared: list[dict[str, Projection]] = field(default_factory=list[dict[str, Projection]])
-    shared_in_leaf: list[Network] = field(default_factory=list["Network"])
-
-    @property
-    def attention(self) -> Attention | None:
-        """Its attention, the first of several."""
-        return self.attentions[0] if self.attentions else None
-
-    def set_linears(self, layer: LayerGraph, *others: fx.Node | None) -> None:
-        """Lists the Linears without a role. `others`: those whose role is not in `projections`."""
-        roles = {p.node for roles in (self.projections, *self.heads) for p in roles.values()} | {*others, self.res}
-        self.linears = [n for n in layer.linears(self.body) if n not in roles]
 
 
 def sub_layers(layer: LayerGraph, opaque: Collection[str] = (), first: fx.Node | None = None) -> list[SubLayer]:
@@ -136,7 +96,7 @@ def _relabel_local_mixer(sub: SubLayer, stream: Stream) -> None:
 
 def _relabel_as_ffn(sub: SubLayer, stream: Stream) -> None:
     sub.kind = "ffn"
-    _set_ffn_roles(sub, stream)
+    set_ffn_roles(sub, stream)
     sub.set_linears(stream.layer)
 
 
@@ -328,7 +288,7 @@ class _Finder:
         own = [a for a in self.attentions if a.call in body]
         sub = SubLayer("ffn", "", h, res, add, body, x=self.stream.entry(body), attentions=own)
         if own:
-            _set_attention_roles(sub, self.stream, self.earlier)
+            set_attention_roles(sub, self.stream, self.earlier)
         elif any(map(self.stream.hides, body)):
             sub.kind = "untraced"
         elif mixes(body, self.stream) or mixes_numbers(body, self.stream):
@@ -336,7 +296,7 @@ class _Finder:
         elif calls_kernel(body):
             sub.kind = "untraced"
         else:
-            _set_ffn_roles(sub, self.stream)
+            set_ffn_roles(sub, self.stream)
         sub.set_linears(self.layer)
         return sub
 
@@ -355,46 +315,3 @@ def _side_streams(main: _Finder, first: fx.Node) -> list[Stream]:
         if subs and any(finder.stream.holds(node) for node in results):
             streams.append(finder.stream)
     return streams
-
-
-def _set_attention_roles(sub: SubLayer, stream: Stream, earlier: Collection[fx.Node] = ()) -> None:
-    """`earlier`: Linears of sub-layers before, whose results may be mixed with those of this."""
-    # Seen in: no transformers model, but values that are added to those of the first layer
-    sub.kind, sub.variant, layer = "attn", "self", stream.layer
-    attention, *_ = attended = without_sorting(sub.attentions, layer)
-    ends, sub.attentions = {a.call for a in sub.attentions if a not in attended}, attended
-    sub.projections = attention_projections(attended, sub.body - {*earlier}, ends, stream)
-    own = {n for n in sub.body if n not in earlier and stream.is_own(n)}
-    roles = sub.attentions, sub.projections, layer
-    sub.heads = heads_beside(*roles) or joined_beside(*roles, own)
-    out = layer.consumer_linear(attention.out, sub.body)
-    if out is not None and attention.out in sub.body:
-        sub.projections["o"] = Projection(out)
-    if not any(map(stream.holds, stream.body(attention.k))):
-        sub.variant = "cross"
-    query, key = sub.projections.get("q"), sub.projections.get("k")
-    sub.x = sub.context = sub.x if query is None else stream.read_by(query.node, sub.x)
-    if key is not None:
-        sub.context = layer.input_of(key.node) if sub.variant == "cross" else stream.read_by(key.node, sub.x)
-
-
-def _set_ffn_roles(sub: SubLayer, stream: Stream) -> None:
-    layer = stream.layer
-    if roles := convolutions(sub.h, sub.body, stream):
-        sub.projections, sub.x = roles, layer.input_of(roles["up"].node)
-        sub.hidden = layer.input_of(roles["down"].node)
-        return
-    # not the Linears that compute gates from something else, nor those before joined tokens
-    downs = [(n, rows) for n, rows in source_linears(layer, sub.h) if n in sub.body and stream.reaches(n)]
-    if len(downs) != 1:
-        return
-    down = downs[0][0]
-    behind = {n for n in upstream(sub.h, lambda n: n is down) if n is not down and n in sub.body and stream.reaches(n)}
-    hidden = layer.input_of(down)
-    if hidden is None or any(is_weighted(n, layer) and not layer.is_norm(n) for n in behind):
-        return  # other weights take part in `h`, not through `down`
-    sub.projections, sub.hidden = {"down": Projection(*downs[0])}, hidden
-    # only Linears of this sub-layer, none that computed the stream
-    sub.projections |= {role: p for role, p in input_projections(hidden, layer).items() if p.node in sub.body}
-    first = sub.projections.get("up") or sub.projections.get("gate")
-    sub.x = layer.input_of(first.node) if first is not None else sub.x

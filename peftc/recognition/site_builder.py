@@ -28,8 +28,8 @@ from peftc.recognition.moe.routers import Router
 from peftc.recognition.moe.states import expert_states, linear_states, router_states
 from peftc.recognition.non_layer_sites import Steps, embeddings, final_norms, heads, path_of, qualified, weight_states
 from peftc.recognition.norms import norm_parts, normalized_role
-from peftc.recognition.roles import SubLayer
 from peftc.recognition.stack_names import ROLES, common, named_steps, numbered, relative_name, sub_layer_steps
+from peftc.recognition.sublayer import SubLayer
 from peftc.recognition.token_mixing import is_weighted
 
 CALLS = ("interface", "function")

@@ -14,6 +14,7 @@ from torch.nn.modules.padding import _ConstantPadNd  # pyright: ignore[reportPri
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from peftc.addressing.sites import FeatureDims
+from peftc.dataflow.einsum import is_einsum
 from peftc.dataflow.feature_axis import dims_of_readers, features_dim
 from peftc.dataflow.features import move_numbers
 from peftc.dataflow.layer_graph import LayerGraph
@@ -230,7 +231,7 @@ def _is_mixture(node: fx.Node, values: list[Any], layer: LayerGraph) -> bool:
         dims = getattr(layer.module(node), "dim", dim_of(node))
         dims = [dims] if isinstance(dims, int) else dims or ()  # one number of all tokens is a scale
         return any(isinstance(d, int) and _varies(numbers[0], d) for d in dims)  # pyright: ignore
-    if op is Op.MATMUL and len(values) == 2 and len(numbers) == 1 and node.target is not torch.einsum:
+    if op is Op.MATMUL and len(values) == 2 and len(numbers) == 1 and not is_einsum(node):
         return _varies(numbers[0], -1 if numbers[0] is values[0] else -2)
     if op not in (Op.ADD, Op.SUB, Op.MUL, Op.BLEND):
         return False

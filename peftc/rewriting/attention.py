@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from peftc.dataflow.einsum import is_einsum
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_tensor
 from peftc.diagnostics import Diagnostic, PeftcError
@@ -113,7 +114,7 @@ class ManualAttention:
 
     def row_scores(self, product: fx.Node, operand: fx.Node, rows: fx.Node) -> fx.Node:
         """The product with rows in place of the keys, without an addend of `baddbmm`."""
-        if product.target is torch.einsum:
+        if is_einsum(product):
             return self.builder.copy(product, {operand: rows})
         scores = self.builder.function(torch.matmul, *(rows if n is operand else n for n in factors(product)))
         alpha: Any = product.kwargs.get("alpha", 1)

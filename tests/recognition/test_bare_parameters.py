@@ -116,6 +116,32 @@ class Plain(nn.Module):
         return functional.gelu(x @ self.w1 + self.b1) @ self.w2 + self.b2
 
 
+class Tensordots(nn.Module):
+    """Sums over pairs of dimensions: `tensordot` by a number and by lists, and `inner`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (parameter(*s) for s in ((D, H, K), (H, K, D), (D, D), (H, K, D)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = torch.tensordot(x, self.wq, dims=1).transpose(1, 2)
+        k = torch.tensordot(self.wk, x, dims=([-1], [2])).permute(2, 0, 3, 1)
+        v = torch.inner(x, self.wv).unflatten(-1, (H, K)).transpose(1, 2)
+        return torch.tensordot(((q @ k.mT).softmax(-1) @ v).transpose(1, 2), self.wo)
+
+
+class Lists(nn.Module):
+    """Einsums with lists of labels, and `torch.linalg.matmul`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2 = parameter(D, 4 * D), parameter(D, 2 * D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = torch.linalg.matmul(x, self.w1).chunk(2, -1)
+        return torch.einsum(functional.silu(gate) * up, [..., 0], self.w2, [1, 0], [..., 1])
+
+
 class BiasBeside(nn.Module):
     """A Linear that returns its bias beside the product, for others to add (Megatron)."""
 
@@ -149,6 +175,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "packed": lambda: Model(Packed, Plain),
     "chunks": lambda: Model(Chunks, Gated),
     "biases beside": lambda: Model(Packed, BiasesBeside),
+    "sums over pairs": lambda: Model(Tensordots, Lists),
     "encoder": lambda: encoder(batch_first=True, norm_first=True),
     "encoder, tokens first": lambda: encoder(),
 }
@@ -158,6 +185,15 @@ ROLES: dict[str, dict[str, str]] = {
     "packed": {"q": "wqkv[0:16]", "k": "wqkv[16:32]", "v": "wqkv[32:48]", "o": "wo", "down": "w2"},
     "chunks": {"q": "qkv[0:16]", "k": "qkv[16:32]", "v": "qkv[32:48]", "o": "out.weight"},
     "biases beside": {"q": "wqkv[0:16]", "up": "up.weight", "down": "down.weight"},
+    "sums over pairs": {
+        "q": "wq",
+        "k": "wk",
+        "v": "wv",
+        "o": "wo",
+        "gate": "w1[0:32]",
+        "up": "w1[32:64]",
+        "down": "w2",
+    },
     "encoder": {
         "q": "in_proj_weight[0:16]",
         "v": "in_proj_weight[32:48]",
@@ -286,3 +322,40 @@ def test_other_calls_of_an_attention() -> None:
     peftc.fold(folded)
     for arguments in ((x,), (x, context), (x, context, True), (x, None, True)):
         assert torch.allclose(model(*arguments), folded(*arguments), atol=1e-10)
+
+
+class HalfBias(nn.Module):
+    """The bias of a product counts half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.b1, self.w2, self.b2 = parameter(D, 2 * D), parameter(2 * D), parameter(2 * D, D), parameter(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = functional.gelu(torch.addmm(self.b1, x.flatten(0, 1), self.w1, beta=0.5))
+        return torch.addmm(self.b2, z, self.w2).view(x.shape)
+
+
+class HalfProduct(HalfBias):
+    """The product counts half."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = functional.gelu(torch.addmm(self.b1, x.flatten(0, 1), self.w1))
+        return torch.addmm(self.b2, z, self.w2, alpha=0.5).view(x.shape)
+
+
+def test_a_bias_with_a_factor_does_not_fold() -> None:
+    """h = W x + b / 2: a scale of h is none of `b`."""
+    model = Model(Packed, HalfBias).double().eval()
+    sample = sample_of(model)
+    peftc.compile("peft 1 edit e at layer[*].ffn.up { h *= vector(init=1) }", model, seed=0, sample=sample)
+    report = peftc.fold(model)
+    assert [refusal.reason for refusal in report.refused] == ["the model's code computes its bias"]
+
+
+def test_a_product_with_a_factor_has_no_role() -> None:
+    """h = W x / 2: folded into W, an edit of `down` would count half."""
+    model = Model(Packed, HalfProduct).double().eval()
+    table = peftc.sites(model, sample=sample_of(model))
+    assert not [site.path for site in table.sites if site.path.endswith("ffn.down")]
+    assert {module.module for module in table.unplaced} >= {"blocks.0.ff.w2", "blocks.1.ff.w2"}

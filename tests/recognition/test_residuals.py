@@ -13,7 +13,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.recognition.layer_candidates import repeated_blocks
 from peftc.recognition.layer_types import is_weighted_sum
-from peftc.recognition.roles import SubLayer, sub_layers
+from peftc.recognition.roles import sub_layers
+from peftc.recognition.sublayer import SubLayer
 from peftc.tracing.region_trace import RegionTrace
 from peftc.tracing.tracer import RegionTracer
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from peftc.dataflow.layer_graph import LayerGraph
-from peftc.recognition.roles import SubLayer, sub_layers
+from peftc.recognition.roles import sub_layers
+from peftc.recognition.sublayer import SubLayer
 from peftc.tracing.tracer import RegionTracer
 
 D, T = 8, 5

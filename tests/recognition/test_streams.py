@@ -15,7 +15,8 @@ from peftc.dataflow import nodes
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy, new_mode
-from peftc.recognition.roles import SubLayer, sub_layers
+from peftc.recognition.roles import sub_layers
+from peftc.recognition.sublayer import SubLayer
 from peftc.tracing.tracer import RegionTracer
 
 

@@ -113,6 +113,35 @@ def test_layers_that_differ_by_design_give_no_warning(selector: str) -> None:
     assert warned(model, selector) == set()
 
 
+class Products(Block):
+    """A feed-forward part by functions that are no known product of two matrices."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.w1, self.w2 = nn.Parameter(torch.randn(D, D)), nn.Parameter(torch.randn(D, D))
+
+    def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + self.attn(self.norm1(x))
+        y = self.norm2(x)
+        match self.kind:
+            case "chain":
+                y = torch.linalg.multi_dot([y.flatten(0, 1), self.w1, self.w2]).view(y.shape)
+            case "factor":
+                y = torch.addmm(y.flatten(0, 1) @ self.w1, y.flatten(0, 1), self.w2, alpha=0.5).view(y.shape)
+            case _:
+                y = functional.bilinear(y, y, self.w1[:, :, None] * self.w2[:, None])
+        return x + y, context
+
+
+@pytest.mark.parametrize("kind", ["chain", "factor", "bilinear"])
+def test_parameters_of_an_unknown_product_are_named(kind: str) -> None:
+    """In one of two layers: a selector of the other's role would leave them out silently."""
+    model = Model("")
+    model.blocks.append(Products(kind))
+    assert warned(model, "layer[*].ffn.up") == {"blocks.1.w1", "blocks.1.w2"}
+    assert warned(model, "layer[*].attn.q") == set()
+
+
 def test_blocks_in_no_layer_are_named() -> None:
     sample = {"x": torch.randn(1, T, D)}
     assert warned(Plain(), "layer[*].attn.q", sample) == {"others.{0..1}.0"}

@@ -285,9 +285,10 @@ class Computed(nn.Module):
 
 
 def test_a_role_missing_in_one_of_two_attentions_is_a_warning() -> None:
-    (warning,) = plan_on(analyse_base(model(Computed), SAMPLE), flat_spec(lora_at("layer[*].attn.q"))).warnings
-    assert (warning.code, warning.severity) == ("P204", "warning")
-    assert any("attn.self" in note for note in warning.notes)
+    warnings = plan_on(analyse_base(model(Computed), SAMPLE), flat_spec(lora_at("layer[*].attn.q"))).warnings
+    assert [(warning.code, warning.severity) for warning in warnings] == [("P204", "warning"), ("P217", "warning")]
+    assert any("attn.self" in note for note in warnings[0].notes)
+    assert [note.split("`")[1] for note in warnings[1].notes] == ["blocks.{0..1}.inner.{one, other}"]
 
 
 class Matrices(nn.Module):

@@ -16,7 +16,8 @@ import peftc
 from peftc.addressing.sites import Slice
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.values import value_operands
-from peftc.recognition.roles import SubLayer, sub_layers
+from peftc.recognition.roles import sub_layers
+from peftc.recognition.sublayer import SubLayer
 from peftc.tracing.tracer import RegionTracer
 
 D, H, T = 8, 2, 5

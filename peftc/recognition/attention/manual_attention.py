@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import fx
 
-from peftc.dataflow.einsum import einsum_labels, einsum_operands
+from peftc.dataflow.einsum import einsum_labels, einsum_operands, is_einsum
 from peftc.dataflow.features import dims_of, separates, source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import example, first_input, is_edit, is_tensor, shape
@@ -125,7 +125,7 @@ def _counts_from_the_end(node: fx.Node) -> bool:
 
 
 def _operand_layout(product: fx.Node, operand: fx.Node, is_keys: bool, layer: LayerGraph) -> Layout | None:
-    if product.target is torch.einsum:
+    if is_einsum(product):
         return _einsum_layout(product, operand, is_keys, layer)
     last = (FEATURES, TOKENS) if is_keys else (TOKENS, FEATURES)
     match len(shape(operand)):

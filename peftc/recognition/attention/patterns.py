@@ -9,10 +9,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import fx
 
-from peftc.dataflow.einsum import einsum_labels, einsum_operands
+from peftc.dataflow.einsum import einsum_labels, einsum_operands, equation_of, is_einsum
 from peftc.dataflow.feature_axis import dim_before, softmax_dim
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.matrices import parameter_of
@@ -174,12 +173,12 @@ def linear_inputs(value: fx.Node, layer: LayerGraph) -> set[fx.Node]:
 def factors(product: fx.Node) -> tuple[fx.Node, ...]:
     """The two factors of a product of matrices; the last dimension of the first is summed over."""
     inputs: list[Any] = [*product.args, *product.kwargs.values()]
-    if product.target is torch.einsum:
-        inputs = list(inputs[1]) if isinstance(inputs[1], (tuple, list)) else inputs[1:]
-        if len(inputs) == 2 and _is_transposed(str(product.args[0])):
+    if is_einsum(product):
+        inputs = einsum_operands(product)
+        if len(inputs) == 2 and _is_transposed(equation_of(product)):
             inputs = inputs[::-1]
-    elif name_of(product) == "baddbmm":
-        inputs = [product.kwargs.get("batch1", inputs[1]), product.kwargs.get("batch2", inputs[2])]
+    elif name_of(product) in ("baddbmm", "addmm"):
+        inputs = inputs[1:]
     return tuple(n for n in inputs[:2] if isinstance(n, fx.Node))
 
 
@@ -211,7 +210,7 @@ def _is_over_others(softmax: fx.Node, out: fx.Node, v: fx.Node, scores: fx.Node,
 
 def product_labels(product: fx.Node) -> tuple[list[fx.Node], list[str], str]:
     """The operands of a product, with a label for each dimension of them and of the result."""
-    if product.target is torch.einsum:
+    if is_einsum(product):
         return einsum_operands(product), *einsum_labels(product)
     operands = list(factors(product))
     size = len(shape(product)) - 2
@@ -223,10 +222,11 @@ def product_labels(product: fx.Node) -> tuple[list[fx.Node], list[str], str]:
 def _rows_dim(product: fx.Node) -> int | None:
     """The dimension of the result of a product that its first factor alone has."""
     size = len(shape(product))
-    if product.target is not torch.einsum:
+    if not is_einsum(product):
         return size - 2
-    inputs, _, result = str(product.args[0]).replace(" ", "").partition("->")
-    first, second = inputs.split(",")[:: -1 if _is_transposed(str(product.args[0])) else 1]
+    equation = equation_of(product)
+    inputs, _, result = equation.replace(" ", "").partition("->")
+    first, second = inputs.split(",")[:: -1 if _is_transposed(equation) else 1]
     own = [c for c in result if c in first and c not in second and c != "."]
     return size - len(result[result.index(own[0]) :].replace("...", "")) if len(own) == 1 else None
 

@@ -19,7 +19,7 @@ from peftc.recognition.ffn import Projection, input_projections
 from peftc.recognition.moe.lists import ExpertModules, Experts, expert_modules, networks_beside, networks_of
 from peftc.recognition.moe.matrices import StackedExperts, multiplies_slices, stacked_experts
 from peftc.recognition.moe.routers import Router, find_router, find_soft_router, routing_leaves
-from peftc.recognition.roles import SubLayer
+from peftc.recognition.sublayer import SubLayer
 from peftc.tracing.region_trace import ModuleCall, RegionTrace
 from peftc.tracing.tracer import approximate_trace
 

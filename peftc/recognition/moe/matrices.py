@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from peftc.addressing.sites import FeatureDims, Slice
-from peftc.dataflow.einsum import einsum_labels, einsum_operands
+from peftc.dataflow.einsum import einsum_labels, einsum_operands, is_einsum
 from peftc.dataflow.features import source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.matrices import MatrixProduct
@@ -108,7 +108,7 @@ def multiplies_slices(code: LayerGraph) -> bool:
     """Whether code multiplies by slices of parameters, as that of experts does."""
     # Seen in: LongCat, whose experts would be untraced without it
     # an einsum with all matrices at once may as well be that of heads
-    return any(node.target is not torch.einsum and picked_matrix(node) is not None for node in code.graph.nodes)
+    return any(not is_einsum(node) and picked_matrix(node) is not None for node in code.graph.nodes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +153,7 @@ def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node, bool, int] | None:
     in the result.
     """
     op, last = op_of(product), len(shape(product)) - 1
-    if op is Op.MATMUL and product.target is torch.einsum:
+    if op is Op.MATMUL and is_einsum(product):
         return _operands_of_einsum(product)
     start = 1 if name_of(product) == "baddbmm" else 0
     operands = [n for n in product.args[start : start + 2] if isinstance(n, fx.Node)]

@@ -20,8 +20,9 @@ from peftc.recognition.attention.side_by_side import feed_forward_beside
 from peftc.recognition.layer_types import LayerType
 from peftc.recognition.loops import contains_name
 from peftc.recognition.module_features import reads_patches
-from peftc.recognition.roles import SubLayer
-from peftc.recognition.untraced import NOT_ADDED, UntracedPart
+from peftc.recognition.sublayer import SubLayer
+from peftc.recognition.unplaced.unknown_products import unknown_matrices
+from peftc.recognition.unplaced.untraced import NOT_ADDED, UntracedPart
 
 OUTSIDE = "what it computes is in no sub-layer of its layer"
 JOINED = "its result joins that of the Linear with the role"
@@ -123,7 +124,7 @@ class _Finder:
         """The Linears of a sub-layer without a role, and convolutions over several positions."""
         roles = {p.node for roles in (sub.projections, *sub.heads) for p in roles.values()}
         kernels = [n for n in sorted(sub.body - roles) if reads_patches(self.layer.module(n))]
-        return [*sub.linears, *kernels]
+        return [*sub.linears, *kernels, *unknown_matrices(sub.body, self.layer)]
 
     def joined_tokens(self) -> Iterator[UntracedPart]:
         """The Linears of tokens that are joined to those of the stream in an attention, but have

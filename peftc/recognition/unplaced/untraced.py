@@ -21,7 +21,7 @@ from peftc.fakes.tensors import fake_copy
 from peftc.modules.walk import submodule
 from peftc.recognition.attention.patterns import attentions, has_softmax_mixture
 from peftc.recognition.residual_stream import Stream, gives_states
-from peftc.recognition.roles import SubLayer
+from peftc.recognition.sublayer import SubLayer
 from peftc.recognition.token_mixing import is_kernel
 
 AMBIGUOUS = "the queries, keys and values of its attention cannot be told apart"

@@ -1,0 +1,100 @@
+"""One sub-layer: what a sum adds to the residual stream, and the roles of the Linears in it."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import fx
+
+from peftc.dataflow.features import source_linears
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.values import upstream
+from peftc.recognition.attention.patterns import Attention
+from peftc.recognition.attention.projections import attention_projections, without_sorting
+from peftc.recognition.attention.side_by_side import heads_beside, joined_beside
+from peftc.recognition.ffn import Projection, convolutions, input_projections
+from peftc.recognition.moe.lists import Experts, Network
+from peftc.recognition.moe.routers import Router
+from peftc.recognition.residual_stream import Stream
+from peftc.recognition.token_mixing import is_weighted
+from peftc.recognition.unplaced.unknown_products import unknown_matrices
+
+
+@dataclass
+class SubLayer:
+    """What one sum adds to the residual stream. `body`: the nodes that compute it."""
+
+    kind: Literal["attn", "ffn", "mixer", "untraced"]
+    variant: Literal["self", "cross", ""]
+    h: fx.Node
+    res: fx.Node
+    add: fx.Node
+    body: set[fx.Node] = field(repr=False)
+    x: fx.Node | None = None
+    context: fx.Node | None = None
+    attentions: list[Attention] = field(default_factory=list[Attention])
+    hidden: fx.Node | None = None
+    projections: dict[str, Projection] = field(default_factory=dict[str, Projection])
+    heads: list[dict[str, Projection]] = field(default_factory=list[dict[str, Projection]])  # beside the first
+    linears: list[fx.Node] = field(default_factory=list[fx.Node])  # those without a role
+    norms: list[fx.Node] = field(default_factory=list[fx.Node])
+    output_norm: fx.Node | None = None  # the post-norm, to which `norm(...)` refers first
+    experts: list[Experts] = field(default_factory=list["Experts"])
+    router: Router | None = None
+    # feed-forward networks beside the experts; those of modules that could not be traced by names
+    shared: list[dict[str, Projection]] = field(default_factory=list[dict[str, Projection]])
+    shared_in_leaf: list[Network] = field(default_factory=list["Network"])
+
+    @property
+    def attention(self) -> Attention | None:
+        """Its attention, the first of several."""
+        return self.attentions[0] if self.attentions else None
+
+    def set_linears(self, layer: LayerGraph, *others: fx.Node | None) -> None:
+        """Lists the Linears without a role. `others`: those whose role is not in `projections`."""
+        roles = {p.node for roles in (self.projections, *self.heads) for p in roles.values()} | {*others, self.res}
+        self.linears = [n for n in layer.linears(self.body) if n not in roles]
+
+
+def set_attention_roles(sub: SubLayer, stream: Stream, earlier: Collection[fx.Node] = ()) -> None:
+    """`earlier`: Linears of sub-layers before, whose results may be mixed with those of this."""
+    # Seen in: no transformers model, but values that are added to those of the first layer
+    sub.kind, sub.variant, layer = "attn", "self", stream.layer
+    attention, *_ = attended = without_sorting(sub.attentions, layer)
+    ends, sub.attentions = {a.call for a in sub.attentions if a not in attended}, attended
+    sub.projections = attention_projections(attended, sub.body - {*earlier}, ends, stream)
+    own = {n for n in sub.body if n not in earlier and stream.is_own(n)}
+    roles = sub.attentions, sub.projections, layer
+    sub.heads = heads_beside(*roles) or joined_beside(*roles, own)
+    out = layer.consumer_linear(attention.out, sub.body)
+    if out is not None and attention.out in sub.body:
+        sub.projections["o"] = Projection(out)
+    if not any(map(stream.holds, stream.body(attention.k))):
+        sub.variant = "cross"
+    query, key = sub.projections.get("q"), sub.projections.get("k")
+    sub.x = sub.context = sub.x if query is None else stream.read_by(query.node, sub.x)
+    if key is not None:
+        sub.context = layer.input_of(key.node) if sub.variant == "cross" else stream.read_by(key.node, sub.x)
+
+
+def set_ffn_roles(sub: SubLayer, stream: Stream) -> None:
+    layer = stream.layer
+    if roles := convolutions(sub.h, sub.body, stream):
+        sub.projections, sub.x = roles, layer.input_of(roles["up"].node)
+        sub.hidden = layer.input_of(roles["down"].node)
+        return
+    # not the Linears that compute gates from something else, nor those before joined tokens
+    downs = [(n, rows) for n, rows in source_linears(layer, sub.h) if n in sub.body and stream.reaches(n)]
+    if len(downs) != 1:
+        return
+    down = downs[0][0]
+    behind = {n for n in upstream(sub.h, lambda n: n is down) if n is not down and n in sub.body and stream.reaches(n)}
+    hidden = layer.input_of(down)
+    others = [n for n in behind if is_weighted(n, layer) and not layer.is_norm(n)]
+    if hidden is None or others or unknown_matrices(behind, layer):
+        return  # these take part in `h`, not through `down`
+    sub.projections, sub.hidden = {"down": Projection(*downs[0])}, hidden
+    # only Linears of this sub-layer, none that computed the stream
+    sub.projections |= {role: p for role, p in input_projections(hidden, layer).items() if p.node in sub.body}
+    first = sub.projections.get("up") or sub.projections.get("gate")
+    sub.x = layer.input_of(first.node) if first is not None else sub.x
