@@ -3,6 +3,7 @@
 from torch import fx, nn
 
 from peftc.addressing.sites import FeatureDims, Slice
+from peftc.dataflow.linear_code import has_own_forward, returns_other_features
 from peftc.dataflow.matrices import MatrixProduct, matrix_product
 from peftc.dataflow.nodes import example, first_input, is_tensor, shape
 from peftc.dataflow.normalization import Normalization, normalization
@@ -129,12 +130,16 @@ class LayerGraph:
     def _calls_linear(self, node: fx.Node) -> bool:
         module = self.module(node) if is_tensor(node) else None
         if isinstance(module, CONVOLUTIONS):
-            return is_pointwise(module) and len(shape(node)) == module.weight.ndim
+            sizes = shape(node)
+            return is_pointwise(module) and len(sizes) == module.weight.ndim and sizes[1] == module.out_channels
         if module is None or getattr(getattr(module, "weight", None), "ndim", 0) != 2:
             return False
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding) or returns_other_features(node, module):
             return False
-        return isinstance(module, nn.Linear) or example(node).shape[-1] in module.weight.shape  # pyright: ignore
+        if isinstance(module, nn.Linear):
+            widths = shape(first_input(node))[-1:], shape(node)[-1:]
+            return not has_own_forward(module) or widths == ((module.in_features,), (module.out_features,))
+        return example(node).shape[-1] in module.weight.shape  # pyright: ignore
 
     def mixes_features(self, node: fx.Node) -> bool:
         """Whether a node is a convolution that sums over features: not a depthwise one."""

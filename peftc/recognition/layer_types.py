@@ -15,6 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from peftc.dataflow.feature_axis import features_dim
 from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.linear_code import has_own_forward
 from peftc.dataflow.nodes import first_input, is_tensor, shape
 from peftc.dataflow.operations import is_norm_by_name
 from peftc.dataflow.values import mark_operands
@@ -268,8 +269,8 @@ def _moving_leaves(layer_type: LayerType) -> Iterator[str]:
 
 
 def _has_own_code(module: nn.Module | None) -> bool:
-    """Whether a module is neither one of PyTorch's, nor derived from one."""
-    return next((c for c in type(module).__mro__ if c.__module__.startswith("torch.")), None) is nn.Module
+    """Whether a module's code is neither one of PyTorch's, nor that of a class of PyTorch's."""
+    return module is not None and has_own_forward(module)
 
 
 def has_parts(root: nn.Module, name: str) -> bool:

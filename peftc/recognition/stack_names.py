@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from peftc.modules.walk import submodule
 from peftc.recognition.layers import ModelStructure, Stack
 from peftc.recognition.non_layer_sites import Steps
-from peftc.recognition.roles import SubLayer
+from peftc.recognition.sublayer import SubLayer
 from peftc.semantics.vocabulary import SITES, STACKS, TOWERS
 
 T = TypeVar("T")

@@ -326,7 +326,7 @@ class InputSizes:
         name = f"{tensor.target}.weight"
         weight = self.root.get_parameter(name)
         plain = isinstance(self.root.get_submodule(str(tensor.target)), nn.Linear)
-        sides = [0] if plain else [i for i in (0, 1) if weight.shape[i] == width]
+        sides = [i for i in ((0,) if plain else (0, 1)) if weight.shape[i] == width]
         return self.node("size", (self.node(name, (), weight), sides[-1]), width) if sides else None
 
     def same_size(self, tensor: fx.Node, at: int) -> bool:

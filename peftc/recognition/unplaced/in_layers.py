@@ -7,11 +7,11 @@ Linears, under names of their own; so has an attention beside the one with the r
 from collections.abc import Collection, Iterator
 from math import prod
 
-from torch import fx
+from torch import fx, nn
 
 from peftc.dataflow.features import is_affine, source_linears
 from peftc.dataflow.layer_graph import LayerGraph
-from peftc.dataflow.nodes import module_path, shape
+from peftc.dataflow.nodes import is_tensor, module_path, shape
 from peftc.dataflow.operations import Op
 from peftc.dataflow.values import reaches
 from peftc.recognition.attention.patterns import Attention, attentions, value_mixtures
@@ -27,6 +27,7 @@ from peftc.recognition.unplaced.untraced import NOT_ADDED, UntracedPart
 OUTSIDE = "what it computes is in no sub-layer of its layer"
 JOINED = "its result joins that of the Linear with the role"
 BOTH = "it computes the results of an attention and of a feed-forward network in one"
+PARTIAL = "its code multiplies by its matrix in another way than a Linear"
 FURTHER = "another attention of its sub-layer has the roles"
 
 
@@ -34,7 +35,7 @@ def unplaced_parts(kind: LayerType) -> list[UntracedPart]:
     """The modules of a layer with weights that lack a role, and which of the roles."""
     finder = _Finder(kind)
     parts = [*finder.outside_sub_layers(), *finder.further_attentions(), *finder.without_role()]
-    parts += [*finder.joined_tokens(), *finder.output_of_both()]
+    parts += [*finder.joined_tokens(), *finder.output_of_both(), *finder.partial_linears()]
     roles: dict[tuple[str, str], frozenset[str]] = {}
     for part in parts:
         if not part.hides <= finder.hidden(part.module):
@@ -147,6 +148,16 @@ class _Finder:
             name = "" if out is None else name_of(out, self.layer)
             if out is not None and self.is_own(name) and feed_forward_beside(out, sub.attentions, self.layer):
                 yield UntracedPart(owner(name), BOTH, frozenset({"attn.o", "ffn.down", "ffn.hidden"}))
+
+    def partial_linears(self) -> Iterator[UntracedPart]:
+        """The modules derived from nn.Linear that are none, such as of a matrix for each group."""
+        # Seen in: DeepSeek V4, between the attention and `o`
+        for sub in (sub for sub in self.subs if sub.router is None and not sub.experts):
+            linears = [n for n in sorted(sub.body) if is_tensor(n) and isinstance(self.layer.module(n), nn.Linear)]
+            for linear in (n for n in linears if not self.layer.is_linear(n) and self.is_own(str(n.target))):
+                roles = ("up", "down") if sub.attention is None else ("q", "k", "v")
+                roles = ("o",) if sub.attention is not None and reaches(sub.attention.out, linear) else roles
+                yield UntracedPart(str(linear.target), PARTIAL, frozenset(f"{sub.kind}.{role}" for role in roles))
 
     def sources(self, value: fx.Node) -> list[str]:
         names = [name_of(n, self.layer) for n, _ in source_linears(self.layer, value)]
