@@ -3,7 +3,8 @@ make them run.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from functools import wraps
 from itertools import chain
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from peftc.concurrency.garbage_collection import paused_gc
+from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.model_line import model_line
 from peftc.diagnostics.suggestions import join_names
@@ -84,7 +86,7 @@ def skeleton(source: ModelSource) -> nn.Module:
     assert source.config is not None
     try:
         # As in `from_pretrained`, the meta device skips initialisation, and weights are tied.
-        with paused_gc(), torch.device("meta"):
+        with paused_gc(), torch.device("meta"), initialization_skipped():
             model = source.model_class(source.config).eval()
     except Exception as error:  # a model's __init__ raises whatever its own checks raise
         message = f"{source.model_class.__name__} cannot be built from the configuration of {source.id}"
@@ -96,6 +98,29 @@ def skeleton(source: ModelSource) -> nn.Module:
         if isinstance(head, nn.Module) and isinstance(weight, torch.Tensor) and head.weight is weight:
             head.weight = nn.Parameter(torch.empty_like(weight))
     return make_fake(model)
+
+
+@shielded
+def initialization_skipped() -> Generator[None]:
+    """Inside the block, functions of `nn.init` leave tensors on the meta device alone: they would
+    compute bounds and ask for a generator, for no values.
+    """
+    originals = {name: function for name, function in vars(nn.init).items() if name.endswith("_") and name[0] != "_"}
+
+    def skipping(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def initialize(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return tensor if tensor.is_meta else function(tensor, *args, **kwargs)
+
+        return initialize
+
+    try:
+        for name, function in originals.items():
+            setattr(nn.init, name, skipping(function))
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(nn.init, name, function)
 
 
 def check_runs(source: ModelSource, sample: Mapping[str, Any] | None) -> None:

@@ -5,17 +5,19 @@ untouched.
 import copy
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from peftc.fakes.data_answers import fake_tensor_patches
 from peftc.fakes.tensors import as_fake, fake_copy, fake_mode, make_fake, new_mode
 from peftc.models.identity import fingerprint, parameter_count, tied_groups
-from peftc.models.skeleton import sample_inputs, skeleton
+from peftc.models.skeleton import initialization_skipped, sample_inputs, skeleton
 from peftc.models.sources import resolve
 from tests import zoo
 
@@ -181,3 +183,28 @@ def test_a_model_that_is_made_fake_is_its_copy(name: str) -> None:
     assert tied_groups(copied) == tied_groups(fake)
     left = [value for module in fake.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
     assert all(isinstance(tensor, FakeTensor) for tensor in left)
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_first_values_are_computed_where_there_is_memory_for_them() -> None:
+    before = dict(vars(nn.init))
+    with initialization_skipped():
+        with torch.device("meta"), Operations() as operations:
+            assert nn.Linear(3, 2).weight.is_meta
+            assert nn.init.constant_(tensor=torch.empty(2), val=3).is_meta
+        assert operations.names == {"aten.empty.memory_format"}
+        assert nn.init.constant_(torch.empty(2), 3).tolist() == [3, 3]
+        torch.manual_seed(0)
+        inside = nn.Linear(3, 2).weight
+    torch.manual_seed(0)
+    assert torch.equal(inside, nn.Linear(3, 2).weight)
+    assert dict(vars(nn.init)) == before
