@@ -312,6 +312,7 @@ class SiteTable:
     tied: tuple[tuple[str, ...], ...] = ()  # groups of dotted parameter names that are one tensor
     overlaps: tuple[tuple[str, ...], ...] = ()  # groups of distinct parameters that share memory
     shared_modules: tuple[tuple[str, ...], ...] = ()  # groups of dotted module names that are one module
+    aliases: tuple[tuple[str, str], ...] = ()  # (another name of a module that is in no group, its name here)
     cross_layer_calls: tuple[tuple[str, str], ...] = ()  # (module of a layer, another layer that calls it)
     external_reads: tuple[tuple[str, ...], ...] = ()  # (parameter, modules other than its own that read it)
     warnings: tuple[str, ...] = ()

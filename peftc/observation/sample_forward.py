@@ -8,7 +8,7 @@ but its own. Layers whose keys agree can share one traced graph.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -25,6 +25,7 @@ from peftc.fakes.tensors import fake_copy
 from peftc.models.media import run_on_sample, tower_calls
 from peftc.models.samples import further_samples
 from peftc.modules.walk import modules_in, named_modules
+from peftc.observation.first_tensor import first_tensor, input_path
 from peftc.observation.layer_keys import arguments_key, structure_key
 from peftc.observation.parameter_uses import ParameterUses
 from peftc.tracing.in_place import disable_function_modes
@@ -145,21 +146,6 @@ class SampleForward:
         self.cross_layer_calls = {**other.cross_layer_calls, **self.cross_layer_calls}
         for name, readers in other.external_reads.items():
             self.external_reads[name] = tuple(dict.fromkeys((*self.external_reads.get(name, ()), *readers)))
-
-
-def first_tensor(value: Any) -> tuple[tuple[Any, ...], torch.Tensor] | None:
-    """The first tensor in arguments or results, and its path; floating tensors come first."""
-    leaves = [(path, leaf) for path, leaf in _leaves(value, ()) if isinstance(leaf, torch.Tensor)]
-    floating = [(path, leaf) for path, leaf in leaves if leaf.is_floating_point()]
-    return next(iter(floating or leaves), None)
-
-
-def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    if isinstance(value, (tuple, list, dict)):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _leaves(item, (*path, key))
-    else:
-        yield path, value
 
 
 @shielded
@@ -397,9 +383,3 @@ def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     with contextlib.suppress(TypeError, ValueError):  # a forward of the instance takes other arguments
         return bind_arguments(type(module).forward, module, args, kwargs)
     return None
-
-
-def input_path(arguments: dict[str, Any] | None) -> tuple[Any, ...]:
-    """The path to the first tensor among arguments; () if they do not fit."""
-    first = None if arguments is None else first_tensor(arguments)
-    return () if first is None else first[0]

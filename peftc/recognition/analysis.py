@@ -71,6 +71,7 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
         tied=tied_groups(fake, parameters=parameters),
         overlaps=overlaps(fake, parameters),
         shared_modules=structure.shared,
+        aliases=tuple(module_aliases(structure)),
         cross_layer_calls=tuple(structure.seen.cross_layer_calls.items()),
         external_reads=tuple((name, *readers) for name, readers in structure.seen.external_reads.items()),
         warnings=tuple(_warnings(source, sites, untraced)),
@@ -138,6 +139,26 @@ def _positions(model: nn.Module) -> int | None:
     if count == getattr(text, "vocab_size", None):
         return count  # these tables may be of words
     return count - max((m.padding_idx + 1 for m in tables if m.padding_idx is not None), default=0)
+
+
+def module_aliases(structure: ModelStructure) -> Iterator[tuple[str, str]]:
+    """Further names of modules, and those that they have in a table. Not of modules inside one with
+    a further name.
+    """
+    names, every = named_modules(structure.model), all_named_modules(structure.model)
+    if len(names) == len(every):
+        return
+    first = {id(module): name for name, module in names}
+    grouped = frozenset(chain.from_iterable(structure.shared))
+    others: dict[str, str] = {}
+    for name, module in every:
+        own = first[id(module)]
+        if name == own or name in grouped:
+            continue
+        others[name] = own
+        parent, _, last = name.rpartition(".")
+        if parent not in others or f"{others[parent]}.{last}" != own:
+            yield name, own
 
 
 def shared_modules(structure: ModelStructure) -> tuple[tuple[str, ...], ...]:

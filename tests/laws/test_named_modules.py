@@ -356,6 +356,58 @@ def test_an_adapter_that_took_tokens_for_features_is_refused(site: str, version:
         peftc.load(tmp_path, build(), sample=sample)
 
 
+class Aliases(nn.Module):
+    """Has two names for a Linear that it calls twice, and for a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.second, self.parts, self.again = self.first, nn.ModuleDict({"inner": self.first}), self.block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.again(self.second(self.first(x).relu()))
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("second", "first"),
+        ("parts.inner", "first"),
+        ("*.inner", "first"),
+        ("again.0", "block.0"),
+        ("again.*", "block.*"),
+        ("aga?n.0", "block.0"),
+    ],
+)
+def test_each_name_of_a_module_names_it(alias: str, name: str) -> None:
+    x = torch.randn(2, 3, 4)
+    results: list[tuple[list[str], Tensor]] = []
+    for selector in (name, alias):
+        torch.manual_seed(0)
+        model = Aliases()
+        peftc.compile(f'peft 1  edit e at "{selector}" {{ h += linear(h) }}', model, seed=0, sample={"x": x})
+        randomise(peftc.parameters(model))
+        results.append(([*peftc.parameters(model)], model(x).detach()))
+    assert results[0][0] == results[1][0]
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_all_names_of_a_module_are_one_edit_of_it() -> None:
+    torch.manual_seed(0)
+    model, base = Aliases().double(), Aliases().double()
+    base.load_state_dict(model.state_dict())
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    spec = 'peft 1  edit e at "first" | "second" | "parts.inner" { h += lora(x, r=2) }'
+    peftc.compile(spec, model, seed=0, sample={"x": x})
+    assert len(peftc.parameters(model)) == 2
+    randomise(peftc.parameters(model))
+    with hooked(base, factors(model, {"first": "e"})):
+        expected = base(x)
+    torch.testing.assert_close(model(x), expected, rtol=TOLERANCE, atol=TOLERANCE)
+    with pytest.raises(peftc.PeftcError, match="P201"):
+        peftc.plan('peft 1  edit e at "again.7" { h += linear(h) }', Aliases(), sample={"x": x.float()})
+
+
 class TwiceAndNever(nn.Module):
     def __init__(self) -> None:
         super().__init__()

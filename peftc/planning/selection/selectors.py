@@ -78,6 +78,7 @@ class _Resolver:
             case ast.Glob(text):
                 pattern = glob_pattern(text)
                 modules = [module for module in self.table.modules if pattern.fullmatch(module.name)]
+                modules = modules or [module for name, module in _by_aliases(self.table) if pattern.fullmatch(name)]
                 if not modules:
                     self.errors.append(selector_errors.no_module(selector, self.table))
                 return self._modules(modules)
@@ -128,6 +129,15 @@ class _Resolver:
             message = f"`{print_selector(selector)}` leaves no site"
             self.errors.append(Diagnostic("P203", message, selector.span, label="takes all of them away"))
         return rest
+
+
+def _by_aliases(table: SiteTable) -> Iterator[tuple[str, ModuleInfo]]:
+    """The further names of modules that are registered in several places."""
+    # Seen in: no transformers model, but Enformer, whose stack has two names
+    for alias, own in table.aliases:
+        for module in table.modules:
+            if module.name == own or module.name.startswith(f"{own}."):
+                yield alias + module.name[len(own) :], module
 
 
 def _index_errors(steps: Sequence[ast.Step], matches: Sequence[ItemMatch], paths: SitePaths) -> Iterator[Diagnostic]:
