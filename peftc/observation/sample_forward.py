@@ -24,7 +24,7 @@ from peftc.fakes.data_answers import fake_data_answers, truth_answers, truth_que
 from peftc.fakes.tensors import fake_copy
 from peftc.models.media import run_on_sample, tower_calls
 from peftc.models.samples import further_samples
-from peftc.modules.walk import modules_in, named_modules
+from peftc.modules.walk import named_modules
 from peftc.observation.first_tensor import first_tensor, input_path
 from peftc.observation.layer_keys import arguments_key, structure_key
 from peftc.observation.parameter_uses import ParameterUses
@@ -177,6 +177,7 @@ class _Run:
     name: str
     result: Any
     counts: dict[str, int]  # of the calls of each module during the run
+    parts: list[str] | None = None  # their names without that of the layer, if they are in it
 
 
 class _Repeats:
@@ -206,14 +207,20 @@ class _Repeats:
 
     def repeat(self, run: _Run, name: str) -> bool:
         """Records a run's calls for layer `name`; False if the run left its layer."""
-        own = {n: name + n[len(run.name) :] for n in run.counts if n.startswith(f"{run.name}.")}
-        if len(own) < len(run.counts) or not self.modules.issuperset(own.values()):
+        start, inside = len(run.name), f"{run.name}."
+        if run.parts is None:
+            run.parts = [n[start:] for n in run.counts if n.startswith(inside)]
+        if len(run.parts) < len(run.counts) or not self.modules.issuperset([name + part for part in run.parts]):
             return False
-        for first, module in own.items():
-            call = self.record.calls.setdefault(module, ModuleCall())
-            self.record.callers.setdefault(module, name + self.record.callers[first][len(run.name) :])
-            call.count += run.counts[first]
-            call.complete(self.record.calls[first])
+        calls, callers = self.record.calls, self.record.callers
+        for part, count in zip(run.parts, run.counts.values(), strict=True):
+            first, module = run.name + part, name + part
+            if (call := calls.get(module)) is None:
+                call = calls[module] = ModuleCall()
+            if module not in callers:
+                callers[module] = name + callers[first][start:]
+            call.count += count
+            call.complete(calls[first])
         return True
 
 
@@ -275,7 +282,8 @@ class Recorder:
     ) -> None:
         self.others = frozenset(others)
         self.model, self.mode, self.record = model, mode, SampleForward(candidates=set(candidates))
-        self.names = {id(m): n for n, m in named_modules(model)}
+        named = named_modules(model)
+        self.names, self.every = {id(m): n for n, m in named}, [module for _, module in named]
         self.structure_key = cache(structure_key)  # of modules, which do not change meanwhile
         self.keys = set[str]()
         self.layers, self.modules = list[str](), list[str]()  # those that are running, the innermost last
@@ -301,7 +309,7 @@ class Recorder:
         """Inside, calls of modules are noted. `register_forward_hook` takes five times as long."""
         tables: dict[str, Any] = {"_forward_pre_hooks": self.enter, "_forward_hooks": self.leave}
         tables["_forward_pre_hooks_with_kwargs"] = True
-        modules = modules_in(self.model)
+        modules = self.every
         if scripted := [self.names[id(m)] for m in modules if isinstance(m, torch.jit.ScriptModule)]:
             raise RuntimeError(f"`{scripted[0]}` is a ScriptModule, whose code cannot be traced")
         try:
@@ -317,7 +325,7 @@ class Recorder:
     @shielded
     def direct_calls(self) -> Generator[None]:
         """Inside, calls of a module's `forward` are noted as calls of the module are by hooks."""
-        forwards = [(module, vars(module).get("forward")) for module in modules_in(self.model)]
+        forwards = [(module, vars(module).get("forward")) for module in self.every]
         try:
             for module, _ in forwards:
                 vars(module)["forward"] = partial(self.run_forward, module, module.forward)
