@@ -9,7 +9,7 @@ from peftc.addressing.sites import Slice
 from peftc.dataflow.features import is_affine, is_only_layout, source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import first_input
-from peftc.dataflow.operations import LAYOUT, Op
+from peftc.dataflow.operations import LAYOUT, Op, name_of
 from peftc.dataflow.values import reaches, upstream
 from peftc.recognition.module_features import reads_patches
 from peftc.recognition.residual_stream import Stream
@@ -60,13 +60,21 @@ def convolutions(h: fx.Node, body: Collection[fx.Node], stream: Stream) -> dict[
     if len(weighted) != 2 or not kernels or not all(n in kernels or layer.is_linear(n) for n in weighted):
         return {}
     up, down = weighted
-    x, hidden = layer.input_of(up), layer.input_of(down)
+    x, hidden = unpadded(layer.input_of(up)), layer.input_of(down)
     if x is None or hidden is None or not reaches(up, hidden) or is_affine(hidden, up, layer):
         return {}
     behind = [n for end in weighted for n in upstream(h if end is down else hidden, lambda n, end=end: n is end)]
     alone = not any(map(stream.holds, behind)) and all(n in kernels for n in own if mixes_tokens(n, layer))
     is_network = alone and (stream.holds(x) or stream.moves(x)) and is_affine(h, down, layer)
     return {"up": Projection(up), "down": Projection(down)} if is_network else {}
+
+
+def unpadded(node: fx.Node | None) -> fx.Node | None:
+    """A value without the entries that a function puts around it, for a convolution."""
+    # Seen in: no transformers model, but VITS
+    while node is not None and name_of(node) == "pad":
+        node = first_input(node)
+    return node
 
 
 def _before_norms(hidden: fx.Node, layer: LayerGraph) -> fx.Node:

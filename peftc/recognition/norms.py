@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.layer_graph import PASSING, LayerGraph
 from peftc.dataflow.matrices import MatrixPart
 from peftc.dataflow.nodes import example, first_input, is_tensor, output_of
+from peftc.dataflow.operations import Op
 from peftc.dataflow.values import reaches, upstream, value_users
 from peftc.fakes.tensors import fake_copy
 from peftc.recognition.attention.patterns import Attention, is_activation
@@ -40,20 +41,27 @@ class NormFinder:
         foreign = [side for side in self.sides if side is not stream]
 
         def ends(node: fx.Node) -> bool:
-            return node in self.sums or layer.is_norm(node) or not stream.holds(node)
+            return node in self.sums or layer.is_norm(node) or not is_stream(node)
 
-        scaled = {m for n in body if stream.holds(n) for m in upstream(n, ends) if stream.holds(m)}
+        def is_stream(node: fx.Node) -> bool:
+            return stream.holds(node) or stream.moves(node)
+
+        scaled = {m for n in body if stream.holds(n) for m in upstream(n, ends) if is_stream(m)}
         norms = filter(layer.is_norm, sorted(scaled.union(body)))
         return [n for n in norms if _reads_states(n) and not any(side.holds(n) for side in foreign)]
 
     def behind(self, add: fx.Node) -> fx.Node | None:
         """The norm that alone reads a sum, which the layer does not return, too."""
         layer, node, users = self.main.layer, add, [add]
-        while len(users) == 1 and (users[0] is add or layer.passes_through(users[0]) is not None):
+        passing = (*PASSING, Op.PERMUTE)
+        while len(users) == 1 and (users[0] is add or layer.op(users[0]) in passing):
             node = users[0]
             users = [u for u in value_users(node) if is_tensor(u) or u.op == "output"]
         if len(users) == 1 and layer.is_norm(users[0]):
-            return users[0]
+            is_moved, behind = layer.op(node) is Op.PERMUTE and node is not add, value_users(users[0])
+            # PatchTST's is between two transposes; that of SASRec's next sub-layer is behind one
+            ends_here = all(layer.op(user) in (Op.PERMUTE, Op.OUTPUT) for user in behind)
+            return users[0] if ends_here or not is_moved else None
         ends = (n for n in layer.graph.nodes if n.op != "call_module" and layer.is_norm(n))
         return next((end for end in ends if self._reads_alone(end, node)), None)
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_tensor, nodes_in, output_of, shape
-from peftc.dataflow.operations import Op
+from peftc.dataflow.operations import SCALE, Op
 from peftc.dataflow.values import reaches, upstream, value_operands, without_gates
 from peftc.recognition.attention.linear_attention import all_attentions
 from peftc.recognition.attention.patterns import Attention, has_softmax_mixture
@@ -74,7 +74,7 @@ def sub_layers(layer: LayerGraph, opaque: Collection[str] = (), first: fx.Node |
     for sub in subs:
         own = NormFinder(finder.stream, apart, sums)
         sub.norms = [n for n in own.before(sub.body, sub.res) if n not in norms and not is_of_scores(n, sub.attentions)]
-        sub.output_norm = own.behind(sub.add)
+        sub.output_norm = None if sub.is_added_again else own.behind(sub.add)
         sub.norms += [] if sub.output_norm is None else [sub.output_norm]
         norms.update(sub.norms)
     return subs
@@ -108,6 +108,8 @@ class _Finder:
         self.attentions = all_attentions(layer) if known is None else known
         self.sums = [n for n in layer.graph.nodes if layer.op(n) in (Op.ADD, Op.BLEND) and is_tensor(n)]
         self.earlier = set[fx.Node]()  # Linears with a role in a sub-layer so far
+        self.outputs = dict[fx.Node, SubLayer]()  # what was added so far
+        self.again = set[fx.Node]()  # sums of the stream and what was added before
 
     def along_stream(self) -> list[SubLayer]:
         subs: list[SubLayer] = []
@@ -115,7 +117,8 @@ class _Finder:
             added = self.added_by(add)
             self.earlier.update(p.node for sub in added for p in sub.projections.values())
             subs += [inner for sub in added for inner in self.bottleneck_sublayers(sub) or [sub]]
-            if added or self.continues_stream(add):
+            self.outputs |= {self.layer.stripped(sub.h): sub for sub in added}
+            if added or add in self.again or self.continues_stream(add):
                 self.stream.extend(add)
         return subs
 
@@ -171,6 +174,12 @@ class _Finder:
                 continue
             h = self.stream.without_other_tokens(sublayer_output(h))
             parts = self.parallel_parts(h)
+            if known := [part for part in parts or [h] if self.layer.stripped(part) in self.outputs]:
+                # Seen in: no transformers model, but Jukebox (`x + a` for a norm and as result)
+                self.again.add(add)
+                for part in known:
+                    self.outputs[self.layer.stripped(part)].is_added_again = True
+                return [self.sub_layer(add, res, part) for part in parts if part not in known]
             if not parts and (out := self.serial_attention_output(h)) is not None:
                 first = self.sub_layer(add, res, out)
                 self.stream.extend(out)
@@ -258,6 +267,8 @@ class _Finder:
         """
         # Seen in: CodeGen, Falcon, GPT-NeoX, GPT-J, Phi
         total = self.layer.stripped(h)
+        while self.layer.op(total) in SCALE and len(total.all_input_nodes) == 1:
+            total = self.layer.stripped(total.all_input_nodes[0])
         operands = operands_of_sum(total) if self.layer.op(total) is Op.ADD else []
         if len(operands) == 2 and all(map(self.is_computed, operands)):
             bodies = [self.stream.body(o) for o in operands]

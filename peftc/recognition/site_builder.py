@@ -19,7 +19,7 @@ from peftc.modules.walk import submodule
 from peftc.recognition.attention.patterns import Attention
 from peftc.recognition.attention.projections import q_width
 from peftc.recognition.attention.states import attention_heads, pair_shape
-from peftc.recognition.ffn import Projection
+from peftc.recognition.ffn import Projection, unpadded
 from peftc.recognition.layer_types import LayerType
 from peftc.recognition.layers import ModelStructure
 from peftc.recognition.module_features import boundary_states, patch_states, reads_examples, reads_patches
@@ -115,7 +115,8 @@ class LayerSites:
             hidden = {"h": self.input_of("h", sub.projections["down"])} | ({"x": states["x"]} if "x" in states else {})
             yield self.site(steps + (("hidden", None),), self.owner_of(sub.projections["down"].node), hidden)
         yield from self.norm_sites(sub, steps, group)
-        yield self.site(steps + (("add", None),), self.layer, {"h": self.summand("h", sub.add, sub)}, group=group)
+        if not sub.is_added_again:  # no sum has it alone
+            yield self.site(steps + (("add", None),), self.layer, {"h": self.summand("h", sub.add, sub)}, group=group)
 
     def hidden_of_all_calls(self, sub: SubLayer, steps: Steps) -> Site:
         """What `down` reads in each of its calls: other streams have the same feed-forward part."""
@@ -332,7 +333,7 @@ class LayerSites:
 
     def input_of(self, name: str, projection: Projection) -> State:
         """What a Linear reads."""
-        source, product = self.graph.input_of(projection.node), self.graph.product(projection.node)
+        source, product = unpadded(self.graph.input_of(projection.node)), self.graph.product(projection.node)
         assert source is not None
         dims = dim_of_input(projection.node, self.graph) if product is None else product.d_in
         return self.state(name, source, dims=dims)

@@ -12,7 +12,7 @@ from peftc.dataflow.values import upstream
 from peftc.recognition.attention.patterns import Attention
 from peftc.recognition.attention.projections import attention_projections, without_sorting
 from peftc.recognition.attention.side_by_side import heads_beside, joined_beside
-from peftc.recognition.ffn import Projection, convolutions, input_projections
+from peftc.recognition.ffn import Projection, convolutions, input_projections, unpadded
 from peftc.recognition.moe.lists import Experts, Network
 from peftc.recognition.moe.routers import Router
 from peftc.recognition.residual_stream import Stream
@@ -44,6 +44,7 @@ class SubLayer:
     # feed-forward networks beside the experts; those of modules that could not be traced by names
     shared: list[dict[str, Projection]] = field(default_factory=list[dict[str, Projection]])
     shared_in_leaf: list[Network] = field(default_factory=list["Network"])
+    is_added_again: bool = False  # another sum of the layer has `h` as a term, too
 
     @property
     def attention(self) -> Attention | None:
@@ -80,8 +81,8 @@ def set_attention_roles(sub: SubLayer, stream: Stream, earlier: Collection[fx.No
 def set_ffn_roles(sub: SubLayer, stream: Stream) -> None:
     layer = stream.layer
     if roles := convolutions(sub.h, sub.body, stream):
-        sub.projections, sub.x = roles, layer.input_of(roles["up"].node)
-        sub.hidden = layer.input_of(roles["down"].node)
+        sub.projections, sub.x = roles, unpadded(layer.input_of(roles["up"].node))
+        sub.hidden = unpadded(layer.input_of(roles["down"].node))
         return
     # not the Linears that compute gates from something else, nor those before joined tokens
     downs = [(n, rows) for n, rows in source_linears(layer, sub.h) if n in sub.body and stream.reaches(n)]

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import peftc
-from tests.layers import Layers
+from tests.layers import Attention, Layers, Network
 
 D, T = 8, 6
 Roles = dict[str, str]
@@ -129,6 +130,63 @@ class Channels(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
+class AddedTwice(nn.Module):
+    """Jukebox: the sum that the second norm reads is written again in the result."""
+
+    def __init__(self, result: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.result, self.attn, self.mlp = result, Attention(D), Network(D)
+        self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.attn(self.norm1(x))
+        return self.result(x, a, self.mlp(self.norm2(x + a)))
+
+
+RESULTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "x + a + m": lambda x, a, m: x + a + m,
+    "m + (x + a)": lambda x, a, m: m + (x + a),
+    "a + (x + m)": lambda x, a, m: a + (x + m),
+    "x + (a + m)": lambda x, a, m: x + (a + m),
+    "x + (a + m) / 2": lambda x, a, m: x + 0.5 * (a + m),
+    "(x + a + m) / 2": lambda x, a, m: 0.5 * (x + a + m),
+}
+
+
+class Transpose(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+
+class BatchNorms(nn.Module):
+    """PatchTST: norms of channels between transposes, behind each sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.mlp = Attention(D), Network(D)
+        self.norm1, self.norm2 = (nn.Sequential(Transpose(), nn.BatchNorm1d(D), Transpose()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(x + self.attn(x))
+        return self.norm2(x + self.mlp(x))
+
+
+class Padded(nn.Module):
+    """VITS: convolutions over (batch, d, tokens), which a function pads, behind a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.norm1, self.norm2 = Attention(D), nn.LayerNorm(D), nn.LayerNorm(D)
+        self.first, self.second = nn.Conv1d(D, 16, 3), nn.Conv1d(16, D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(x + self.attn(x)).mT
+        mask = torch.ones_like(x[:, :1])
+        z = torch.relu(self.first(F.pad(x * mask, (1, 1))))
+        x = x + self.second(F.pad(z * mask, (1, 1))) * mask
+        return self.norm2(x.mT)
+
+
 class Unnormed(nn.Module):
     """A convolution over tokens and a Linear over features, without norms: either may be either."""
 
@@ -201,6 +259,16 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Roles]] = {
         ATTENTION
         | {"ffn[0].up": "first.0", "ffn[0].down": "first.2", "ffn[1].up": "second.0", "ffn[1].down": "second.2"},
     ),
+    "norms of channels": (
+        BatchNorms,
+        {f"attn.self.{role}": f"attn.{role}" for role in "qkvo"}
+        | {"attn.self.norm": "norm1.1", "ffn.up": "mlp.up", "ffn.down": "mlp.down", "ffn.norm": "norm2.1"},
+    ),
+    "padded convolutions": (
+        Padded,
+        {f"attn.self.{role}": f"attn.{role}" for role in "qkvo"}
+        | {"attn.self.norm": "norm1", "ffn.up": "first", "ffn.down": "second", "ffn.norm": "norm2"},
+    ),
     "channels are tokens": (
         Channels,
         {"mixer.conv": "conv", "mixer.norm": "affine", "ffn.up": "up", "ffn.down": "down"},
@@ -255,3 +323,49 @@ def test_keys_are_what_the_values_are_summed_over() -> None:
 def test_without_norms_either_of_two_dimensions_may_have_the_features() -> None:
     own = roles(Layers(Unnormed(), Unnormed()), torch.randn(2, T, D))
     assert {role.partition("[")[0] for role in own} == {"mixer"}
+
+
+@pytest.mark.parametrize("result", RESULTS)
+def test_what_two_sums_add_is_one_sub_layer(result: str) -> None:
+    """An edit of its result is one of both sums, and no sum has it alone."""
+    torch.manual_seed(0)
+    model = Layers(*(AddedTwice(RESULTS[result]) for _ in range(2))).double().eval()
+    x = torch.randn(2, T, D, dtype=torch.float64)
+    assert roles(model, x) == (
+        {f"attn.self.{role}": f"attn.{role}" for role in "qkvo"}
+        | {"attn.self.norm": "norm1", "ffn.up": "mlp.up", "ffn.down": "mlp.down", "ffn.norm": "norm2"}
+    )
+    table = peftc.sites(model, sample={"x": x})
+    assert [site.path.rpartition("layer[0].")[2] for site in table.sites if "layer[0]" in site.path].count(
+        "ffn.add"
+    ) == 1
+    assert not [site for site in table.sites if site.path.endswith("attn.self.add")]
+    peftc.compile("peft 1  edit e at layer[*].attn { h += linear(h, bias=false) }", model, seed=0, sample={"x": x})
+    weights = [nn.init.normal_(weight) for weight in peftc.parameters(model).values()]
+    edited = model(x)
+    peftc.remove(model)
+    for layer, weight in zip(model.layers, weights, strict=True):
+        layer.attn.register_forward_hook(lambda _, args, h, w=weight: h + h @ w.T)  # pyright: ignore
+    torch.testing.assert_close(edited, model(x), rtol=0, atol=1e-10)
+
+
+def test_states_around_padded_convolutions_have_no_padding() -> None:
+    torch.manual_seed(0)
+    model, x = Layers(Padded(), Padded()).double().eval(), torch.randn(2, T, D, dtype=torch.float64)
+    spec = """peft 1
+    edit a at layer[*].ffn { h += linear(x, bias=false) }
+    edit b at layer[*].ffn.hidden { h += vector(init=0) }
+    """
+    peftc.compile(spec, model, seed=0, sample={"x": x})
+    parameters = {name: nn.init.normal_(p).detach() for name, p in peftc.parameters(model).items()}
+    edited = model(x)
+    peftc.remove(model)
+    for i, layer in enumerate(model.layers):
+        matrix, vector = (next(p for n, p in parameters.items() if f"layer[{i}]" in n and p.ndim == d) for d in (2, 1))
+        seen: list[Tensor] = []
+        layer.first.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0][..., 1:-1]))
+        layer.second.register_forward_pre_hook(
+            lambda _, args, v=vector: args[0] + F.pad(v[:, None].expand(-1, T), (1, 1))
+        )
+        layer.second.register_forward_hook(lambda _, args, h, w=matrix, seen=seen: h + w @ seen.pop())
+    torch.testing.assert_close(edited, model(x), rtol=0, atol=1e-10)
