@@ -14,7 +14,7 @@ from torch import fx
 
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_tensor, nodes_in, output_of, shape
-from peftc.dataflow.operations import SCALE, Op
+from peftc.dataflow.operations import SCALE, Op, dim_of
 from peftc.dataflow.values import reaches, upstream, value_operands, without_gates
 from peftc.recognition.attention.linear_attention import all_attentions
 from peftc.recognition.attention.patterns import Attention, has_softmax_mixture
@@ -279,19 +279,29 @@ class _Finder:
         return branches if all(map(self.is_computed, branches)) and are_alike(branches, self.stream) else []
 
     def serial_attention_output(self, h: fx.Node) -> fx.Node | None:
-        """The result of an attention, or of convolutions, if `h` is an ffn of that result alone."""
-        # Seen in: ConvNeXt, Zamba, Zamba 2
+        """The result of an attention, or of convolutions, if `h` is an ffn of that result alone, or
+        of it with the features of the stream beside it.
+        """
+        # Seen in: ConvNeXt, Zamba, Zamba 2; with the stream beside it LoFTR
         body = self.stream.body(h)
         outputs = (self.layer.consumer_linear(a.out, body) for a in self.attentions if a.call in body)
         out = next(outputs, None)
         if out is None and mixes_neighbours(body, self.stream):
             mixing = (n for n in body if not self.stream.holds(n) and mixes_tokens(n, self.layer))
             out = max(mixing, default=None)
-        behind = set(upstream(h, lambda n: n is out)) - {out}
+        joins = {n for n in body if out is not None and self._joins_features(n, out)}
+        behind = set(upstream(h, lambda n: n is out or n in joins)) - {out}
         if out is None or any(map(self.stream.holds, behind)):
             return None
         linears = [n for n in self.layer.linears(set(without_gates(h, out))) if reaches(out, n)]
         return out if len(linears) > 1 else None
+
+    def _joins_features(self, node: fx.Node, out: fx.Node) -> bool:
+        """Whether a value is features of the stream and those computed from `out`, side by side."""
+        if self.layer.op(node) is not Op.JOIN or dim_of(node, 0) not in (-1, len(shape(node)) - 1):
+            return False
+        beside = [part for part in value_operands(node) if not self.stream.holds(part)]
+        return 0 < len(beside) < len(value_operands(node)) and all(reaches(out, part) for part in beside)
 
     def sub_layer(self, add: fx.Node, res: fx.Node, h: fx.Node) -> SubLayer:
         """The sub-layer that computes `h`, its kind and the roles in it."""

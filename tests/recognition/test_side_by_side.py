@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import peftc
-from tests.layers import Network
+from tests.layers import Layers, Network
 
 D, H, T = 8, 2, 5
 functional: Any = nn.functional
@@ -126,3 +127,43 @@ def test_edits_of_heads_and_branches_are_those_of_the_equations() -> None:
         peftc.compile(spec, model, seed=0, sample={"x": X})
         result = peftc.verify(model)
         assert result.ok, str(result)
+
+
+class Message(nn.Module):
+    """LoFTR: what an attention returns stands beside the stream in front of the ffn."""
+
+    def __init__(self, order: int) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.merge = (nn.Linear(D, D, bias=False) for _ in range(4))
+        self.mlp = nn.Sequential(nn.Linear(2 * D, 3 * D, bias=False), nn.ReLU(True), nn.Linear(3 * D, D, bias=False))
+        self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = torch.einsum("nld,nsd->nls", self.q_proj(x), self.k_proj(x))
+        message = self.norm1(self.merge(torch.einsum("nls,nsd->nld", scores.softmax(-1), self.v_proj(x))))
+        return x + self.norm2(self.mlp(torch.cat([x, message][:: self.order], dim=2)))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_ffn_of_an_attention_beside_the_stream(order: int) -> None:
+    torch.manual_seed(0)
+    model, x = Layers(Message(order), Message(order)).double().eval(), torch.randn(2, T, D, dtype=torch.float64)
+    places = {site.path.partition("layer[0].")[2]: site.module for site in peftc.sites(model, sample={"x": x}).sites}
+    roles = {"attn.self.q": "q_proj", "attn.self.o": "merge", "ffn.up": "mlp.0", "ffn.down": "mlp.2"}
+    assert places.items() >= {role: f"layers.0.{module}" for role, module in roles.items()}.items()
+    spec = """peft 1
+    edit a at layer[*].attn { h += linear(h, bias=false) }
+    edit f at layer[*].ffn { h += linear(x, bias=false) }
+    """
+    peftc.compile(spec, model, seed=0, sample={"x": x})
+    parameters = {name: nn.init.normal_(p).detach() for name, p in peftc.parameters(model).items()}
+    edited = model(x)
+    peftc.remove(model)
+    for i, layer in enumerate(model.layers):
+        own = {name[0]: p for name, p in parameters.items() if f"layer[{i}]" in name}
+        layer.merge.register_forward_hook(lambda _, args, h, w=own["a"]: h + h @ w.T)  # pyright: ignore
+        seen: list[Tensor] = []
+        layer.mlp.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))  # pyright: ignore
+        layer.norm2.register_forward_hook(lambda _, args, h, w=own["f"], seen=seen: h + seen.pop() @ w.T)  # pyright: ignore
+    torch.testing.assert_close(edited, model(x), rtol=0, atol=1e-10)
