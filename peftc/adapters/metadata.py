@@ -99,6 +99,10 @@ def _has_features_of_reader(edit: SiteEdit) -> bool:
     return any(activation.by_reader for activation in _activations(edit))
 
 
+def _is_before_padding(edit: SiteEdit) -> bool:
+    return any(activation.before_padding for activation in _activations(edit))
+
+
 def _activations(edit: SiteEdit) -> Iterator[ActivationRef]:
     for name in {*edit.reads(), *(a.state for a in edit.assigns)}:
         if (activation := edit.site.states[name].activation) is not None:
@@ -108,6 +112,7 @@ def _activations(edit: SiteEdit) -> Iterator[ActivationRef]:
 CHANGES = (
     Change("1.3", _is_of_every_call, "acted at one call of its module", "it acts at each call in the layer"),
     Change("1.4", _has_features_of_reader, "took tokens for features", "it takes the features of what reads the value"),
+    Change("1.4", _is_before_padding, "took the padded value", "it takes the value before the padding"),
 )
 
 

@@ -140,6 +140,7 @@ class ActivationRef:
         kernel: of a convolution whose input is read as patches, one for each position.
         by_reader: whether what reads the value tells where its features are, and not what
             computes it.
+        before_padding: whether a function pads the value for the convolution that reads it.
     """
 
     node: str
@@ -150,6 +151,7 @@ class ActivationRef:
     key_path: tuple[Any, ...] = ()
     kernel: Kernel | None = None
     by_reader: bool = False
+    before_padding: bool = False
 
 
 @dataclass(frozen=True)

@@ -333,10 +333,14 @@ class LayerSites:
 
     def input_of(self, name: str, projection: Projection) -> State:
         """What a Linear reads."""
-        source, product = unpadded(self.graph.input_of(projection.node)), self.graph.product(projection.node)
+        padded, product = self.graph.input_of(projection.node), self.graph.product(projection.node)
+        source = unpadded(padded)
         assert source is not None
         dims = dim_of_input(projection.node, self.graph) if product is None else product.d_in
-        return self.state(name, source, dims=dims)
+        state = self.state(name, source, dims=dims)
+        if source is padded or state.activation is None:
+            return state
+        return replace(state, activation=replace(state.activation, before_padding=True))
 
     def part_state(self, name: str, part: MatrixPart, rows: Slice | None, d_in: int = 0) -> State:
         """`w` or `b` of some of the features that rows of a parameter compute."""

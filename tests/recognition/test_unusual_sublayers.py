@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import peftc
+from peftc.diagnostics import PeftcError
 from tests.layers import Attention, Layers, Network
 
 D, T = 8, 6
@@ -369,3 +372,18 @@ def test_states_around_padded_convolutions_have_no_padding() -> None:
         )
         layer.second.register_forward_hook(lambda _, args, h, w=matrix, seen=seen: h + w @ seen.pop())
     torch.testing.assert_close(edited, model(x), rtol=0, atol=1e-10)
+
+
+def test_an_adapter_of_a_padded_state_is_refused(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Layers(Padded(), Padded()).eval()
+
+    sample = {"x": torch.randn(2, T, D)}
+    spec = "peft 1  edit b at layer[*].ffn.hidden { h += vector(init=0) }"
+    peftc.save(peftc.compile(spec, build(), seed=0, sample=sample), tmp_path)
+    peftc.load(tmp_path, build(), sample=sample)
+    metadata = tmp_path / "adapter.json"
+    metadata.write_text(json.dumps(json.loads(metadata.read_text()) | {"format_version": "1.3"}))
+    with pytest.raises(PeftcError, match="P567"):
+        peftc.load(tmp_path, build(), sample=sample)
