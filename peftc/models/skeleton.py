@@ -3,6 +3,7 @@ make them run.
 """
 
 import inspect
+import threading
 from collections.abc import Callable, Generator, Mapping
 from functools import wraps
 from itertools import chain
@@ -23,6 +24,7 @@ from peftc.models.samples import further_samples
 from peftc.models.sources import ModelSource
 
 BATCH, TOKENS, DECODER_TOKENS = 2, 5, 4
+_building = threading.RLock()  # one model at a time has its functions of `nn.init` patched
 
 
 def sample_inputs(model: nn.Module) -> dict[str, Any]:
@@ -105,7 +107,6 @@ def initialization_skipped() -> Generator[None]:
     """Inside the block, functions of `nn.init` leave tensors on the meta device alone: they would
     compute bounds and ask for a generator, for no values.
     """
-    originals = {name: function for name, function in vars(nn.init).items() if name.endswith("_") and name[0] != "_"}
 
     def skipping(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -114,13 +115,16 @@ def initialization_skipped() -> Generator[None]:
 
         return initialize
 
-    try:
-        for name, function in originals.items():
-            setattr(nn.init, name, skipping(function))
-        yield
-    finally:
-        for name, function in originals.items():
-            setattr(nn.init, name, function)
+    with _building:
+        members = vars(nn.init).items()
+        originals = {name: function for name, function in members if name.endswith("_") and name[0] != "_"}
+        try:
+            for name, function in originals.items():
+                setattr(nn.init, name, skipping(function))
+            yield
+        finally:
+            for name, function in originals.items():
+                setattr(nn.init, name, function)
 
 
 def check_runs(source: ModelSource, sample: Mapping[str, Any] | None) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.tracing.records import structure_of
 
 SMALLER = "edit a smaller part of the layer, so that this code is not entered"
 # Keywords that the stacks of transformers pass to every layer, and that most layers only forward.
@@ -21,9 +22,11 @@ PASSTHROUGH = frozenset(
 def recheck_guard(value: Any, kind: str, expected: Any) -> None:
     """Re-evaluates a guard where the model's code takes the branch. Raises: P408 for a change."""
     answers: dict[str, Callable[[Any], Any]] = {"bool": bool, "int": int, "float": float, "len": len, "keys": list}
+    answers["structure"] = structure_of
     answers["ndim"] = lambda v: "None" if v is None else getattr(v, "ndim", None)
     answer = answers.get(kind, lambda v: v)(value)
     if not isinstance(value, expected) if kind == "type" else answer != expected:
+        answer = structure_of(value) if kind in ("is", "type") else answer  # no data of a tensor
         change = f"expected {expected!r}, found {answer!r}"
         message = f"the model's code changed the outcome of a branch while the layer ran: {change}"
         raise PeftcError(Diagnostic("P408", message, help=SMALLER))

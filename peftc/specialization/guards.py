@@ -171,7 +171,7 @@ def _device_of_arguments(guard: Guard, expressions: Expressions) -> str:
 def _is_unknown_before(guard: Guard) -> bool:
     """Whether no expression of the arguments can test a guard: its value is computed inside."""
     is_inside = guard.kind == "type" and has_side_effects(guard.node)
-    return is_inside or (guard.kind in ("is", "type") and _is_child_result(guard.node))
+    return is_inside or (guard.kind in ("is", "type", "structure") and _is_child_result(guard.node))
 
 
 def _is_child_result(node: fx.Node) -> bool:
@@ -187,7 +187,7 @@ def mutable_guards(traced: RegionTrace) -> list[Guard]:
         guard
         for guard in traced.guards
         if any(n < guard.node and objects[n] & objects[guard.node] for n in writers)
-        or (guard.kind in ("is", "type") and _is_child_result(guard.node))
+        or (guard.kind in ("is", "type", "structure") and _is_child_result(guard.node))
     ]
 
 

@@ -6,6 +6,7 @@ that a cache has added to. A graph cannot hold that code, but can hold the call.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
 from collections.abc import Callable, Collection, Generator, Sequence
@@ -79,7 +80,17 @@ def _can_be_leaf(function: FunctionType) -> bool:
     module = function.__module__ or ""
     is_model_code = module.partition(".")[0] not in ("torch", "peftc", "builtins")
     plain = inspect.unwrap(function)
-    return is_model_code and not (inspect.isgeneratorfunction(plain) or inspect.iscoroutinefunction(plain))
+    is_generator = inspect.isgeneratorfunction(plain) or inspect.iscoroutinefunction(plain)
+    return is_model_code and not is_generator and not _writes_globals(plain)
+
+
+def _writes_globals(function: FunctionType) -> bool:
+    """Whether a function may write what other code reads: a global name or object."""
+    operations = {instruction.opname for instruction in dis.get_instructions(function)}
+    named = (function.__globals__.get(name) for name in function.__code__.co_names)
+    shared = (*named, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    has_shared = any(isinstance(value, (dict, list, set)) for value in shared)
+    return "STORE_GLOBAL" in operations or (has_shared and not operations.isdisjoint({"STORE_SUBSCR", "STORE_ATTR"}))
 
 
 def _takes_data(arguments: Any) -> bool:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
+import torch
+
 
 def is_record(value: Any) -> bool:
     """Whether `value` is an instance of a dataclass, or a named tuple."""
@@ -48,6 +50,18 @@ def converted(record: Any, convert: Callable[[Any], Any]) -> Any:
     for name, value in values.items():
         object.__setattr__(copy, name, value)
     return copy
+
+
+def structure_of(value: Any) -> object:
+    """The types of nested values, and what code may ask without their data: how many there are, the
+    keys of dictionaries, the rank and the dtype of tensors.
+    """
+    if isinstance(value, torch.Tensor):
+        return "Tensor", value.ndim, value.dtype
+    name, parts = type(value).__name__, contents(value) if is_record(value) else value
+    if isinstance(parts, dict):
+        return name, *((repr(key), structure_of(part)) for key, part in parts.items())
+    return (name, *map(structure_of, parts)) if isinstance(parts, (tuple, list)) else name
 
 
 def record_leaves(value: Any) -> Iterator[Any]:

@@ -24,7 +24,7 @@ from peftc.tracing.patches import has_context_decorator, instrument_modules, pat
 from peftc.tracing.proxy import Attribute, ConcreteProxy, attribute_proxy, concrete_values, is_proxy, nested_nodes
 from peftc.tracing.ragged_loops import ragged_result
 from peftc.tracing.record_nodes import RecordNodes
-from peftc.tracing.records import identities, is_named_tuple, is_record, mutable_parts
+from peftc.tracing.records import identities, is_named_tuple, is_record, mutable_parts, structure_of
 from peftc.tracing.region_trace import ModuleCall, RegionTrace, TraceError, getitem_root
 from peftc.tracing.tracer_base import TracerBase, patch_attribute
 
@@ -69,6 +69,8 @@ class RegionTracer(TracerBase):
             return value is None
         if source.target is model_function:  # what it returns in another call need not be of this type
             self.guard(node, "type", torch.Tensor if isinstance(value, torch.Tensor) else type(value))
+            if node is source:
+                self.guard(node, "structure", structure_of(value))
             return value is None
         if source.op == "call_module" or source.target in (attention, operator.setitem):
             return False
@@ -90,12 +92,14 @@ class RegionTracer(TracerBase):
         versions_before = [(t, version(t)) for t in leaves(operands) if isinstance(t, torch.Tensor)]
         is_leaf = kind == "call_module" or target is model_function
         parts = list(mutable_parts((args, kwargs), operands)) if is_leaf else []
+        if target is model_function and len(parts) > 1:  # one is the keyword arguments
+            name = getattr(args[0], "__name__", "")
+            raise TraceError(f"`{name}` takes a list, a dictionary or an object that it may change in another call")
         before = list(map(identities, parts))
         with self.pause():
             value = self.compute(kind, target, *operands)
         if before != list(map(identities, parts)):
-            name = target if isinstance(target, str) else getattr(args[0], "__name__", "")
-            raise TraceError(f"`{name}` changes a list, a dictionary or an object that the code has constructed")
+            raise TraceError(f"`{target}` changes a list, a dictionary or an object that the code has constructed")
         arguments = tuple(map(self.create_arg, args)), self.create_arg(dict(kwargs))
         node = self.create_node(kind, target, *arguments, name or OUT_OF_PLACE_NAMES.get(target))
         self.mutations.record(node, value, versions_before)

@@ -115,6 +115,71 @@ def test_what_a_function_returns_has_to_keep_its_type(lengths: tuple[int, int]) 
         module(other, Memory())
 
 
+def several(x: Tensor) -> list[Tensor]:
+    return [x] * len(range(x.shape[1]))
+
+
+def precise(x: Tensor) -> Tensor:
+    return x.float() if len(range(x.shape[1])) > 3 else x
+
+
+def deep(x: Tensor) -> Tensor:
+    return x[None] if len(range(x.shape[1])) > 3 else x
+
+
+def named(x: Tensor) -> dict[str, Tensor]:
+    return {str(i): x for i in range(x.shape[1])}
+
+
+QUESTIONS: dict[str, Callable[[Tensor], float]] = {
+    "len": lambda x: len(several(x)),
+    "parts": lambda x: sum(1.0 for _ in several(x)[1:]),
+    "dtype": lambda x: 1.0 if precise(x).dtype == torch.float32 else 2.0,
+    "ndim": lambda x: deep(x).ndim,
+    "dim": lambda x: deep(x).dim(),
+    "keys": lambda x: sum(int(key) for key, _ in named(x).items()),
+}
+
+
+class Asking(Recurrent):
+    question = "len"
+
+    def forward(self, x: Tensor, memory: Memory) -> Tensor:
+        y = memory.update(self.i(x))
+        return self.o(y * QUESTIONS[self.question](y))
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_what_code_asks_of_a_result_is_rechecked(question: str) -> None:
+    base, module = pair(type("Asking", (Asking,), {"question": question}))
+    first, other = (torch.randn(2, length, 4).double() for length in (5, 2))
+    assert torch.equal(module(first, Memory()), base(first, Memory()))
+    assert torch.equal(module(first, Memory()), base(first, Memory()))
+    with pytest.raises(peftc.PeftcError, match="P408") as error:
+        module(other, Memory())
+    assert "tensor(" not in str(error.value)
+
+
+SEEN = {"tokens": 0}
+
+
+def count(x: Tensor) -> Tensor:
+    SEEN["tokens"] += len(range(x.shape[1]))
+    return x
+
+
+class Counting(Recurrent):
+    def forward(self, x: Tensor, memory: Memory) -> Tensor:
+        y = count(memory.update(self.i(x)))
+        return self.o(y * SEEN["tokens"])
+
+
+def test_a_function_that_writes_what_others_read_is_refused() -> None:
+    _, module = pair(Counting)
+    with pytest.raises(peftc.PeftcError, match="P406"):
+        module(torch.randn(2, 5, 4).double(), Memory())
+
+
 def total(values: Iterable[Tensor]) -> Tensor:
     return torch.stack(list(values), dim=1)
 
