@@ -12,7 +12,7 @@ from peftc.addressing.sites import WeightRef, parameter_name
 from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.folding.computed_weight import evaluated, has_plain_form, is_computed, stored_values
-from peftc.folding.own_forward import base_class, computes_product
+from peftc.folding.own_forward import base_class, computes_product, is_edited
 from peftc.folding.report import Change
 from peftc.forms.affine_module import Affine
 from peftc.forms.module import FormModule, has_values
@@ -80,13 +80,19 @@ def combine(
 
 
 def _check_forward(fold: Fold, module: nn.Module) -> None:
-    """Raises: CannotFold where an edit of h or x folds into a module that is no plain product."""
+    """Raises: CannotFold where an edit of h or x folds into a module that is no plain product, or
+    whose hooks run between the product and the edit.
+    """
     weight = fold.target.weight
     if fold.target.side == "weight" or weight is None or fold.target.site.bare or weight.stacked_slice is not None:
         return
     if not computes_product(module, weight):
         cls = base_class(module)
         reason = f"`forward` of {cls.__name__} computes something else than its {weight.attribute} and bias say"
+        raise CannotFold(fold.site_edit.edit, reason)
+    hooks = vars(module)
+    if not is_edited(module) and (hooks["_forward_hooks"] or hooks["_forward_pre_hooks"]):
+        reason = f"hooks of `{fold.target.site.module}` run between its product and the edit"
         raise CannotFold(fold.site_edit.edit, reason)
 
 

@@ -1,7 +1,7 @@
 """Whether a module computes W x + b, as a fold into its parameters takes for granted.
 
-PyTorch's own modules do. A class with a `forward` of its own is run on a few vectors: it may scale
-the product, or change what it multiplies.
+PyTorch's own modules do. A class, or a module, with a `forward` of its own is run on a few vectors:
+it may scale the product, or change what it multiplies.
 """
 
 import math
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from peftc.addressing.sites import WeightRef
 from peftc.forms.module import has_values
+from peftc.modules.instance_forward import code_class
 from peftc.runtime.parameters import dense
 
 _VECTORS = 3
@@ -23,13 +24,18 @@ def base_class(module: nn.Module) -> type[nn.Module]:
     return type(module) if generated is None else generated.base
 
 
+def is_edited(module: nn.Module) -> bool:
+    """Whether edits are in the forward of the module itself, and not in code that calls it."""
+    return hasattr(type(module), "_peftc_kind")
+
+
 def computes_product(module: nn.Module, weight: WeightRef) -> bool:
-    """Whether the forward of a module's class multiplies by its weight and adds its bias.
+    """Whether the forward of a module, or of its class, multiplies by its weight and adds its bias.
 
     A forward that fails on vectors (on ids, of an embedding) counts as one that does not.
     """
-    cls = base_class(module)
-    if _defining_class(cls).__module__.startswith("torch.nn."):
+    cls = base_class(module) if is_edited(module) else code_class(module)
+    if cls.forward.__module__.startswith("torch.nn."):
         return True
     stored = dense(getattr(module, weight.attribute).detach())
     if not has_values(stored) or not stored.is_floating_point():
@@ -42,10 +48,6 @@ def computes_product(module: nn.Module, weight: WeightRef) -> bool:
             return result.shape == product.shape and is_close(result, product)
     except Exception:  # whatever the class's own code raises
         return False
-
-
-def _defining_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return next(base for base in cls.__mro__ if "forward" in vars(base))
 
 
 def _vectors(module: nn.Module, matrix: Tensor) -> Tensor:
