@@ -1,4 +1,6 @@
-"""In which dimension a value has its features: the last, or another one that its readers tell."""
+"""Which dimension of a value has its features: the code that computes or reads it tells, else it is
+the last.
+"""
 
 import inspect
 from collections.abc import Collection, Iterable

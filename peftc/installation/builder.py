@@ -73,7 +73,7 @@ class RegionKind(NamedTuple):
 
 
 class AlikeRegion(NamedTuple):
-    """A `RegionKind` of which names alone make further regions."""
+    """A `RegionKind` whose further regions differ from the first in names alone."""
 
     cls: GeneratedClass
     edits: tuple[FormCopies, ...]

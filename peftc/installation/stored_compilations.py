@@ -91,9 +91,11 @@ class Storage:
 def _decoded(
     table: SiteTable, regions: Mapping[str, Any], edits: list[Any], spec: ast.Spec, tasks: tuple[str, ...]
 ) -> Compilation | None:
+    """None for regions that do not fit the edits of the spec."""
     planned = plan_on_table(table, spec, tasks)
     with suppress(ValueError, TypeError, LookupError):
-        return Compilation(planned, lambda: _decoded_regions(regions, edits, planned.site_edits))
+        decoded = _decoded_regions(regions, edits, planned.site_edits)
+        return Compilation(planned, lambda: decoded)
     return None
 
 

@@ -113,6 +113,29 @@ def test_a_damaged_entry_is_as_none(
     assert len(analyses) == 2
 
 
+UNFIT: dict[str, Any] = {
+    "no edits": {"edits": []},
+    "no regions": {"regions": []},
+    "another group": {"regions": {"templates": [[99, []]], "blocks": []}},
+    "no such template": {"regions": {"templates": [], "blocks": [[7, 0]]}},
+}
+
+
+@pytest.mark.parametrize("content", UNFIT)
+def test_an_entry_that_does_not_fit_is_as_none(
+    content: str, analyses: list[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checksum is right: what wrote it was at fault."""
+    first, read = compiled(QV, "llama", monkeypatch), stored_compilations.read
+    changed = UNFIT[content]
+    monkeypatch.setattr(
+        stored_compilations, "read", lambda key, decode: read(key, lambda entry: decode({**entry, **changed}))
+    )
+    second = compiled(QV, "llama", monkeypatch)
+    assert len(analyses) == 2
+    assert torch.equal(outputs(second, "llama"), outputs(first, "llama"))
+
+
 def change_class(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: x)
 
