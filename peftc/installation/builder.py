@@ -321,14 +321,14 @@ class InstallationBuilder:
     def options(self, module: nn.Module) -> Options:
         """The dtype and device of a module's floating-point parameters, else of the model's."""
         first = next(iter(vars(module)["_parameters"].values()), None)  # mostly a weight
-        if first is not None and (dtype := first.dtype).is_floating_point:
-            pass
-        else:
+        dtype = None if first is None else first.dtype
+        if dtype is None or not dtype.is_floating_point:
             parameters = chain(module.parameters(), self.model.parameters())
             first = next(parameters, None)
             typed = (p.dtype for p in chain([first], parameters) if p is not None and p.is_floating_point())
-            if first is None or (dtype := next(typed, None)) is None:
-                return torch.float32, torch.device("cpu")
+            dtype = next(typed, None)
+        if first is None or dtype is None:
+            return torch.float32, torch.device("cpu")
         if not first.is_meta or not self.is_dispatched:
             return dtype, first.device
         return dtype, execution_device(module) or self.execution_device or first.device

@@ -70,7 +70,7 @@ def alike_regions(site_edits: SiteEdits, structure: ModelStructure) -> list[Regi
             blocks |= {(statement, block): RegionBlock(template, one) for block, one in pairs}
     around = {name for region in every for name in parents(region.module)}
     if len({region.module for region in every}) < len(every) or any(
-        has_fast_path(type(structure.model.get_submodule(name))) for name in around
+        has_fast_path(type(submodule(structure.model, name))) for name in around
     ):
         return None
     check_calls_of_regions(every)
