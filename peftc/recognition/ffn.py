@@ -7,8 +7,8 @@ from torch import fx
 
 from peftc.addressing.sites import Slice
 from peftc.dataflow.features import is_affine, is_only_layout, source_linears
-from peftc.dataflow.layer_graph import LayerGraph
-from peftc.dataflow.nodes import first_input
+from peftc.dataflow.layer_graph import CONVOLUTIONS, LayerGraph
+from peftc.dataflow.nodes import first_input, shape
 from peftc.dataflow.operations import LAYOUT, Op, name_of
 from peftc.dataflow.values import reaches, upstream
 from peftc.recognition.module_features import reads_patches
@@ -60,7 +60,7 @@ def convolutions(h: fx.Node, body: Collection[fx.Node], stream: Stream) -> dict[
     if len(weighted) != 2 or not kernels or not all(n in kernels or layer.is_linear(n) for n in weighted):
         return {}
     up, down = weighted
-    x, hidden = unpadded(layer.input_of(up)), layer.input_of(down)
+    x, hidden = unpadded_input(up, layer), layer.input_of(down)
     if x is None or hidden is None or not reaches(up, hidden) or is_affine(hidden, up, layer):
         return {}
     behind = [n for end in weighted for n in upstream(h if end is down else hidden, lambda n, end=end: n is end)]
@@ -69,12 +69,18 @@ def convolutions(h: fx.Node, body: Collection[fx.Node], stream: Stream) -> dict[
     return {"up": Projection(up), "down": Projection(down)} if is_network else {}
 
 
-def unpadded(node: fx.Node | None) -> fx.Node | None:
-    """A value without the entries that a function puts around it, for a convolution."""
+def unpadded_input(call: fx.Node, layer: LayerGraph) -> fx.Node | None:
+    """What a Linear or a convolution reads; of a convolution without the places that a function
+    puts around it.
+    """
     # Seen in: no transformers model, but VITS
-    while node is not None and name_of(node) == "pad":
-        node = first_input(node)
-    return node
+    value = layer.input_of(call)
+    while value is not None and name_of(value) == "pad" and isinstance(layer.module(call), CONVOLUTIONS):
+        source = first_input(value)
+        if shape(source)[:2] != shape(value)[:2]:  # it adds features
+            break
+        value = source
+    return value
 
 
 def _before_norms(hidden: fx.Node, layer: LayerGraph) -> fx.Node:

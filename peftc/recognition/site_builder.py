@@ -19,7 +19,7 @@ from peftc.modules.walk import submodule
 from peftc.recognition.attention.patterns import Attention
 from peftc.recognition.attention.projections import q_width
 from peftc.recognition.attention.states import attention_heads, pair_shape
-from peftc.recognition.ffn import Projection, unpadded
+from peftc.recognition.ffn import Projection, unpadded_input
 from peftc.recognition.layer_types import LayerType
 from peftc.recognition.layers import ModelStructure
 from peftc.recognition.module_features import boundary_states, patch_states, reads_examples, reads_patches
@@ -334,7 +334,7 @@ class LayerSites:
     def input_of(self, name: str, projection: Projection) -> State:
         """What a Linear reads."""
         padded, product = self.graph.input_of(projection.node), self.graph.product(projection.node)
-        source = unpadded(padded)
+        source = unpadded_input(projection.node, self.graph)
         assert source is not None
         dims = dim_of_input(projection.node, self.graph) if product is None else product.d_in
         state = self.state(name, source, dims=dims)

@@ -12,7 +12,7 @@ from peftc.dataflow.values import upstream
 from peftc.recognition.attention.patterns import Attention
 from peftc.recognition.attention.projections import attention_projections, without_sorting
 from peftc.recognition.attention.side_by_side import heads_beside, joined_beside
-from peftc.recognition.ffn import Projection, convolutions, input_projections, unpadded
+from peftc.recognition.ffn import Projection, convolutions, input_projections, unpadded_input
 from peftc.recognition.moe.lists import Experts, Network
 from peftc.recognition.moe.routers import Router
 from peftc.recognition.residual_stream import Stream
@@ -81,8 +81,8 @@ def set_attention_roles(sub: SubLayer, stream: Stream, earlier: Collection[fx.No
 def set_ffn_roles(sub: SubLayer, stream: Stream) -> None:
     layer = stream.layer
     if roles := convolutions(sub.h, sub.body, stream):
-        sub.projections, sub.x = roles, unpadded(layer.input_of(roles["up"].node))
-        sub.hidden = unpadded(layer.input_of(roles["down"].node))
+        sub.projections, sub.x = roles, unpadded_input(roles["up"].node, layer)
+        sub.hidden = unpadded_input(roles["down"].node, layer)
         return
     # not the Linears that compute gates from something else, nor those before joined tokens
     downs = [(n, rows) for n, rows in source_linears(layer, sub.h) if n in sub.body and stream.reaches(n)]

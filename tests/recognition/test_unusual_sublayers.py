@@ -387,3 +387,31 @@ def test_an_adapter_of_a_padded_state_is_refused(tmp_path: Path) -> None:
     metadata.write_text(json.dumps(json.loads(metadata.read_text()) | {"format_version": "1.3"}))
     with pytest.raises(PeftcError, match="P567"):
         peftc.load(tmp_path, build(), sample=sample)
+
+
+class Constant(nn.Module):
+    """A Linear reads features that are padded with ones: its hidden features are all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.up, self.down = Attention(D), nn.Linear(D, 16), nn.Linear(19, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x)
+        return x + self.down(F.pad(torch.relu(self.up(x)), (0, 3), value=1.0))
+
+
+def test_padded_features_of_a_linear_are_hidden_features() -> None:
+    torch.manual_seed(0)
+    model, x = Layers(Constant(), Constant()).double().eval(), torch.randn(2, T, D, dtype=torch.float64)
+    peftc.compile("peft 1  edit e at layer[*].ffn.hidden { h *= vector(init=1) }", model, seed=0, sample={"x": x})
+    factors = [nn.init.normal_(p).detach() for p in peftc.parameters(model).values()]
+    edited = model(x)
+    assert peftc.fold(model).folded
+    torch.testing.assert_close(model(x), edited, rtol=0, atol=1e-10)
+    torch.manual_seed(0)
+    base = Layers(Constant(), Constant()).double().eval()
+    for layer, factor in zip(base.layers, factors, strict=True):
+        assert factor.shape == (19,)
+        layer.down.register_forward_pre_hook(lambda _, args, v=factor: args[0] * v)  # pyright: ignore
+    torch.testing.assert_close(edited, base(x), rtol=0, atol=1e-10)
