@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import overload
 
+from peftc.addressing.lazy_sequence import LazySequence
 from peftc.addressing.renaming import with_changes
 from peftc.addressing.sites import ModuleInfo, SiteTable
 
@@ -39,7 +39,7 @@ class ModuleBlock:
         return with_changes(module, name=f"{self.layer}.{module.name}".strip(".")) if self.layer else module
 
 
-class ModuleInfos(Sequence[ModuleInfo]):
+class ModuleInfos(LazySequence[ModuleInfo]):
     """All modules in model order. Iterating makes them; `find` makes one."""
 
     def __init__(self, blocks: Iterable[ModuleBlock]) -> None:
@@ -68,9 +68,8 @@ class ModuleInfos(Sequence[ModuleInfo]):
             blocks.append(ModuleBlock(known or template, layer))
         return cls(blocks)
 
-    @cached_property
-    def _all(self) -> tuple[ModuleInfo, ...]:
-        return tuple(module for block in self.blocks for module in block)
+    def _make(self) -> Iterable[ModuleInfo]:
+        return (module for block in self.blocks for module in block)
 
     @cached_property
     def _outside(self) -> Mapping[str, ModuleInfo]:
@@ -96,16 +95,6 @@ class ModuleInfos(Sequence[ModuleInfo]):
 
     def __len__(self) -> int:
         return sum(len(block.template.modules) for block in self.blocks)
-
-    def __iter__(self) -> Iterator[ModuleInfo]:
-        return iter(self._all)
-
-    @overload
-    def __getitem__(self, index: int) -> ModuleInfo: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[ModuleInfo, ...]: ...
-    def __getitem__(self, index: int | slice) -> ModuleInfo | tuple[ModuleInfo, ...]:
-        return self._all[index]
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, ModuleInfos) and other.blocks == self.blocks:

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import overload
 
+from peftc.addressing.lazy_sequence import LazySequence
 from peftc.addressing.renaming import LayerName
 from peftc.addressing.selection import Selection
 from peftc.addressing.site_list import Place, site_list
@@ -150,7 +150,7 @@ class EditGroup:
     layers: tuple[LayerName | None, ...]
 
 
-class SiteEdits(Sequence[SiteEdit]):
+class SiteEdits(LazySequence[SiteEdit]):
     """Every edit at every site, in the order of the spec; made when someone asks for one.
 
     `representatives` has one for all sites that are alike.
@@ -160,9 +160,8 @@ class SiteEdits(Sequence[SiteEdit]):
         self._edits, self._of = tuple(edits), of
         self.representatives = tuple(one for site_edits, _ in self._edits for one in site_edits)
 
-    @cached_property
-    def _all(self) -> tuple[SiteEdit, ...]:
-        return tuple(one for site_edits, selection in self._edits for one in self._of.expand(site_edits, selection))
+    def _make(self) -> Iterable[SiteEdit]:
+        return (one for site_edits, selection in self._edits for one in self._of.expand(site_edits, selection))
 
     @cached_property
     def groups(self) -> list[EditGroup] | None:
@@ -191,16 +190,6 @@ class SiteEdits(Sequence[SiteEdit]):
 
     def __len__(self) -> int:
         return sum(one.count for one in self.representatives)
-
-    def __iter__(self) -> Iterator[SiteEdit]:
-        return iter(self._all)
-
-    @overload
-    def __getitem__(self, index: int) -> SiteEdit: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[SiteEdit, ...]: ...
-    def __getitem__(self, index: int | slice) -> SiteEdit | tuple[SiteEdit, ...]:
-        return self._all[index]
 
 
 _Part = Sequence[tuple[int, frozenset[int]]]  # what a selection has of a block: items, each with numbers

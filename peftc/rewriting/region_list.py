@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import overload
 
+from peftc.addressing.lazy_sequence import LazySequence
 from peftc.addressing.renaming import LayerName, Renaming
 from peftc.planning.ir import at_sites
 from peftc.rewriting.edits import Region
@@ -47,7 +47,7 @@ class RegionBlock:
         return Region(renaming.module(region.module), region.inline, list(region.edits), edits)
 
 
-class RegionList(Sequence[Region]):
+class RegionList(LazySequence[Region]):
     """All regions in order. Iterating makes them."""
 
     def __init__(self, blocks: Iterable[RegionBlock]) -> None:
@@ -57,19 +57,8 @@ class RegionList(Sequence[Region]):
     def of(cls, regions: Iterable[Region]) -> RegionList:
         return cls((RegionBlock(RegionTemplate(tuple(regions))),))
 
-    @cached_property
-    def _all(self) -> tuple[Region, ...]:
-        return tuple(region for block in self.blocks for region in block)
+    def _make(self) -> Iterable[Region]:
+        return (region for block in self.blocks for region in block)
 
     def __len__(self) -> int:
         return sum(len(block.template.regions) for block in self.blocks)
-
-    def __iter__(self) -> Iterator[Region]:
-        return iter(self._all)
-
-    @overload
-    def __getitem__(self, index: int) -> Region: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Region, ...]: ...
-    def __getitem__(self, index: int | slice) -> Region | tuple[Region, ...]:
-        return self._all[index]

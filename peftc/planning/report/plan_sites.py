@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_serializer
 from pydantic_core import CoreSchema, core_schema
+
+from peftc.addressing.lazy_sequence import LazySequence
 
 LAYER, NUMBER = "{layer}", "{number}"  # where a range has its numbers
 _LAYER_PATH = re.compile(r"(.*?\blayer)\[(\d+)\]")
@@ -89,7 +91,7 @@ def _before(number: int, module: str) -> str:
     return f"{before}." if part else ""
 
 
-class PlanSites(Sequence[PlanSite]):
+class PlanSites(LazySequence[PlanSite]):
     """The sites of an edit, in model order. `ranges` has each kind of site once.
 
     Attributes:
@@ -99,8 +101,7 @@ class PlanSites(Sequence[PlanSite]):
     def __init__(self, ranges: Iterable[PlanSiteRange] = ()) -> None:
         self.ranges = tuple(ranges)
 
-    @cached_property
-    def _all(self) -> tuple[PlanSite, ...]:
+    def _make(self) -> Iterable[PlanSite]:
         def site(path: str, module: str, number: int | None) -> PlanSite:
             if number is None:
                 return PlanSite(path=path, module=module)
@@ -158,16 +159,6 @@ class PlanSites(Sequence[PlanSite]):
 
     def __len__(self) -> int:
         return sum(map(len, self.ranges))
-
-    @overload
-    def __getitem__(self, index: int) -> PlanSite: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[PlanSite, ...]: ...
-    def __getitem__(self, index: int | slice) -> PlanSite | tuple[PlanSite, ...]:
-        return self._all[index]
-
-    def __iter__(self) -> Iterator[PlanSite]:
-        return iter(self._all)
 
     def __eq__(self, other: object) -> bool:
         return self.ranges == other.ranges if isinstance(other, PlanSites) else NotImplemented
