@@ -66,11 +66,11 @@ def modules_in(model: nn.Module) -> list[nn.Module]:
 def set_eval(model: nn.Module) -> nn.Module:
     """`model.eval()`."""
     modules = modules_in(model)
-    methods = {(cls.eval, cls.train) for cls in {*map(type, modules)}}
-    if methods != {(nn.Module.eval, nn.Module.train)}:
+    methods = {(cls.eval, cls.train, cls.__setattr__) for cls in {*map(type, modules)}}
+    if methods != {(nn.Module.eval, nn.Module.train, nn.Module.__setattr__)}:
         return model.eval()
     for module in modules:
-        module.training = False
+        vars(module)["training"] = False
     return model
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain, filterfalse
+from itertools import chain
 from os import PathLike
 from typing import Any
 
@@ -19,9 +19,7 @@ from peftc.models.skeleton import skeleton
 from peftc.models.sources import ModelSource, resolve
 from peftc.modules.instance_forward import instance_forward
 from peftc.modules.walk import (
-    all_named_buffers,
     all_named_modules,
-    all_named_parameters,
     named_modules,
     set_eval,
     submodule,
@@ -84,29 +82,35 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
 
 def _check_names(model: nn.Module) -> None:
     """Raises: P511 for a name that is no text, or that is hidden by an attribute."""
-    modules = named_modules(model)
-    every = chain(modules, all_named_parameters(modules), all_named_buffers(modules))
-    for name in filterfalse(str.isascii, [name for name, _ in every]):
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            shown = name.encode(errors="backslashreplace").decode()
-            message = f"the name `{shown}` cannot be written in any file"
-            raise PeftcError(Diagnostic("P511", message, help="rename the module")) from None
+    modules, texts = named_modules(model), set[str]()
     hides = cache(_may_hide_children)
     for owner, parent in modules:
         own = vars(parent)
-        if not own["_modules"]:
+        children, parameters, buffers = own["_modules"], own["_parameters"], own["_buffers"]
+        for name in chain(children, parameters, buffers):
+            if name not in texts:
+                _check_text(owner, name)
+                texts.add(name)
+        if not children:
             continue
-        children = dict(own["_modules"].items())
-        tables = own, own["_parameters"], own["_buffers"]
-        if not hides(type(parent), *children) and not any(name in table for table in tables for name in children):
+        is_plain = all(map(children.keys().isdisjoint, (own, parameters, buffers)))
+        if is_plain and not hides(type(parent), *children):
             continue
         for name, module in parent.named_children():
             if getattr(parent, name, None) is not module:
                 shown = f"{owner}.{name}".lstrip(".")
                 message = f"`{shown}` is hidden by an attribute of {type(parent).__name__} that has the same name"
                 raise PeftcError(Diagnostic("P511", message, help="rename the module"))
+
+
+def _check_text(owner: str, name: str) -> None:
+    """Raises: P511 for a name that no file can hold."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        shown = f"{owner}.{name}".lstrip(".").encode(errors="backslashreplace").decode()
+        message = f"the name `{shown}` cannot be written in any file"
+        raise PeftcError(Diagnostic("P511", message, help="rename the module")) from None
 
 
 def _may_hide_children(cls: type[nn.Module], *names: str) -> bool:
