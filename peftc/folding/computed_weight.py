@@ -29,6 +29,12 @@ def is_computed(module: nn.Module, attribute: str) -> bool:
     return is_parametrized(module, attribute) or _hook(module, attribute) is not None
 
 
+def has_value_hooks(module: nn.Module) -> bool:
+    """Whether a module has forward hooks besides those of norms, which compute its weight alone."""
+    before = cast(Iterator[Any], iter(vars(module)["_forward_pre_hooks"].values()))
+    return bool(vars(module)["_forward_hooks"]) or any(not isinstance(h, (WeightNorm, SpectralNorm)) for h in before)
+
+
 def evaluated(module: nn.Module, attribute: str) -> Tensor:
     """A tensor of a module as it is in evaluation, where no power iteration goes on."""
     hook = _hook(module, attribute)

@@ -11,7 +11,7 @@ from peftc.adapters.base import dtype_name
 from peftc.addressing.sites import WeightRef, parameter_name
 from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.folding.computed_weight import evaluated, has_plain_form, is_computed, stored_values
+from peftc.folding.computed_weight import evaluated, has_plain_form, has_value_hooks, is_computed, stored_values
 from peftc.folding.own_forward import base_class, computes_product, is_edited
 from peftc.folding.report import Change
 from peftc.forms.affine_module import Affine
@@ -90,8 +90,7 @@ def _check_forward(fold: Fold, module: nn.Module) -> None:
         cls = base_class(module)
         reason = f"`forward` of {cls.__name__} computes something else than its {weight.attribute} and bias say"
         raise CannotFold(fold.site_edit.edit, reason)
-    hooks = vars(module)
-    if not is_edited(module) and (hooks["_forward_hooks"] or hooks["_forward_pre_hooks"]):
+    if not is_edited(module) and has_value_hooks(module):
         reason = f"hooks of `{fold.target.site.module}` run between its product and the edit"
         raise CannotFold(fold.site_edit.edit, reason)
 

@@ -50,6 +50,7 @@ CHANGES: dict[str, Any] = {
     "a hook that scales": lambda linear: linear.register_forward_hook(lambda _, args, h: h * 3),
     "a hook of the input": lambda linear: linear.register_forward_pre_hook(lambda _, args: (args[0] * 3,)),
     "a forward that computes the product": assign(plain),
+    "a norm by a hook": nn.utils.weight_norm,
     "none": lambda linear: None,
 }
 
@@ -68,7 +69,7 @@ def test_a_folded_model_computes_the_same(change: str, place: str) -> None:
     edited = model(x)
     report = peftc.fold(model)
     torch.testing.assert_close(model(x), edited, rtol=0, atol=1e-10)
-    if change in ("a forward that computes the product", "none"):
+    if change in ("a forward that computes the product", "a norm by a hook", "none"):
         assert report.folded
     if change == "a forward that scales":
         assert not report.folded
