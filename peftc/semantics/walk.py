@@ -13,8 +13,14 @@ def children(value: ast.Expr) -> tuple[ast.Expr, ...]:
             return (*args, *(keyword.value for keyword in kwargs))
         case ast.Negative(operand):
             return (operand,)
-        case ast.Binary(_, left, right):
+        case ast.Binary(_, left, right) | ast.Pair(left, right):
             return (left, right)
+        case ast.List(items):
+            return items
+        case ast.Item(owner, indices):
+            return (owner, *indices)
+        case ast.Attribute(owner):
+            return (owner,)
         case _:
             return ()
 
@@ -29,6 +35,14 @@ def map_children(value: ast.Expr, function: Callable[[ast.Expr], ast.Expr]) -> a
             return replace(value, operand=function(operand))
         case ast.Binary(_, left, right):
             return replace(value, left=function(left), right=function(right))
+        case ast.Pair(first, second):
+            return replace(value, first=function(first), second=function(second))
+        case ast.List(items):
+            return replace(value, items=tuple(map(function, items)))
+        case ast.Item(owner, indices):
+            return replace(value, value=function(owner), indices=tuple(map(function, indices)))
+        case ast.Attribute(owner):
+            return replace(value, value=function(owner))
         case _:
             return value
 

@@ -91,14 +91,45 @@ class Negative(Node):
 
 @record()
 class Binary(Node):
-    """`4 * x`"""
+    """`4 * x`, `B @ x`"""
 
-    op: Literal["+", "-", "*", "/"]
+    op: Literal["+", "-", "*", "/", "@"]
     left: Expr
     right: Expr
 
 
-Expr = Number | Boolean | Name | String | Call | Negative | Binary
+@record()
+class List(Node):
+    """`[4, 4, 8]`"""
+
+    items: tuple[Expr, ...] = ()
+
+
+@record()
+class Pair(Node):
+    """`(k, v)`"""
+
+    first: Expr
+    second: Expr
+
+
+@record()
+class Item(Node):
+    """`table[0]`, `A[0, i]`"""
+
+    value: Expr
+    indices: tuple[Expr, ...]
+
+
+@record()
+class Attribute(Node):
+    """`svd(w, r).u`"""
+
+    value: Expr
+    name: str
+
+
+Expr = Number | Boolean | Name | String | Call | Negative | Binary | List | Pair | Item | Attribute
 
 
 # Selectors
@@ -252,7 +283,48 @@ class Method(Statement):
     closing: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
 
-TopLevel = Method | Use | Apply | Let | Edit | Train | Expect
+@record()
+class FormParam(Node):
+    """`r`, or `alpha = r` with a default. One whose name is a state is an input."""
+
+    name: str
+    default: Expr | None = None
+
+
+@record()
+class Require(Statement):
+    """`require r <= min(d(x), d(out))`"""
+
+    left: Expr
+    op: Literal["==", "!=", "<", "<=", ">", ">="]
+    right: Expr
+
+
+@record()
+class Parameter(Statement):
+    """`param A[r, d(x)] per edit = kaiming if bias`; `fixed` values are drawn and never trained."""
+
+    name: str
+    sizes: tuple[Expr, ...]
+    value: Expr
+    fixed: bool = False
+    scope: str = ""
+    condition: Expr | None = None
+    name_span: Span = field(default=NOWHERE, compare=False, repr=False)
+
+
+@record()
+class Form(Statement):
+    """`form lora(x, r, alpha = r) { … }`"""
+
+    name: str
+    params: tuple[FormParam, ...]
+    body: tuple[Require | Parameter | Let | Equation, ...]
+    closing: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    name_span: Span = field(default=NOWHERE, compare=False, repr=False)
+
+
+TopLevel = Form | Method | Use | Apply | Let | Edit | Train | Expect
 
 
 @record()

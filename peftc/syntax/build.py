@@ -6,7 +6,7 @@ from typing import Any
 
 from peftc.diagnostics import Diagnostic, Source, Span
 from peftc.syntax import ast
-from peftc.syntax.lexer import CommentCursor, Lexemes
+from peftc.syntax.lexer import VERSIONS, CommentCursor, Lexemes
 from peftc.syntax.reducer import Phrase
 
 _SELECTORS = (ast.Path, ast.Glob, ast.Union, ast.Difference)
@@ -28,11 +28,12 @@ class Builder:
         leading = self._comments.leading(at, at.end, first=True)
         trailing = self._comments.trailing(at)
         version = header.last
-        if self._words[version] != "1":
-            message = f"this spec is in version {self._words[version]} of the language; this peftc reads version 1"
-            self._error("P002", message, version, "write `peft 1`, or update peftc")
+        number = self._words[version]
+        if number not in VERSIONS:
+            message = f"this spec is in version {number} of the language; this peftc reads versions 1 and 2"
+            self._error("P002", message, version, "write `peft 2`, or update peftc")
         return ast.Spec(
-            1,
+            int(number) if number in VERSIONS else 1,
             tuple([self._statement(statement, False) for statement in statements]),
             header=leading,
             header_trailing=trailing,
@@ -46,7 +47,7 @@ class Builder:
 
     def _statement(self, phrase: Phrase, first: bool) -> Any:
         """A statement; `first` of its block."""
-        if phrase.rule in ("edit", "method"):
+        if phrase.rule in ("edit", "method", "form"):
             return self._block(phrase, first)
         build: Callable[..., ast.Statement] = getattr(self, f"_{phrase.rule}")
         at = self._place(phrase)
@@ -63,16 +64,16 @@ class Builder:
 
     # Blocks
 
-    def _block(self, phrase: Phrase, first: bool) -> ast.Edit | ast.Method:
-        """An edit or a method, with the comments above it, in it and next to its braces."""
+    def _block(self, phrase: Phrase, first: bool) -> ast.Edit | ast.Method | ast.Form:
+        """An edit, a method or a form, with the comments above it, in it and next to its braces."""
         place = self._place(phrase)
         number = self._index(phrase, "LBRACE")
         brace = phrase.children[number]
         opening, closing = self._span(brace, brace), self._span(phrase.last, phrase.last)
-        params = _optional(phrase, "params")
+        params = _optional(phrase, "params") or _optional(phrase, "form_params")
         end = opening.start if params is None else self._span(params.first, params.first).start
         leading = self._comments.leading(place, end, first)
-        parameters = () if params is None else self._params(params)
+        parameters = () if params is None or phrase.rule == "form" else self._params(params)
         leading += self._comments.inner(opening.start)
         trailing = self._comments.trailing(opening)
         statements = phrase.children[number + 1 : -1]
@@ -84,11 +85,13 @@ class Builder:
         common = {"leading": leading, "trailing": trailing or last, "closing": comments, "span": place}
         if phrase.rule == "method":
             return ast.build(ast.Method, name=self._words[phrase.children[1]], params=parameters, body=body, **common)
+        if phrase.rule == "form":
+            return self._form(phrase, body, **common)
         return self._edit(phrase, body, **common)
 
     def _edit(self, phrase: Phrase, body: tuple[Any, ...], **common: Any) -> ast.Edit:
         name, selector = phrase.children[1], phrase.children[3]
-        per_task = _optional(phrase, "per_task")
+        per_task = _optional(phrase, "scope")
         if per_task is not None and (word := self._words[per_task.last]) != "task":
             self._error("P023", f"expected `task` after `per`, found `{word}`", per_task.last)
         return ast.build(
@@ -100,6 +103,27 @@ class Builder:
             name_span=name.span,
             **common,
         )
+
+    def _form(self, phrase: Phrase, body: tuple[Any, ...], **common: Any) -> ast.Form:
+        name = phrase.children[1]
+        params = [part for part in phrase.children[2].children if isinstance(part, Phrase)]
+        for line in body:
+            if isinstance(line, ast.Equation) and line.op != "=":
+                self.errors.append(
+                    Diagnostic("P012", f"expected `=` after `{line.target}`, found `{line.op}`", line.target_span)
+                )
+        return ast.build(
+            ast.Form,
+            name=self._words[name],
+            params=tuple([self._form_param(param) for param in params]),
+            body=body,
+            name_span=self._span(name, name),
+            **common,
+        )
+
+    def _form_param(self, phrase: Phrase) -> ast.FormParam:
+        name, *default = phrase.children
+        return ast.FormParam(self._words[name], default[1] if default else None, span=self._place(phrase))
 
     def _params(self, phrase: Phrase) -> tuple[ast.Param, ...]:
         params: list[ast.Param] = []
@@ -121,6 +145,26 @@ class Builder:
         words = self._words
         at = self._span(target, target)
         return ast.build(ast.Equation, target=words[target], op=words[op], value=value, target_span=at, **common)
+
+    def _require(self, children: list[Any], **common: Any) -> ast.Require:
+        _, left, op, right = children
+        return ast.build(ast.Require, left=left, op=self._words[op], right=right, **common)
+
+    def _parameter(self, children: list[Any], **common: Any) -> ast.Parameter:
+        kind, name, *parts = children
+        phrases = {part.rule: part.children for part in parts if isinstance(part, Phrase)}
+        equal = next(at for at, part in enumerate(parts) if type(part) is int)
+        return ast.build(
+            ast.Parameter,
+            name=self._words[name],
+            sizes=tuple(phrases.get("sizes", ())[1:-1:2]),
+            value=parts[equal + 1],
+            fixed=self._types[kind] == "FIXED",
+            scope=self._words[phrases["scope"][1]] if "scope" in phrases else "",
+            condition=phrases["condition"][1] if "condition" in phrases else None,
+            name_span=self._span(name, name),
+            **common,
+        )
 
     def _let(self, children: list[Any], **common: Any) -> ast.Let:
         _, name, _, value = children

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 from peftc.diagnostics import Diagnostic
 from peftc.diagnostics.suggestions import nearest
-from peftc.syntax.lexer import Token, excerpt, keywords, spelling
+from peftc.syntax.lexer import NEED_VERSION_2, Token, excerpt, keywords, spelling
 
 CLOSING = {"LBRACE": "RBRACE", "LPAR": "RPAR", "LSQB": "RSQB"}
 ASSIGNMENTS = frozenset({"EQUAL", "PLUS_EQUAL", "STAR_EQUAL"})
-_STATEMENTS = frozenset({"PEFT", "METHOD", "USE", "APPLY", "EDIT", "TRAIN", "EXPECT", "LET"})
+_STATEMENTS = frozenset({"PEFT", "FORM", "METHOD", "USE", "APPLY", "EDIT", "TRAIN", "EXPECT", "LET"})
 _OPEN = {"LBRACE": "`{`", "LPAR": "`(`", "LSQB": "`[`"}
 _CLOSE = frozenset(CLOSING.values())
-_TOP_LEVEL = ("method", "use", "apply", "edit", "train", "expect", "let")
-_NAMED = frozenset({"EDIT", "TRAIN", "METHOD", "LET", "USE", "APPLY", "AS", "DOT"})  # what precedes a name
+_TOP_LEVEL = ("form", "method", "use", "apply", "edit", "train", "expect", "let")
+_NAMED = frozenset({"EDIT", "TRAIN", "FORM", "METHOD", "LET", "USE", "APPLY", "AS", "DOT"})  # what precedes a name
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def error_context(tokens: Sequence[Token], at: int, accepts: frozenset[str], sta
             pass
         elif item.type in _STATEMENTS:
             statement = item.type
-            block = item if item.type in {"EDIT", "METHOD"} else block
+            block = item if item.type in {"EDIT", "METHOD", "FORM"} else block
         elif item.type in CLOSING:
             brackets.append((item, statement, block))
             statement = "" if item.type == "LBRACE" else statement
@@ -266,6 +266,8 @@ def _statement(c: ErrorContext) -> Error | None:
         return c.error("P014", f"{c.unexpected} cannot stand in a method", help_)
     if c.allows("EDIT") and c.type == "NAME" and c.bracket in {"", "LBRACE"}:  # edti a at …
         words = [text for terminal, text in keywords().items() if terminal in c.accepts and text in _TOP_LEVEL]
+        if keywords().get("FORM") == str(c.token):  # in version 1, where it is a name
+            return c.error("P028", f"{c.unexpected} belongs to version 2 of the language", NEED_VERSION_2)
         suggestion = nearest(str(c.token), words)
         help_ = f"did you mean `{suggestion}`?" if suggestion else f"statements begin with {', '.join(words)}"
         return c.error("P013", c.expectation("a statement"), help_)

@@ -36,12 +36,26 @@ def spelling(terminal: str) -> str:
 
 
 _new = tuple.__new__  # of named tuples, whose own constructor takes twice as long
-_HEADER = re.compile(r"\ufeff?(?:[ \t\f\r\n]|#[^\r\n]*+)*+peft[ \t\f\r\n]+[0-9]")
+_HEADER = re.compile(r"\ufeff?(?:[ \t\f\r\n]|#[^\r\n]*+)*+peft[ \t\f\r\n]+([0-9]+)")
+VERSIONS = ("1", "2")
+OF_VERSION_2 = frozenset({"FORM", "REQUIRE", "PARAM", "FIXED", "IF", "AT_SIGN"})
+NEED_VERSION_2 = "write `peft 2` on the first line"
 
 
 def begins_as_spec(text: str) -> bool:
     """Whether a text begins, after comments, with `peft` and a number."""
     return _HEADER.match(text) is not None
+
+
+def unknown_terminals(version: str | None) -> frozenset[str]:
+    """The terminals that a version of the language does not have."""
+    return OF_VERSION_2 if version == "1" else frozenset()
+
+
+def version_of(text: str) -> str | None:
+    """The version in the header of a spec; None for a text without one, such as an expression."""
+    match = _HEADER.match(text)
+    return match[1] if match is not None else None
 
 
 class Lexemes:
@@ -54,7 +68,8 @@ class Lexemes:
     def __init__(self, text: str) -> None:
         text = " " + text[1:] if text.startswith("\ufeff") else text
         words = tables().lexer.findall(text)
-        terminals = _terminals_of(words)
+        self.version = version_of(text)
+        terminals = _terminals_of(words, unknown_terminals(self.version))
         self.words: list[str] = [*words, ""]
         self.types: list[str] = [*map(terminals.__getitem__, words), END]
         self._starts = [*accumulate(map(len, words), initial=0), len(text)]
@@ -100,11 +115,12 @@ class Lexemes:
         return Token(self.types[first], "".join(self.words[first : last + 1]), self.span(first, last))
 
 
-def _terminals_of(words: Sequence[str]) -> dict[str, str]:
-    """The terminal of each word, which its text decides."""
-    known = tables().keywords
+def _terminals_of(words: Sequence[str], unknown: frozenset[str]) -> dict[str, str]:
+    """The terminal of each word, which its text decides. `unknown`: those of a later version."""
+    known = {word: terminal for word, terminal in tables().keywords.items() if terminal not in unknown}
     matches = ((word, tables().classifier.match(word)) for word in {*words} if word not in known)
-    return {**known, **{word: match.lastgroup or "" for word, match in matches if match}}
+    terminals = {word: match.lastgroup or "" for word, match in matches if match}
+    return {**known, **{word: "STRAY" if terminal in unknown else terminal for word, terminal in terminals.items()}}
 
 
 def excerpt(text: str, limit: int = 30) -> str:
@@ -132,7 +148,7 @@ _HELP = {
     "'": 'use double quotes: "file.peft"',
     "“": 'use straight quotes: "file.peft"',
     "”": 'use straight quotes: "file.peft"',
-    "@": "there is no matrix product; call a form such as `lora(x, r=8)` with its input",
+    "@": f"the matrix product belongs to version 2 of the language: {NEED_VERSION_2}",
     "\xa0": "this is a no-break space; write an ordinary one",
 }
 

@@ -30,7 +30,7 @@ _OPERATOR, _BOUNDARY = 2, 0
 _NESTING = {
     **dict.fromkeys(("LPAR", "LSQB"), 1),
     **dict.fromkeys(("RPAR", "RSQB"), -1),
-    **dict.fromkeys(("PLUS", "MINUS", "STAR", "SLASH", "BAR"), _OPERATOR),
+    **dict.fromkeys(("PLUS", "MINUS", "STAR", "AT_SIGN", "SLASH", "BAR"), _OPERATOR),
     **dict.fromkeys(("EQUAL", "PLUS_EQUAL", "STAR_EQUAL", "AT", "LBRACE", "RBRACE", "LET", "EXPECT"), _BOUNDARY),
 }
 _FEW_BRACKETS, _FEW_OPERATORS = 30, 40
@@ -90,13 +90,13 @@ def _check_syntax(lexemes: Lexemes, source: Source, start: str) -> None:
     tokens, errors = repair_tokens(lexemes.tokens)
     if bracket := _excess_bracket(tokens):
         _raise([*errors, _too_deep(bracket.span)], source)
-    tree = _parse_tokens(tokens, errors, start)
+    tree = _parse_tokens(tokens, errors, start, lexemes.version)
     _raise(errors, source)
     deep = deeper_than(tree, _MAX_DEPTH)
     _raise([_too_deep(deep.span)] if deep is not None else [], source)
 
 
-def _parse_tokens(tokens: Sequence[Token], errors: list[Diagnostic], start: str) -> Tree | Token:
+def _parse_tokens(tokens: Sequence[Token], errors: list[Diagnostic], start: str, version: str | None) -> Tree | Token:
     """The parse tree, which is complete if `errors` stays empty."""
     parser = Automaton.starting(start)
     lexical_errors = [error.span.start for error in errors if error.span]
@@ -105,7 +105,7 @@ def _parse_tokens(tokens: Sequence[Token], errors: list[Diagnostic], start: str)
         if parser.feed(tokens[at]):
             at += 1
             continue
-        accepts = accepted_terminals(parser)
+        accepts = accepted_terminals(parser, version)
         # A token that was repaired or removed, here or directly before, may be the cause.
         window = range(tokens[at - 2].span.start if at > 1 else 0, tokens[at].span.end + 1)
         if at >= quiet_until and not any(start in window for start in lexical_errors):

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from peftc.syntax import ast
 
-_SUM, _PRODUCT, _FACTOR = 1, 2, 3
-_PRECEDENCE = {"+": _SUM, "-": _SUM, "*": _PRODUCT, "/": _PRODUCT}
+_SUM, _PRODUCT, _FACTOR, _MATRIX_PRODUCT, _OPERAND = 1, 2, 3, 4, 5
+_PRECEDENCE = {"+": _SUM, "-": _SUM, "*": _PRODUCT, "/": _PRODUCT, "@": _MATRIX_PRODUCT}
 WIDTH = 100
 _INDENT = "    "
 
@@ -29,11 +29,28 @@ def print_expression(value: ast.Expr, precedence: int = 0) -> str:
             named = (f"{keyword.name}={print_expression(keyword.value)}" for keyword in kwargs)
             return f"{function}({', '.join([*map(print_expression, args), *named])})"
         case ast.Negative(operand):
-            return f"-{print_expression(operand, _FACTOR)}"
+            text = f"-{print_expression(operand, _FACTOR)}"
+            return f"({text})" if precedence > _FACTOR else text
+        case ast.List(items):
+            return f"[{_print_all(items)}]"
+        case ast.Pair(first, second):
+            return f"({_print_all((first, second))})"
+        case ast.Item(owner, indices):
+            return f"{print_expression(owner, _OPERAND)}[{_print_all(indices)}]"
+        case ast.Attribute(owner, name):
+            text = print_expression(owner, _OPERAND)
+            return f"{text}.{name}" if isinstance(owner, ast.Call | ast.Item) or text[0] == "(" else f"({text}).{name}"
+        case ast.Binary("@", left, right):  # from the right
+            text = f"{print_expression(left, _OPERAND)} @ {print_expression(right, _MATRIX_PRODUCT)}"
+            return f"({text})" if precedence > _MATRIX_PRODUCT else text
         case ast.Binary(op, left, right):
             own = _PRECEDENCE[op]
             text = f"{print_expression(left, own)} {op} {print_expression(right, own + 1)}"
             return f"({text})" if own < precedence else text
+
+
+def _print_all(values: Sequence[ast.Expr]) -> str:
+    return ", ".join(map(print_expression, values))
 
 
 def print_selector(value: ast.Selector, nested: bool = False) -> str:
@@ -71,7 +88,7 @@ def print_spec(spec: ast.Spec) -> str:
     lines = [*spec.header, _with_comment(f"peft {spec.version}", spec.header_trailing)]
     previous: ast.Statement | None = None
     for statement in spec.statements:
-        between_methods = isinstance(previous, ast.Method) or isinstance(statement, ast.Method)
+        between_methods = isinstance(previous, ast.Method | ast.Form) or isinstance(statement, ast.Method | ast.Form)
         if previous is None or between_methods or statement.leading[:1] == ("",):
             lines.append("")
         lines += _statement(statement, "")
@@ -90,6 +107,8 @@ def _statement(statement: ast.Statement, indent: str) -> list[str]:
     match statement:
         case ast.Method():
             lines = _method(statement, WIDTH - len(indent))
+        case ast.Form():
+            lines = _form(statement, WIDTH - len(indent))
         case ast.Edit():
             lines = _edit(statement, WIDTH - len(indent))
         case _:
@@ -122,6 +141,10 @@ def _line(statement: ast.Statement) -> str:
             return f"{target} {op} {print_expression(value)}"
         case ast.Let(name, value):
             return f"let {name} = {print_expression(value)}"
+        case ast.Require(left, op, right):
+            return f"require {print_expression(left)} {op} {print_expression(right)}"
+        case ast.Parameter():
+            return _parameter(statement)
         case ast.Train(name, states, at):
             return f"train {name} = [{', '.join(states)}] at {print_selector(at)}"
         case ast.Expect(left, op, right):
@@ -135,6 +158,22 @@ def _line(statement: ast.Statement) -> str:
             return f"apply {name}({arguments}){selector}" + (f" as {alias}" if alias else "")
         case _:
             raise TypeError(f"not a statement of one line: {type(statement).__name__}")
+
+
+def _parameter(parameter: ast.Parameter) -> str:
+    sizes = f"[{_print_all(parameter.sizes)}]" if parameter.sizes else ""
+    scope = f" per {parameter.scope}" if parameter.scope else ""
+    condition = "" if parameter.condition is None else f" if {print_expression(parameter.condition)}"
+    kind = "fixed" if parameter.fixed else "param"
+    return f"{kind} {parameter.name}{sizes}{scope} = {print_expression(parameter.value)}{condition}"
+
+
+def _form(form: ast.Form, width: int) -> list[str]:
+    params = [p.name if p.default is None else f"{p.name} = {print_expression(p.default)}" for p in form.params]
+    lines = [_with_comment(f"form {form.name}({', '.join(params)}) {{", form.trailing)]
+    if len(lines[0]) > width:
+        lines = [f"form {form.name}(", *(f"{_INDENT}{param}," for param in params), _with_comment(") {", form.trailing)]
+    return [*lines, *_block(form.body, form.closing)]
 
 
 def _edit(edit: ast.Edit, width: int) -> list[str]:

@@ -12,11 +12,11 @@ from itertools import accumulate
 from peftc.diagnostics.suggestions import nearest
 from peftc.syntax.automaton import Automaton
 from peftc.syntax.error_rules import ASSIGNMENTS
-from peftc.syntax.lexer import Token, keywords
+from peftc.syntax.lexer import Token, keywords, unknown_terminals
 
 _LOOKAHEAD = 16  # tokens by which a repair is judged
 _MIN_PROGRESS = 3  # tokens that must parse after a repair
-_STATEMENTS = frozenset({"METHOD", "USE", "APPLY", "EDIT", "TRAIN", "EXPECT", "LET"})
+_STATEMENTS = frozenset({"FORM", "METHOD", "USE", "APPLY", "EDIT", "TRAIN", "EXPECT", "LET"})
 _BRACES = {"LBRACE": 1, "RBRACE": -1}
 _INVALID = frozenset({"BAD_NUMBER", "OPEN_STRING", "STRAY", "COMMENT"})
 
@@ -24,8 +24,9 @@ _INVALID = frozenset({"BAD_NUMBER", "OPEN_STRING", "STRAY", "COMMENT"})
 Resumption = tuple[Automaton, int]  # the parser after recovery, and the index of its next token
 
 
-def accepted_terminals(parser: Automaton) -> frozenset[str]:
-    return parser.accepts() - _INVALID
+def accepted_terminals(parser: Automaton, version: str | None = None) -> frozenset[str]:
+    """The terminals that may follow in a spec of a version."""
+    return parser.accepts() - _INVALID - unknown_terminals(version)
 
 
 def resume(parser: Automaton, tokens: Sequence[Token], at: int, accepts: frozenset[str]) -> Resumption | None:
@@ -44,6 +45,8 @@ def _repair(parser: Automaton, tokens: Sequence[Token], at: int, accepts: frozen
     for inserted in (None, *sorted(accepts - {"$END"}, key=lambda terminal: (terminal != similar, terminal))):
         for skip in (0, 1):
             if (inserted is None and not skip) or at + skip >= len(tokens):
+                continue
+            if inserted in ASSIGNMENTS and tokens[at].type == "LPAR" and not skip:  # a call without its equation
                 continue
             trial = parser.copy()
             if inserted and not trial.feed(Token(inserted, "", tokens[at].span)):

@@ -13,7 +13,8 @@ from typing import Any, Literal, NamedTuple, cast
 
 from peftc.diagnostics import Diagnostic, Span
 from peftc.syntax import ast
-from peftc.syntax.lexer import Lexemes, excerpt
+from peftc.syntax.ast import AnyNode
+from peftc.syntax.lexer import NEED_VERSION_2, Lexemes, excerpt
 from peftc.syntax.tables import END, Rule, tables
 
 _MAX_NUMBER, _MAX_INDEX = 40, 9  # characters
@@ -40,7 +41,7 @@ class Reducer:
     def __init__(self, lexemes: Lexemes) -> None:
         self.errors: list[Diagnostic] = []
         self._words, self._types = lexemes.words, lexemes.types
-        self._span = lexemes.span
+        self._span, self._version = lexemes.span, lexemes.version
 
     def reduce(self, start: str) -> Value | None:
         """What the text means as a `start`; None at a syntax error."""
@@ -111,6 +112,28 @@ class Reducer:
         return ast.build(ast.Binary, op=self._words[op], left=left, right=right, span=self._span(first, last))
 
     _multiply = _add
+    _matmul = _add
+
+    def _list(self, children: list[Value], first: int, last: int) -> ast.List:
+        return self._new(ast.List(tuple(children[1:-1:2]), span=self._span(first, last)), "a list")
+
+    def _pair(self, children: list[Value], first: int, last: int) -> ast.Pair:
+        return self._new(ast.Pair(children[1], children[3], span=self._span(first, last)), "a pair")
+
+    def _item(self, children: list[Value], first: int, last: int) -> ast.Item:
+        value, _, *indices = children
+        return self._new(ast.Item(value, tuple(indices[:-1:2]), span=self._span(first, last)), "an index")
+
+    def _attribute(self, children: list[Value], first: int, last: int) -> ast.Attribute:
+        value, _, name = children
+        return self._new(ast.Attribute(value, self._words[name], span=self._span(first, last)), "an attribute")
+
+    def _new(self, node: AnyNode, kind: str) -> AnyNode:
+        """A node that version 1 of the language does not have."""
+        if self._version == "1":
+            message = f"{kind} in an expression belongs to version 2 of the language"
+            self._error("P028", message, node.span, NEED_VERSION_2)
+        return node
 
     def _call(self, children: list[Value], first: int, last: int) -> ast.Call:
         name, (args, kwargs) = children

@@ -19,6 +19,11 @@ KEYWORDS = {
     "train",
     "expect",
     "let",
+    "form",
+    "require",
+    "param",
+    "fixed",
+    "if",
     "true",
     "false",
 }
@@ -44,7 +49,16 @@ def _larger(inner: st.SearchStrategy[ast.Expr]) -> st.SearchStrategy[ast.Expr]:
     return calls | st.builds(ast.Negative, inner) | st.builds(ast.Binary, st.sampled_from("+-*/"), inner, inner)
 
 
+def _of_version_2(inner: st.SearchStrategy[ast.Expr]) -> st.SearchStrategy[ast.Expr]:
+    several = st.lists(inner, min_size=1, max_size=3).map(tuple)
+    lists = st.builds(ast.List, st.lists(inner, max_size=3).map(tuple)) | st.builds(ast.Pair, inner, inner)
+    items = st.builds(ast.Item, inner, several)
+    attributes = st.builds(ast.Attribute, inner.filter(lambda value: not isinstance(value, ast.Attribute)), words)
+    return _larger(inner) | st.builds(ast.Binary, st.just("@"), inner, inner) | lists | items | attributes
+
+
 expressions = st.recursive(leaves, _larger, max_leaves=8)
+expressions_2 = st.recursive(leaves, _of_version_2, max_leaves=8)
 
 
 @st.composite
@@ -109,6 +123,35 @@ params = st.lists(st.builds(ast.Param, words, expressions, leading=above, traili
 )
 methods = st.builds(
     ast.Method, words, params, st.lists(members, max_size=3).map(tuple), closing=above, **comment_fields
+)
+comparisons = st.sampled_from(["==", "!=", "<", "<=", ">", ">="])
+requires = st.builds(ast.Require, expressions_2, comparisons, expressions_2, **comment_fields)
+parameters = st.builds(
+    ast.Parameter,
+    words,
+    st.lists(expressions_2, max_size=3).map(tuple),
+    expressions_2,
+    st.booleans(),
+    st.sampled_from(["", "site", "group", "edit"]),
+    st.none() | expressions_2,
+    **comment_fields,
+)
+definitions = st.builds(ast.Equation, words, st.just("="), expressions_2, **comment_fields)
+forms = st.builds(
+    ast.Form,
+    words,
+    st.lists(st.builds(ast.FormParam, words, st.none() | expressions_2), max_size=3).map(tuple),
+    st.lists(requires | parameters | definitions | lets, max_size=4).map(tuple),
+    closing=above,
+    **comment_fields,
+)
+specs_2 = st.builds(
+    ast.Spec,
+    st.just(2),
+    st.lists(members | uses | methods | forms, max_size=4).map(tuple),
+    header=above,
+    header_trailing=trailing_comment,
+    closing=above,
 )
 specs = st.builds(
     ast.Spec,

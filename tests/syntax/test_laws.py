@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from peftc.filesystem import resources
 from peftc.syntax import ast, parse_text, print_spec
 from peftc.syntax.lexer import Lexemes
-from tests.syntax.specs import specs
+from tests.syntax.specs import specs, specs_2
 
 RECIPES = sorted(resources.recipes().values())
 QUICK = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-@given(specs)
+@given(specs | specs_2)
 @QUICK
 def test_parsing_inverts_printing(spec: ast.Spec) -> None:
     text = print_spec(spec)

@@ -37,7 +37,7 @@ MESSAGES = [
     ("peft 1 let r = 12.", "unexpected `.` after `12`", "."),
     ("peft 1 edit a at layer[3..1].ffn { h += x }", "the range `3..1` is empty", "3..1"),
     ("peft 1 edit a at layer[1.5].ffn { h += x }", "`1.5` is not an index", "1.5"),
-    ("peft 7", "this spec is in version 7 of the language; this peftc reads version 1", "7"),
+    ("peft 7", "this spec is in version 7 of the language; this peftc reads versions 1 and 2", "7"),
     ("peft 1 use m from home", "expected `std` or a file in quotes, found `home`", "home"),
     ("peft 1 edit a at b per day { h = h }", "expected `task` after `per`, found `day`", "day"),
     ("peft 1 edit a at b { h += f(r=3, x) }", "positional argument after `r=`", "x"),
