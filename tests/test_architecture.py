@@ -25,6 +25,7 @@ STAGES = (
     "peftc.fakes",
     "peftc.syntax",
     "peftc.forms",
+    "peftc.equations",
     "peftc.models",
     "peftc.semantics",
     "peftc.tracing",
@@ -54,6 +55,7 @@ TORCH_FREE = (
     "peftc.filesystem",
     "peftc.syntax",
     "peftc.forms",
+    "peftc.equations",
     "peftc.semantics",
     "peftc.addressing",
     "peftc.cache",
@@ -87,7 +89,7 @@ MODULES = {name_of(path) for path in FILES}
 
 
 def torch_free() -> list[str]:
-    # In forms, files `*_module.py` contain torch modules; the rows name them as text.
+    # Files `*_module.py` of forms and equations use torch; what plans names them as text.
     return sorted(m for m in MODULES if stage(m) in TORCH_FREE and not m.endswith(("_module", "forms.module")))
 
 

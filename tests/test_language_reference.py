@@ -16,7 +16,7 @@ import transformers
 
 import peftc
 from peftc.addressing.sites import Site
-from peftc.semantics.vocabulary import STACKS
+from peftc.syntax.vocabulary import STACKS
 from tests import zoo
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"

@@ -29,6 +29,7 @@ MODULES = frozenset({"torch", "operator", "nn", "functional", "F"})
 # Where the names of operations stand, and why.
 VOCABULARY = {
     "peftc/dataflow/operations.py": "the vocabulary",
+    "peftc/equations/primitives.py": "the primitives of the language",
     "peftc/tracing/in_place.py": "how in-place operators are printed",
     "peftc/tracing/patches.py": "functions and context managers that a trace patches",
     "peftc/specialization/expressions.py": "how operators are printed",

@@ -31,9 +31,9 @@ from peftc.installation.record import Installation, joint_spec
 from peftc.installation.spec_names import with_note
 from peftc.planning.ir import SiteEdit
 from peftc.semantics.arguments import bind
-from peftc.semantics.walk import is_shared, walk
 from peftc.syntax import ast
 from peftc.syntax.printer import print_spec
+from peftc.syntax.walk import is_shared, walk
 
 TRAINING_ARGUMENTS = ("reparam", "keep", "intrinsic")  # which an export form does not have
 

@@ -16,8 +16,8 @@ from itertools import repeat
 
 from peftc.addressing.site_list import Block, Place, show_steps, site_list
 from peftc.addressing.sites import Site, SiteTable, Steps
-from peftc.semantics.walk import selects_stack
 from peftc.syntax import ast
+from peftc.syntax.walk import selects_stack
 
 BRANCHES = frozenset({"self", "cross"})
 NORM_OWNERS = frozenset({"attn", "ffn", "self", "cross", "q", "k"})

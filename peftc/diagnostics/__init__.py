@@ -1,3 +1,13 @@
-from peftc.diagnostics.diagnostic import NOWHERE, Diagnostic, PeftcError, PeftcWarning, Severity, Source, Span, warn
+from peftc.diagnostics.diagnostic import (
+    NOWHERE,
+    Diagnostic,
+    PeftcError,
+    PeftcWarning,
+    Related,
+    Severity,
+    Source,
+    Span,
+    warn,
+)
 
-__all__ = ["NOWHERE", "Diagnostic", "PeftcError", "PeftcWarning", "Severity", "Source", "Span", "warn"]
+__all__ = ["NOWHERE", "Diagnostic", "PeftcError", "PeftcWarning", "Related", "Severity", "Source", "Span", "warn"]

@@ -58,6 +58,21 @@ NOWHERE = Span(0, 0, 1, 1, 1, 1)
 
 
 @dataclass(frozen=True)
+class Related:
+    """A second place that a diagnostic is about, such as the text of a form that is called.
+
+    Attributes:
+        span: the place in the text of `source`.
+        source: the text and its path.
+        message: what is there.
+    """
+
+    span: Span
+    source: Source
+    message: str = ""
+
+
+@dataclass(frozen=True)
 class Diagnostic:
     """One error or warning.
 
@@ -70,6 +85,7 @@ class Diagnostic:
         notes: facts about the cause.
         help: what the user can do.
         severity: "error" or "warning".
+        related: further places.
     """
 
     code: str
@@ -80,6 +96,7 @@ class Diagnostic:
     notes: tuple[str, ...] = ()
     help: str | None = None
     severity: Severity = "error"
+    related: tuple[Related, ...] = ()
 
     def with_source(self, source: Source) -> Diagnostic:
         """This diagnostic, with `source` if it has no source yet."""
@@ -88,6 +105,9 @@ class Diagnostic:
     def __str__(self) -> str:
         at = f"{printable(self.source.path)}:{self.span.line}:{self.span.column}: " if self.source and self.span else ""
         notes = "".join(f"\n  note: {printable(note)}" for note in self.notes)
+        for place in self.related:
+            path = printable(place.source.path)
+            notes += f"\n  {path}:{place.span.line}:{place.span.column}: {printable(place.message)}"
         help_ = f"\n  help: {printable(self.help)}" if self.help else ""
         return f"{at}{self.severity}[{self.code}]: {printable(self.message)}{notes}{help_}"
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any, TextIO
 
-from peftc.diagnostics.diagnostic import Diagnostic, Source, Span, printable
+from peftc.diagnostics.diagnostic import Diagnostic, Related, Source, Span, printable
 
 _WIDTH = 160  # most characters of a source line
 _ASCII = re.compile(r"[\x00-\x7f]+")
@@ -55,6 +55,9 @@ class _Painter:
             yield from self._snippet(diagnostic.source, diagnostic.span, diagnostic.label, pad, tone)
         elif diagnostic.source:
             yield f"{pad}{self._paint('-->', _BLUE)} {printable(diagnostic.source.path)}"
+        for place in diagnostic.related:
+            pad = " " * (len(str(place.span.line)) + 1)
+            yield from self._snippet(place.source, place.span, place.message, pad, _BLUE)
         for title, text in [("note", note) for note in diagnostic.notes] + [("help", diagnostic.help or "")]:
             if text or title == "note":
                 yield f"{pad} {self._paint('=', _BLUE)} {self._paint(title, _BOLD)}: {printable(text)}"
@@ -109,7 +112,13 @@ def record(diagnostic: Diagnostic) -> dict[str, Any]:
         "path": diagnostic.source.path if diagnostic.source else None,
         **{name: getattr(span, name, None) for name in ("line", "column", "end_line", "end_column")},
         "help": diagnostic.help,
+        **({"related": [_place(place) for place in diagnostic.related]} if diagnostic.related else {}),
     }
+
+
+def _place(place: Related) -> dict[str, Any]:
+    span = {name: getattr(place.span, name) for name in ("line", "column", "end_line", "end_column")}
+    return {"message": place.message, "path": place.source.path, **span}
 
 
 def render_json(diagnostics: Iterable[Diagnostic]) -> str:

@@ -292,7 +292,8 @@ class Interpreter:
                 raise NotAffine(f"`{state}` is not what the Linear reads", term)
             case FormCall(instance=instance, input=source):
                 value = self.like if source is None else self.value(source)
-                if isinstance(value, Affine) and (reason := instance.form.affine(instance.args)) is not None:
+                reason = instance.form.not_affine(instance.args, instance.dims)
+                if isinstance(value, Affine) and reason is not None:
                     raise NotAffine(f"`{show_term(term)}`: {reason}", term)
                 module = self.modules[instance.key]
                 return module.fold(value) if isinstance(value, Affine) else module(value)

@@ -27,8 +27,8 @@ from peftc.planning.ir import SiteEdit
 from peftc.rewriting.anchors import contains
 from peftc.rewriting.edits import CONTAINER, slug
 from peftc.runtime.parameters import is_quantised
-from peftc.semantics.walk import names_in
 from peftc.syntax import ast
+from peftc.syntax.walk import names_in
 
 NOT_SELECTED = "it was not asked for"
 
@@ -268,4 +268,6 @@ def without(spec: ast.Spec, folded: Collection[str]) -> ast.Spec | None:
         return None
     used = {n for s in rest if isinstance(s, ast.Edit) for line in s.body for n in names_in(line.value)}
     shared = [s for s in spec.statements if isinstance(s, ast.Let) and s.name in used]
-    return replace(spec, statements=(*shared, *rest))
+    used |= {n for let in shared for n in names_in(let.value)}
+    forms = [s for s in spec.statements if isinstance(s, ast.Form) and s.name in used]
+    return replace(spec, statements=(*forms, *shared, *rest))

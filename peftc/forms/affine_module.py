@@ -32,6 +32,10 @@ class Affine:
     def dtype(self) -> torch.dtype:
         return self._some().dtype
 
+    @property
+    def device(self) -> torch.device:
+        return self._some().device
+
     def through(self, weight: Tensor, bias: Tensor | None = None) -> Affine:
         """weight · self + bias, for a weight (out, d_out)."""
         weight = weight.detach().to(self.dtype)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.forms.registry import Args, Dims, Form
+from peftc.forms.registry import Args, Dims, EquationForm, Form
 from peftc.modules.torch_attributes import TABLES
 
 if TYPE_CHECKING:
@@ -226,12 +226,16 @@ class Member(FormModule):
 def build(instance: Placement, *, dtype: torch.dtype, device: torch.device | str | None = None) -> FormModule:
     """The module of an instance with the parameters of its site, uninitialised; `dtype` is the base's at the site."""
     args = instance.form.fill(instance.args)
+    if (definition := instance.form.definition) is not None:
+        return _of_equation(definition, args, instance.dims, parameter_dtype(args, dtype), device, "site")
     return _class_of(instance.form)(args, instance.dims, parameter_dtype(args, dtype), device)
 
 
 def build_owner(instance: Placement, *, dtype: torch.dtype, device: torch.device | str | None = None) -> FormModule:
     """The module that holds what all sites of `instance.owner` have in common, uninitialised; registered once, at the root."""
     args = instance.form.fill(instance.args)
+    if (definition := instance.form.definition) is not None:
+        return _of_equation(definition, args, instance.dims, parameter_dtype(args, dtype), device, "common")
     return _class_of(instance.form).owner(args, instance.dims, parameter_dtype(args, dtype), device)
 
 
@@ -293,11 +297,20 @@ def _is_plain(value: object) -> bool:
         return all(map(_is_plain, cast(tuple[object, ...], value)))
     if isinstance(value, dict):
         return all(map(_is_plain, cast(dict[str, object], value).values()))
-    return value is None or isinstance(value, bool | int | float | str | Dims | torch.dtype | torch.device)
+    return value is None or isinstance(
+        value, bool | int | float | str | frozenset | Dims | torch.dtype | torch.device | EquationForm
+    )
 
 
 def has_values(tensor: Tensor) -> bool:
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+def _of_equation(
+    definition: EquationForm, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None, part: str
+) -> FormModule:
+    module = import_module("peftc.equations.equation_module")
+    return module.EquationModule(args, dims, dtype, device, definition, definition.scopes_of(part))
 
 
 def _class_of(form: Form) -> type[FormModule]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+from peftc.diagnostics import Related
 from peftc.diagnostics.record import record
 from peftc.forms.shapes import Shape, entries
 
@@ -87,6 +88,21 @@ class Illegal(Exception):
     argument: str | None = None
     notes: tuple[str, ...] = ()
     help: str | None = None
+    related: tuple[Related, ...] = ()
+
+
+@runtime_checkable
+class EquationForm(Protocol):
+    """A form whose row follows from its equation (`peftc.equations`)."""
+
+    @property
+    def name(self) -> str: ...
+    def at(self, args: Args, dims: Dims) -> Any: ...
+    def initial(self, args: Args, dims: Dims) -> AtInit: ...
+    def not_affine(self, args: Args, dims: Dims) -> str | None: ...
+    def shifts(self, args: Args, dims: Dims) -> bool: ...
+    def scopes_of(self, part: str) -> frozenset[str]: ...
+    def __reduce_row__(self) -> Any: ...
 
 
 # Who shares the common part of a form: the sites of an attention group, or of the edit.
@@ -139,10 +155,25 @@ class Form:
         default=lambda args: False
     )  # acts at some positions, which its stack tells it
     second: str = ""  # what a second input is, where it may have one: `ladder(h, x)`
+    definition: EquationForm | None = None  # of a form in a text, which answers for its place
     passes: bool = False  # at initialisation its value is its input, bit for bit, where that is the base's own weight
 
     def __reduce__(self) -> Any:
+        if self.definition is not None:
+            return self.definition.__reduce_row__()
         return (named, (self.name,))  # pickled by name: a row is code
+
+    def initial(self, args: Args, dims: Dims) -> AtInit:
+        """The constant that its value equals at initialisation, at a place."""
+        return self.at_init(args) if self.definition is None else self.definition.initial(args, dims)
+
+    def not_affine(self, args: Args, dims: Dims) -> str | None:
+        """Why its value is not affine in the input, at a place; None if it is."""
+        return self.affine(args) if self.definition is None else self.definition.not_affine(args, dims)
+
+    def shifts(self, args: Args, dims: Dims) -> bool:
+        """Whether its value may differ from zero where the input is zero."""
+        return bool(args.get("bias")) if self.definition is None else self.definition.shifts(args, dims)
 
     def shown(self, source: str, args: Args) -> str:
         """What it computes of `source`, in short."""

@@ -107,4 +107,8 @@ def joint_spec(specs: Iterable[ast.Spec]) -> ast.Spec:
         return first
     own = [(s, spec.source) for spec in (first, *others) for s in spec.statements]
     statements = [replace(s, origin=s.origin or source) for s, source in own if not isinstance(s, ast.Expect)]
-    return replace(others[-1], statements=tuple(statements), header=(), header_trailing=None, closing=())
+    forms = {s.name: s for s in statements if isinstance(s, ast.Form)}  # of one name: `check_spec_conflicts`
+    statements = [*forms.values(), *(s for s in statements if not isinstance(s, ast.Form))]
+    version = max(spec.version for spec in (first, *others))
+    header: dict[str, Any] = {"header": (), "header_trailing": None, "closing": ()}
+    return replace(others[-1], version=version, statements=tuple(statements), **header)

@@ -28,7 +28,7 @@ def prefixed(flat: ast.Spec, prefix: str | None) -> ast.Spec:
     ):
         raise PeftcError(Diagnostic("P545", f"`{prefix}` cannot stand before the name of an edit", help="use a word"))
     statements = prefix_names(flat.statements, prefix)
-    flat_statements = (s for s in statements if isinstance(s, ast.Let | ast.Edit | ast.Train | ast.Expect))
+    flat_statements = (s for s in statements if isinstance(s, ast.Form | ast.Let | ast.Edit | ast.Train | ast.Expect))
     return replace(flat, statements=tuple(flat_statements))
 
 
@@ -62,6 +62,11 @@ def check_spec_conflicts(record: Installation, flat: ast.Spec, trained: Iterable
         help_ = 'give `prefix="…"`: a word that is put before the names of the new edits'
         message = f"the model has an edit `{same[0]}` already"
         errors.append(Diagnostic("P412", message, source=flat.source, notes=(note,), help=help_))
+    forms = {s.name: s for spec in record.specs for s in spec.spec.statements if isinstance(s, ast.Form)}
+    for form in (s for s in flat.statements if isinstance(s, ast.Form) and forms.get(s.name, s) != s):
+        message = f"the model has another form named `{form.name}`"
+        help_ = "give one of them another name"
+        errors.append(Diagnostic("P412", message, form.name_span, form.origin or flat.source, help=help_))
     trainers = {name: saved.partition("/")[0] for saved, name in record.trained.items()}
     if twice := [name for name in trained if name in trainers]:
         more, edit = f" and {len(twice) - 1} more" if len(twice) > 1 else "", trainers[twice[0]]

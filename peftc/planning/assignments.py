@@ -96,7 +96,7 @@ def initial_value(term: Term, env: dict[str, Initial], values: dict[int, Initial
             if instance.form.passes and source is not None:
                 value = initial_value(source, env, values)
                 return value if value == BaseValue("w") else None
-            return instance.form.at_init(instance.args)
+            return instance.form.initial(instance.args, instance.dims)
         case Arithmetic(op=op, left=left, right=right):
             return _arithmetic(op, initial_value(left, env, values), initial_value(right, env, values))
         case FrozenCall() | Concat():

@@ -9,10 +9,10 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning.ir import ARITHMETIC
 from peftc.planning.report.plan import Plan, percent
 from peftc.semantics.checks.spec import check_expect
-from peftc.semantics.substitute import numeric_value
-from peftc.semantics.vocabulary import PLAN_COUNTS
 from peftc.syntax import ast
+from peftc.syntax.numbers import numeric_value
 from peftc.syntax.printer import print_expression
+from peftc.syntax.vocabulary import PLAN_COUNTS
 
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "==": operator.eq,

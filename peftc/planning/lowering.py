@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from peftc.addressing.module_infos import infos_of
 from peftc.addressing.sites import Site, State
-from peftc.diagnostics import Diagnostic, PeftcError, Span
+from peftc.diagnostics import Diagnostic, PeftcError, Related, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
-from peftc.forms import FORMS, Dims, Form, Illegal
+from peftc.forms import Dims, Form, Illegal
 from peftc.forms.prompt import PROMPT
 from peftc.forms.shapes import KeyValue, Scalar, Tokens
 from peftc.planning.ir import (
@@ -29,11 +29,11 @@ from peftc.planning.lowering_context import FormInstances, LoweringContext
 from peftc.planning.repeated_calls import check_calls_of_weight
 from peftc.planning.selection.module_sites import body_at
 from peftc.semantics.arguments import bind
-from peftc.semantics.substitute import numeric_value
-from peftc.semantics.vocabulary import FROZEN_MODULES
-from peftc.semantics.walk import names_in
 from peftc.syntax import ast
+from peftc.syntax.numbers import numeric_value
 from peftc.syntax.printer import print_expression
+from peftc.syntax.vocabulary import FROZEN_MODULES
+from peftc.syntax.walk import names_in
 
 WRITABLE = frozenset({"h", "q", "k", "v", "kv", "z", "w", "b"})
 MAX_QUOTE = 50  # characters of an expression in a message
@@ -123,11 +123,11 @@ class TermLowering:
                 if isinstance(value, Constant):
                     return constant(-value.value, source)
                 return self.arithmetic("*", constant(-1.0, source), value, source)
-            case ast.Binary(op, left, right):
+            case ast.Binary(op, left, right) if op != "@":
                 return self.arithmetic(op, self.term(left), self.term(right), source)
             case ast.Call():
                 return self.call(source)
-            case ast.Boolean() | ast.String():
+            case _:
                 message = f"expected a hidden state or a number, found `{print_expression(source)}`"
                 raise error("P105", message, source.span)
 
@@ -172,16 +172,16 @@ class TermLowering:
             return self.concat(call)
         if (shared := self.context.shared.get(name)) is not None:
             bound = replace(shared, args=call.args, kwargs=(*shared.kwargs, *call.kwargs), span=call.span)
-            return self.form_call(bound, FORMS[shared.function], owner=name, use=call)
+            return self.form_call(bound, self.context.forms[shared.function], owner=name, use=call)
         if (module := self.site.frozen_modules.get(name)) is not None:
             return self.frozen_call(call, module)
-        if (form := FORMS.get(name)) is not None:
+        if (form := self.context.forms.get(name)) is not None:
             return self.form_call(call, form)
         if name in FROZEN_MODULES:
             modules = join_names(self.site.frozen_modules) if self.site.frozen_modules else "none"
             notes = (f"frozen modules of `{self.site.path}`: {modules}",)
             raise error("P307", f"`{self.site.path}` has no `{name}`", call.function_span, notes=notes)
-        known = ["concat", *self.site.frozen_modules, *FORMS, *self.context.shared]
+        known = ["concat", *self.site.frozen_modules, *self.context.forms, *self.context.shared]
         raise error("P101", f"there is no form `{name}`", call.function_span, help=did_you_mean(name, known))
 
     def concat(self, call: ast.Call) -> Concat:
@@ -260,7 +260,8 @@ class TermLowering:
         notes = [*illegal.notes, f"`{self.target.name}` of `{self.site.path}` is {self.target.shape}"]
         if isinstance(value, ast.Name) and value.id in self.site.states and value.id != self.target.name:
             notes.append(f"`{value.id}` of `{self.site.path}` is {self.site.states[value.id].shape}")
-        return error(illegal.code, illegal.message, span, notes=tuple(notes), help=illegal.help)
+        code, message, related = illegal.code, illegal.message, illegal.related
+        return error(code, message, span, notes=tuple(notes), help=illegal.help, related=related)
 
 
 def constant(value: float, source: ast.Expr) -> Constant:
@@ -273,9 +274,16 @@ def quote(source: ast.Expr) -> str:
 
 
 def error(
-    code: str, message: str, span: Span, *, label: str = "", notes: tuple[str, ...] = (), help: str | None = None
+    code: str,
+    message: str,
+    span: Span,
+    *,
+    label: str = "",
+    notes: tuple[str, ...] = (),
+    help: str | None = None,
+    related: tuple[Related, ...] = (),
 ) -> PeftcError:
-    return PeftcError(Diagnostic(code, message, span, label=label, notes=notes, help=help))
+    return PeftcError(Diagnostic(code, message, span, label=label, notes=notes, help=help, related=related))
 
 
 def _as_weight(name: str, site: Site) -> str | None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from peftc.addressing.sites import Site, SiteTable
 from peftc.diagnostics import Diagnostic, PeftcError, Span
-from peftc.forms import Args, Count, Dims, Form
+from peftc.forms import FORMS, Args, Count, Dims, Form
 from peftc.forms.registry import Spot
 from peftc.forms.shapes import Ids, Shape, Tokens, Vector
 from peftc.planning.ir import FormInstance, SiteEdit
@@ -36,6 +36,7 @@ class LoweringContext:
 
     table: SiteTable
     tasks: tuple[str, ...] = (DEFAULT_TASK,)
+    forms: Mapping[str, Form] = field(default_factory=lambda: FORMS)
     shared: Mapping[str, ast.Call] = field(default_factory=dict[str, ast.Call])  # `let NAME = shared(form(…))`
     sharers: Mapping[str, Sequence[Sharer]] = field(default_factory=dict[str, Sequence[Sharer]])  # by owner
     groups: Mapping[str, Mapping[tuple[str, str, Shape], Sequence[str]]] = field(default_factory=dict)  # by edit

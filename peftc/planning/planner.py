@@ -12,7 +12,8 @@ from peftc.addressing.selection import Selection
 from peftc.addressing.sites import Site, SiteTable, UntracedModule
 from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.diagnostics.suggestions import for_sites, plural
-from peftc.forms import FORMS
+from peftc.equations.table import forms_of
+from peftc.forms import Form
 from peftc.planning.assignments import conflicts, is_identity
 from peftc.planning.expectations import evaluate
 from peftc.planning.foldability.check import Foldability, check_foldability
@@ -121,13 +122,14 @@ class Planner:
         for edit, _ in sites:
             self.warn(edit, unused(edit))
         groups = {edit.name: groups_of(edit_sites) for edit, edit_sites in sites}
-        context = LoweringContext(self.table, self.tasks, self.shared_forms(), groups=groups)
+        forms = forms_of(self.spec)
+        context = LoweringContext(self.table, self.tasks, forms, self.shared_forms(forms), groups=groups)
         edits = [(edit, self.lower(edit, edit_sites, context)) for edit, edit_sites in sites]
         if not self.single and not all(is_independent(one) for _, site_edits in edits for one in site_edits):
             raise EverySiteNeeded
         sharers = sharers_of((site_edit for _, site_edits in edits for site_edit in site_edits), context.shared)
         if sharers and not self.errors:
-            context = LoweringContext(self.table, self.tasks, context.shared, sharers, groups)
+            context = LoweringContext(self.table, self.tasks, forms, context.shared, sharers, groups)
             edits = [(edit, self.lower(edit, edit_sites, context)) for edit, edit_sites in sites]
         for edit, diagnostic in conflicts(edits):
             self.report(edit, (diagnostic,))
@@ -194,18 +196,18 @@ class Planner:
             self.warn(statement, (untraced_warning(selector, untraced),))
         return sites
 
-    def shared_forms(self) -> dict[str, ast.Call]:
-        forms: dict[str, ast.Call] = {}
+    def shared_forms(self, forms: Mapping[str, Form]) -> dict[str, ast.Call]:
+        calls: dict[str, ast.Call] = {}
         for let in self.spec.statements:
             match let:
-                case ast.Let(name, ast.Call("shared", (ast.Call(function) as call,), ())) if function in FORMS:
-                    forms[name] = call
+                case ast.Let(name, ast.Call("shared", (ast.Call(function) as call,), ())) if function in forms:
+                    calls[name] = call
                 case ast.Let(_, ast.Call("shared") as call):
                     help_ = "write `shared(adapter(r=64))`"
                     self.report(let, (Diagnostic("P303", "`shared` takes one form", call.span, help=help_),))
                 case _:
                     pass
-        return forms
+        return calls
 
     # The plan
 

@@ -34,7 +34,7 @@ from peftc.recognition.layer_candidates import containing_list
 from peftc.recognition.layer_types import LayerType, example_width
 from peftc.recognition.layers import ModelStructure, Stack, last_call
 from peftc.recognition.module_features import depends_on_numbers, module_features, stores_transposed
-from peftc.semantics.vocabulary import FROZEN_MODULES
+from peftc.syntax.vocabulary import FROZEN_MODULES
 
 _NO_CALL = ModuleCall()
 _facts = attrgetter("input_shape", "input_path", "output_shape", "output_path", "varies")

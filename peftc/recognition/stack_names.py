@@ -14,7 +14,7 @@ from peftc.modules.walk import submodule
 from peftc.recognition.layers import ModelStructure, Stack
 from peftc.recognition.non_layer_sites import Steps
 from peftc.recognition.sublayer import SubLayer
-from peftc.semantics.vocabulary import SITES, STACKS, TOWERS
+from peftc.syntax.vocabulary import SITES, STACKS, TOWERS
 
 T = TypeVar("T")
 

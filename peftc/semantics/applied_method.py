@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.semantics.vocabulary import STACKS, TOWERS
-from peftc.semantics.walk import map_children, selects_stack
 from peftc.syntax import ast
 from peftc.syntax.printer import print_index, print_selector
+from peftc.syntax.vocabulary import STACKS, TOWERS
+from peftc.syntax.walk import map_children, selects_stack
 
 _QUALIFIERS = (*STACKS, *TOWERS)
 _PATTERN = "a pattern on module names cannot be restricted"

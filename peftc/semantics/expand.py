@@ -30,10 +30,10 @@ from peftc.semantics.substitute import (
     substitute_body,
     substitute_expectation,
 )
-from peftc.semantics.walk import is_shared, names_in, names_in_statements, values, walk
 from peftc.syntax import ast
 from peftc.syntax.lexer import excerpt
 from peftc.syntax.printer import print_expression, print_statement
+from peftc.syntax.walk import is_shared, names_in, names_in_statements, values, walk
 
 BUDGET = 1_000  # statements of an expanded spec
 _NODES_PER_STATEMENT = 20  # a large expression counts as several statements
@@ -78,8 +78,9 @@ def expand_valid(spec: ast.Spec, settings: Environment, folders: Folders) -> tup
 
 
 def _with_statements(spec: ast.Spec, statements: Iterable[ast.Statement]) -> ast.Spec:
-    top = tuple(s for s in statements if isinstance(s, ast.Let | ast.Edit | ast.Train | ast.Expect))
-    return replace(spec, statements=top, header=(), header_trailing=None, closing=())
+    top = tuple(s for s in statements if isinstance(s, ast.Form | ast.Let | ast.Edit | ast.Train | ast.Expect))
+    version = 2 if any(isinstance(s, ast.Form) for s in top) else spec.version
+    return replace(spec, version=version, statements=top, header=(), header_trailing=None, closing=())
 
 
 class Expander:
@@ -93,6 +94,7 @@ class Expander:
         self._invalid: set[str] = set()  # names whose `let` has an error
         self._applying: list[str] = []
         self._shared: dict[int, ast.Let] = {}  # by the id of the statement
+        self._forms: dict[str, ast.Form] = {}  # those that expanded statements call
         self._budget = BUDGET
 
     @property
@@ -125,7 +127,7 @@ class Expander:
                 self.errors.append(Diagnostic("P119", message, source=spec.source, help=help_))
         expanded = [*self.shared(), *applied, *self._body(statements, scope, scope.constants, ())]
         own = set(map(id, expanded))
-        return [*(let for let in self._shared.values() if id(let) not in own), *expanded]
+        return [*self._forms.values(), *(let for let in self._shared.values() if id(let) not in own), *expanded]
 
     def method(self, name: str) -> list[ast.Statement]:
         """The statements of a method with its defaults, and the shared parameters that they use."""
@@ -134,7 +136,7 @@ class Expander:
             statements = self._apply(ast.Apply(name), self._scope, self._scope.constants, ())
         edits = (s for s in statements if isinstance(s, ast.Edit))
         used = {name for edit in edits for line in edit.body for name in names_in(line.value)}
-        return [*(let for let in self._shared.values() if let.name in used), *statements]
+        return [*self._forms.values(), *(let for let in self._shared.values() if let.name in used), *statements]
 
     def shared(self) -> list[ast.Let]:
         """The shared parameters of the file."""
@@ -164,6 +166,7 @@ class Expander:
                 with collect_errors(self.errors, scope.spec):
                     value = self._substitute(let.value, scope.constants)
                     self._shared[id(let)] = replace(let, value=value, origin=scope.spec.source)
+                    self._call_forms(self._shared[id(let)], scope)
                     expanded.append(self._shared[id(let)])
         return expanded
 
@@ -201,11 +204,21 @@ class Expander:
                     case ast.Let() | ast.Edit() | ast.Train() | ast.Expect():
                         statement = self._with_values(statement, inner)
                         self._spend(_cost(statement), statement.span)
+                        self._call_forms(statement, scope)
                         expanded.append(replace(statement, origin=scope.spec.source, via=via))
                     case _:
                         pass
             self._budget -= len(self.errors) > errors
         return expanded
+
+    def _call_forms(self, statement: ast.Statement, scope: Scope) -> None:
+        """Adds the forms of a file that a statement of it calls. Raises: P111 for two of a name."""
+        for name in dict.fromkeys(names_in_statements([statement])) if scope.forms else ():
+            if (form := scope.forms.get(name)) is None:
+                continue
+            if self._forms.setdefault(name, form) != form:
+                message = f"two files define different forms named `{name}`"
+                raise PeftcError(Diagnostic("P111", message, statement.span, help="rename one of them"))
 
     def _bind(self, let: ast.Let, inner: MutableMapping[str, ast.Expr | None], bound: set[str]) -> None:
         self._spend(1, let.span)

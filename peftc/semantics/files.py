@@ -17,10 +17,10 @@ from peftc.filesystem import resources
 from peftc.filesystem.bounded_read import check_path, printable_path, read_regular
 from peftc.semantics.checks.definitions import bound_twice, check_definitions
 from peftc.semantics.substitute import Environment, is_constant, substitute
-from peftc.semantics.walk import is_shared
 from peftc.syntax import ast
 from peftc.syntax.lexer import begins_as_spec
 from peftc.syntax.parser import parse_text
+from peftc.syntax.walk import is_shared
 
 MAX_BYTES = 1_000_000  # of a spec
 
@@ -127,6 +127,7 @@ class Scope:
 
     spec: ast.Spec
     methods: dict[str, Definition] = field(default_factory=dict[str, Definition])
+    forms: dict[str, ast.Form] = field(default_factory=dict[str, ast.Form])
     constants: dict[str, ast.Expr] = field(default_factory=dict[str, ast.Expr])
     shared: dict[str, list[ast.Let]] = field(default_factory=dict[str, list[ast.Let]])
 
@@ -149,6 +150,8 @@ class ScopeReader:
             match statement:
                 case ast.Use():
                     self._use(statement, scope)
+                case ast.Form():
+                    self._add_form(replace(statement, origin=spec.source), statement, scope)
                 case ast.Method():
                     self._define(statement.name, Definition(statement, scope), statement, scope)
                 case ast.Let() if is_shared(statement.value):
@@ -174,14 +177,24 @@ class ScopeReader:
             self.errors.append(Diagnostic("P111", f"there are two methods named `{name}`", at.span, scope.spec.source))
         scope.methods[name] = definition
 
+    def _add_form(self, form: ast.Form, at: ast.Statement, scope: Scope) -> None:
+        """Makes a form known in a file; its errors are those of the file that defines it."""
+        if form.name in scope.forms and isinstance(at, ast.Use):
+            message = f"there are two forms named `{form.name}`"
+            self.errors.append(Diagnostic("P111", message, at.span, scope.spec.source))
+        scope.forms[form.name] = form
+
     def _use(self, use: ast.Use, scope: Scope) -> None:
         with collect_errors(self.errors, scope.spec):
             imported = self._file(use, scope.spec)
             if imported is None:
                 return
+            if use.name in imported.forms and use.source is not None:
+                self._add_form(imported.forms[use.name], use, scope)
+                return
             if use.name not in imported.methods:
-                known = list(imported.methods)
-                message = f"{path_of(imported.spec).name} has no method `{use.name}`"
+                known = [*imported.methods, *imported.forms]
+                message = f"{path_of(imported.spec).name} has no method and no form `{use.name}`"
                 help_ = did_you_mean(use.name, known) or f"it has {join_names(known)}"
                 raise PeftcError(Diagnostic("P109", message, use.span, help=help_))
             self._define(use.name, imported.methods[use.name], use, scope)

@@ -10,27 +10,22 @@ from typing import cast
 
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.semantics.checks.definitions import bound_twice, reserved
-from peftc.semantics.vocabulary import EDIT_FACTS, STATES
-from peftc.semantics.walk import fits, map_children, names_in, walk
 from peftc.syntax import ast
+from peftc.syntax.numbers import UNITS, to_python
 from peftc.syntax.printer import print_expression
+from peftc.syntax.vocabulary import EDIT_FACTS, STATES
+from peftc.syntax.walk import fits, map_children, names_in, walk
 
-_UNITS = {"": Decimal(1), "%": Decimal("0.01"), "K": Decimal(1000), "M": Decimal(10**6), "B": Decimal(10**9)}
 _MAX_VALUE = Decimal(10) ** 300
 Environment = Mapping[str, ast.Expr | None]  # None: a local name hides an outer one
 _MAX_DEPTH, _MAX_SIZE = 150, 1_000
 _MAX_UNFOLDED = 5 * _MAX_SIZE  # before constant folding
 
 
-def numeric_value(number: ast.Number) -> int | float:
-    """The value of a literal: `27.4M` is 27400000, `6.8%` is 0.068. Whole numbers are ints."""
-    return _to_python(Decimal(repr(number.value)) * _UNITS[number.unit])
-
-
 def constant(value: ast.Expr) -> int | float | None:
     """The value of a number with its sign; None for other expressions."""
     number = _signed(value)
-    return None if number is None else _to_python(number[0] * _UNITS[number[1]])
+    return None if number is None else to_python(number[0] * UNITS[number[1]])
 
 
 def fold_constants(value: ast.Expr) -> ast.Expr:
@@ -56,7 +51,7 @@ def fold_operation(value: ast.Expr) -> ast.Expr:
     percentages = [("%", "%")] if value.op in "+-" else [("%", ""), ("", "%")] if value.op == "*" else [("%", "")]
     is_percentage = (unit_a, unit_b) in percentages
     if not is_percentage:
-        a, b = a * _UNITS[unit_a], b * _UNITS[unit_b]
+        a, b = a * UNITS[unit_a], b * UNITS[unit_b]
     with localcontext() as context:
         context.prec = 60
         try:
@@ -65,7 +60,7 @@ def fold_operation(value: ast.Expr) -> ast.Expr:
             raise _error(value, "divides by zero" if value.op == "/" else "cannot be computed") from None
     if abs(result) > _MAX_VALUE:
         raise _error(value, "is too large a number")
-    number = ast.Number(_to_python(abs(result)), "%" if is_percentage else "", span=value.span)
+    number = ast.Number(to_python(abs(result)), "%" if is_percentage else "", span=value.span)
     return ast.Negative(number, span=value.span) if result < 0 else number
 
 
@@ -76,10 +71,6 @@ def _signed(value: ast.Expr) -> tuple[Decimal, str] | None:
         return None
     size = Decimal(repr(number.value))
     return (size if number is value else -size), number.unit
-
-
-def _to_python(value: Decimal) -> int | float:
-    return int(value) if abs(value) < Decimal(10) ** 25 and value == value.to_integral_value() else float(value)
 
 
 def _error(value: ast.Expr, problem: str) -> PeftcError:

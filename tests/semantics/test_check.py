@@ -11,8 +11,8 @@ from peftc.diagnostics.codes import CODES, RIGHT, WRONG
 from peftc.filesystem import resources
 from peftc.forms import FORMS
 from peftc.semantics import bind, check_file, read_spec
-from peftc.semantics.vocabulary import STACK_CHOICE_HELP
 from peftc.syntax import ast, parse_expression, parse_text
+from peftc.syntax.vocabulary import STACK_CHOICE_HELP
 
 
 def diagnostics(text: str) -> list[Diagnostic]:

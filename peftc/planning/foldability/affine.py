@@ -182,14 +182,14 @@ def term_structure(
                 raise NotAffine(f"`{state}` is not what the Linear reads", term)
             return env.get(state) or AffineStructure("zero" if state == "x" else "identity", input=state == "x")
         case FormCall(instance=instance, input=source):
-            if (reason := instance.form.affine(instance.args)) is not None:
+            if (reason := instance.form.not_affine(instance.args, instance.dims)) is not None:
                 raise NotAffine(f"`{show_term(term)}`: {reason}", term)
             if source is None:
                 return AffineStructure(constant=True)
             value = structure(source)
             if not value.varies:
                 raise NotAffine(f"`{show_term(term)}` reads nothing that the Linear reads", term)
-            return value.mapped(bool(instance.args.get("bias")))
+            return value.mapped(instance.form.shifts(instance.args, instance.dims))
         case Arithmetic(op="+" | "-" as op, left=left, right=right):
             return structure(left) + (structure(right) if op == "+" else structure(right).mapped())
         case Arithmetic(op=op, left=left, right=right):

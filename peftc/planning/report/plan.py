@@ -15,7 +15,7 @@ from peftc.addressing.sites import UntracedModule
 from peftc.planning.ir import FormInstance, SiteEdit
 from peftc.planning.report.plan_sites import PlanSites, Record
 from peftc.planning.selection.selector_errors import reason_lines
-from peftc.semantics.vocabulary import PLAN_COUNTS
+from peftc.syntax.vocabulary import PLAN_COUNTS
 
 
 class PlanSpec(Record):

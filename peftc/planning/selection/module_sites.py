@@ -28,9 +28,9 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import FEW_NAMES, first_names, for_sites, join_names
 from peftc.forms.shapes import Ids, Tokens, Vector, Weight
 from peftc.semantics.substitute import substitute
-from peftc.semantics.vocabulary import PARAMETERS, WEIGHT_AND_BIAS
-from peftc.semantics.walk import names_in
 from peftc.syntax import ast
+from peftc.syntax.vocabulary import PARAMETERS, WEIGHT_AND_BIAS
+from peftc.syntax.walk import names_in
 
 NAMES = {"weight": "w", "bias": "b"}
 ALSO_THERE = "an edit here also acts there"

@@ -9,10 +9,10 @@ from peftc.addressing.selection import Selection
 from peftc.addressing.sites import SiteTable, Steps, UnplacedModule, UntracedModule
 from peftc.diagnostics import Diagnostic, Span
 from peftc.diagnostics.suggestions import first_names, join_names, nearest, plural
-from peftc.semantics.vocabulary import STACK_CHOICE_HELP
-from peftc.semantics.walk import selects_stack
 from peftc.syntax import ast
 from peftc.syntax.printer import print_index, print_selector, print_step
+from peftc.syntax.vocabulary import STACK_CHOICE_HELP
+from peftc.syntax.walk import selects_stack
 
 MAX_NAMES = 8  # in a note
 MAX_SUGGESTIONS = 12

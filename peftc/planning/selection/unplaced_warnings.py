@@ -8,9 +8,9 @@ from peftc.addressing.sites import SiteTable, UnplacedModule
 from peftc.diagnostics import Diagnostic
 from peftc.diagnostics.suggestions import plural
 from peftc.planning.selection.selector_errors import name_span, reason_lines, signed_arms
-from peftc.semantics.walk import selects_stack
 from peftc.syntax import ast
 from peftc.syntax.printer import print_selector
+from peftc.syntax.walk import selects_stack
 
 MAX_LINES = 6  # of modules, in a warning
 

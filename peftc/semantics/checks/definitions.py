@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 from peftc.diagnostics import Diagnostic, Span
-from peftc.semantics.vocabulary import STATES
-from peftc.semantics.walk import is_shared, names_in_statements
+from peftc.equations.checks import check_forms
 from peftc.syntax import ast
+from peftc.syntax.vocabulary import STATES
+from peftc.syntax.walk import is_shared, names_in_statements
 
 
 def check_definitions(spec: ast.Spec) -> Iterator[Diagnostic]:
@@ -14,6 +15,7 @@ def check_definitions(spec: ast.Spec) -> Iterator[Diagnostic]:
 
 
 def _definitions(spec: ast.Spec) -> Iterator[Diagnostic]:
+    yield from check_forms(s for s in spec.statements if isinstance(s, ast.Form))
     used = set(names_in_statements(spec.statements))
     inner = (s for method in spec.statements if isinstance(method, ast.Method) for s in method.body)
     applied = {s.name for s in (*spec.statements, *inner) if isinstance(s, ast.Apply)}
@@ -23,7 +25,7 @@ def _definitions(spec: ast.Spec) -> Iterator[Diagnostic]:
                 yield from _method(statement)
             case ast.Let():
                 yield from _let(statement, used)
-            case ast.Use(name) if name not in applied:
+            case ast.Use(name) if name not in applied and name not in used:
                 message, help_ = f"`{name}` is never applied", f"add `apply {name}()`"
                 yield Diagnostic("P114", message, statement.span, help=help_, severity="warning")
             case _:

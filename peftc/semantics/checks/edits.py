@@ -4,10 +4,12 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
-from peftc.forms import FORMS
+from peftc.forms.registry import Form
 from peftc.semantics.arguments import bind
 from peftc.semantics.checks.definitions import unused
-from peftc.semantics.vocabulary import (
+from peftc.syntax import ast
+from peftc.syntax.printer import print_expression
+from peftc.syntax.vocabulary import (
     BELOW,
     CONCAT,
     FROZEN_MODULES,
@@ -19,11 +21,10 @@ from peftc.semantics.vocabulary import (
     STATES_AT,
     TOWERS,
 )
-from peftc.semantics.walk import arms, children, selects_stack
-from peftc.syntax import ast
-from peftc.syntax.printer import print_expression
+from peftc.syntax.walk import arms, children, selects_stack
 
 Shared = Mapping[str, ast.Let]
+Forms = Mapping[str, Form]
 _OWNERS = {  # state -> a site that has it, and an example
     **dict.fromkeys("wb", ("a Linear", "layer[*].attn.q")),
     **dict.fromkeys(("kv", "c"), ("an attention", "layer[*].attn")),
@@ -31,15 +32,16 @@ _OWNERS = {  # state -> a site that has it, and an example
 }
 
 
-def check_edit(edit: ast.Edit, shared: Shared) -> Iterator[Diagnostic]:
+def check_edit(edit: ast.Edit, shared: Shared, forms: Forms) -> Iterator[Diagnostic]:
     """All errors in the body of an edit."""
-    return _EquationChecker(edit.selector, shared).errors(edit.body)
+    return _EquationChecker(edit.selector, shared, forms).errors(edit.body)
 
 
 class _EquationChecker:
     """Checks the lines of an edit in order, since a `let` is in scope after its line."""
 
-    def __init__(self, selector: ast.Selector, shared: Shared) -> None:
+    def __init__(self, selector: ast.Selector, shared: Shared, forms: Forms) -> None:
+        self._forms = forms
         self._selector = selector
         self._shared = shared
         self._local: dict[str, ast.Let] = {}
@@ -63,7 +65,7 @@ class _EquationChecker:
             help_ = did_you_mean(name, STATES if is_target else (*STATES, *self._local))
             if help_ is None and (is_target or not self._local):
                 help_ = f"the states are {join_names(STATES)}"
-            if name in FORMS or name in self._shared or name in (*FROZEN_MODULES, CONCAT):
+            if name in self._forms or name in self._shared or name in (*FROZEN_MODULES, CONCAT):
                 help_ = f"`{name}` is a function: call it, `{name}(…)`"
             yield Diagnostic("P107", f"there is no {'state' if is_target else 'name'} `{name}`", span, help=help_)
         elif name not in self._states:
@@ -83,9 +85,12 @@ class _EquationChecker:
                 yield from self._state(name, value.span, is_target=False)
             case ast.Call():
                 yield from self._call(value)
+            case ast.Binary("@"):
+                help_ = "write `form NAME(…) { … }` and call it, or use `lora(x, r=8)`"
+                yield Diagnostic("P105", "`@` belongs to the equation of a form", value.span, help=help_)
             case ast.Negative() | ast.Binary():
                 yield from (error for operand in children(value) for error in self._value(operand))
-            case ast.Boolean() | ast.String():
+            case ast.Boolean() | ast.String() | ast.List() | ast.Pair() | ast.Item() | ast.Attribute():
                 message = f"expected a hidden state or a number, found `{print_expression(value)}`"
                 yield Diagnostic("P105", message, value.span)
             case ast.Number():
@@ -96,8 +101,8 @@ class _EquationChecker:
             yield from self._value(arg)
         if call.function in self._shared:
             yield from self._shared_call(call)
-        elif call.function in FORMS:
-            yield from bind_errors(call)
+        elif call.function in self._forms:
+            yield from bind_errors(call, self._forms)
         elif call.function in (*FROZEN_MODULES, CONCAT):
             for keyword in call.kwargs:
                 yield Diagnostic("P102", f"`{call.function}` has no argument `{keyword.name}`", keyword.span)
@@ -109,7 +114,7 @@ class _EquationChecker:
             help_ = "bind it outside: `let NAME = shared(…)`; parameters inside an edit belong to one site"
             yield Diagnostic("P115", "`shared` stands in a `let` outside of edits", call.function_span, help=help_)
         else:
-            yield unknown_form(call, self._shared)
+            yield unknown_form(call, self._shared, self._forms)
 
     def _shared_call(self, call: ast.Call) -> Iterator[Diagnostic]:
         for keyword in call.kwargs:
@@ -117,24 +122,24 @@ class _EquationChecker:
             yield Diagnostic("P102", message, keyword.span, help="remove it here")
         bound = self._shared[call.function].value
         inner = bound.args[0] if isinstance(bound, ast.Call) and bound.args else None
-        form = FORMS.get(inner.function) if isinstance(inner, ast.Call) else None
+        form = self._forms.get(inner.function) if isinstance(inner, ast.Call) else None
         if form is not None and len(call.args) != form.takes_input:
             inputs = "one input" if form.takes_input else "no input"
             yield Diagnostic("P108", f"`{call.function}` takes {inputs}, found {len(call.args)}", call.span)
 
 
-def bind_errors(call: ast.Call, shared: bool = False) -> Iterator[Diagnostic]:
+def bind_errors(call: ast.Call, forms: Forms, shared: bool = False) -> Iterator[Diagnostic]:
     """The errors of `bind` for a call of a form."""
     try:
-        bind(call, FORMS[call.function], shared=shared)
+        bind(call, forms[call.function], shared=shared)
     except PeftcError as error:
         yield from error.diagnostics
 
 
-def unknown_form(call: ast.Call, shared: Shared) -> Diagnostic:
+def unknown_form(call: ast.Call, shared: Shared, forms: Forms) -> Diagnostic:
     """P101, with the most similar form."""
-    suggestion = did_you_mean(call.function, (*FORMS, CONCAT, *FROZEN_MODULES, *shared))
-    help_ = suggestion or f"the forms are {join_names(sorted(FORMS))}"
+    suggestion = did_you_mean(call.function, (*forms, CONCAT, *FROZEN_MODULES, *shared))
+    help_ = suggestion or f"the forms are {join_names(sorted(forms))}"
     return Diagnostic("P101", f"there is no form `{call.function}`", call.function_span, help=help_)
 
 

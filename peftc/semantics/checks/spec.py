@@ -5,13 +5,13 @@ from dataclasses import replace
 
 from peftc.diagnostics import Diagnostic
 from peftc.diagnostics.suggestions import did_you_mean, join_names
-from peftc.forms import FORMS
+from peftc.equations.table import forms_of
 from peftc.semantics.checks.definitions import unused
-from peftc.semantics.checks.edits import bind_errors, check_edit, check_selector, unknown_form
-from peftc.semantics.vocabulary import CONCAT, EDIT_FACTS, FROZEN_MODULES, PARAMETERS, PLAN_COUNTS, PREDICATES
-from peftc.semantics.walk import arms, children, is_shared, walk
+from peftc.semantics.checks.edits import Forms, bind_errors, check_edit, check_selector, unknown_form
 from peftc.syntax import ast
 from peftc.syntax.printer import print_expression, print_selector
+from peftc.syntax.vocabulary import CONCAT, EDIT_FACTS, FROZEN_MODULES, PARAMETERS, PLAN_COUNTS, PREDICATES
+from peftc.syntax.walk import arms, children, is_shared, walk
 
 
 def check(spec: ast.Spec) -> list[Diagnostic]:
@@ -21,11 +21,12 @@ def check(spec: ast.Spec) -> list[Diagnostic]:
     names = dict.fromkeys(s.name for s in spec.statements if isinstance(s, ast.Edit | ast.Train))
     values = (line.value for edit in edits for line in edit.body)
     called = {node.function for value in values for node in walk(value) if isinstance(node, ast.Call)}
+    forms = forms_of(spec)
     errors = [*_duplicate_names(spec), *_duplicate_assignments(spec, edits)]
     for statement in spec.statements:
         match statement:
             case ast.Edit():
-                own = [*check_selector(statement.selector), *check_edit(statement, shared)]
+                own = [*check_selector(statement.selector), *check_edit(statement, shared, forms)]
                 if not any(isinstance(line, ast.Equation) for line in statement.body):
                     help_ = "write an equation, e.g. `h += adapter(x, r=64)`"
                     message = f"the edit `{statement.name}` has no equation"
@@ -33,7 +34,7 @@ def check(spec: ast.Spec) -> list[Diagnostic]:
             case ast.Train():
                 own = [*check_selector(statement.selector), *_train(statement)]
             case ast.Let():
-                own = [*_shared(statement), *([] if statement.name in called else [unused(statement)])]
+                own = [*_shared(statement, forms), *([] if statement.name in called else [unused(statement)])]
             case ast.Expect():
                 own = check_expect(statement, names)
             case _:
@@ -76,19 +77,19 @@ def _train(train: ast.Train) -> Iterator[Diagnostic]:
             yield Diagnostic("P104", f"`{state}` appears twice", train.span, help="remove one of them")
 
 
-def _shared(let: ast.Let) -> Iterator[Diagnostic]:
+def _shared(let: ast.Let, forms: Forms) -> Iterator[Diagnostic]:
     call = let.value
     assert isinstance(call, ast.Call)  # by `is_shared`
     inner = call.args[0] if len(call.args) == 1 and not call.kwargs else None
-    if let.name in FORMS or let.name in (*FROZEN_MODULES, CONCAT):
+    if let.name in forms or let.name in (*FROZEN_MODULES, CONCAT):
         yield Diagnostic("P121", f"`{let.name}` is the name of a function", let.span, help="use another name")
     if not isinstance(inner, ast.Call):
         help_ = "e.g. `let P = shared(adapter(r=8))`, used as `P(x)`"
         yield Diagnostic("P115", "`shared` takes one form", call.span, help=help_)
-    elif inner.function not in FORMS:
-        yield unknown_form(inner, {})
+    elif inner.function not in forms:
+        yield unknown_form(inner, {}, forms)
     else:
-        yield from bind_errors(inner, shared=True)
+        yield from bind_errors(inner, forms, shared=True)
 
 
 def _duplicate_assignments(spec: ast.Spec, edits: Sequence[ast.Edit]) -> Iterator[Diagnostic]:

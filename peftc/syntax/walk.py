@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from peftc.semantics.vocabulary import SHARED, STACK_CHOICES
 from peftc.syntax import ast
+from peftc.syntax.vocabulary import SHARED, STACK_CHOICES
 
 
 def children(value: ast.Expr) -> tuple[ast.Expr, ...]:
@@ -98,8 +98,20 @@ def values(statement: ast.Statement) -> Iterator[ast.Expr]:
             yield from (left,) if right is None else (left, right)
         case ast.Apply(args=args):
             yield from (arg.value for arg in args)
+        case ast.Form(params=params, body=body):
+            yield from (param.default for param in params if param.default is not None)
+            yield from (value for inner in body for value in values(inner))
+        case ast.Parameter():
+            yield from (*line_values(statement),)
+        case ast.Require(left=left, right=right):
+            yield from (left, right)
         case _:
             pass
+
+
+def line_values(line: ast.Parameter) -> tuple[ast.Expr, ...]:
+    """The expressions of a parameter: sizes, first value, condition."""
+    return (*line.sizes, line.value, *(() if line.condition is None else (line.condition,)))
 
 
 def names_in_statements(statements: Iterable[ast.Statement]) -> Iterator[str]:

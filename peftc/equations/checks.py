@@ -1,0 +1,181 @@
+"""Checks of a form that need no place: names, functions, and that it has one value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from peftc.diagnostics import Diagnostic, Span
+from peftc.diagnostics.suggestions import did_you_mean, join_names
+from peftc.equations.analysis import OUT, TOKENS
+from peftc.equations.definition import RESULT, SCOPES, inputs_of
+from peftc.equations.primitives import FUNCTIONS, INITIAL_VALUES, NUMBERS, SIZES
+from peftc.forms import FORMS
+from peftc.forms.arguments import ACTIVATIONS
+from peftc.syntax import ast
+from peftc.syntax.vocabulary import CONCAT, FROZEN_MODULES, SHARED, STATES
+from peftc.syntax.walk import children
+
+_OWN_ARGUMENTS = ("dtype", "seed")  # every form has them, or those with fixed values
+_WEIGHTS = ("w", "b")  # of the base, from which first values may be computed
+_MOST_INPUTS = 2
+
+
+def check_form(form: ast.Form) -> Iterator[Diagnostic]:
+    """The errors in the text of a form, in its order."""
+    return _FormChecker(form).errors()
+
+
+class _FormChecker:
+    """Reads the lines of a form in order: a name is known after the line that defines it."""
+
+    def __init__(self, form: ast.Form) -> None:
+        self.form = form
+        self.inputs = inputs_of(form)
+        self.names: dict[str, Span] = {}  # with the place of the definition
+        self.used: set[str] = set()
+
+    def errors(self) -> Iterator[Diagnostic]:
+        name, at = self.form.name, self.form.name_span
+        if name in FORMS or name in (*FROZEN_MODULES, CONCAT, SHARED):
+            kind = "built-in form" if name in FORMS else "function of the language"
+            yield Diagnostic("P111", f"there is a {kind} `{name}`", at, help="use another name")
+        elif name in STATES:
+            yield Diagnostic("P121", f"`{name}` is reserved: it is {STATES[name]}", at, help="use another name")
+        yield from self._params()
+        results: list[ast.Equation] = []
+        for line in self.form.body:
+            match line:
+                case ast.Equation(target) if target == RESULT:
+                    results.append(line)
+                    yield from self._expression(line.value)
+                case ast.Equation(target):
+                    help_ = f"write `let {target} = …` for a part, and `{RESULT} = …` for the value of the form"
+                    yield Diagnostic("P107", f"a form assigns `{RESULT}` alone", line.target_span, help=help_)
+                case ast.Let(let, value):
+                    yield from self._expression(value)
+                    yield from self._define(let, line.span)
+                case ast.Parameter():
+                    yield from self._parameter(line)
+                case ast.Require(left, _, right):
+                    yield from (*self._expression(left), *self._expression(right))
+        if not results:
+            yield Diagnostic("P319", f"the form `{name}` has no value", at, help=f"add `{RESULT} = …`")
+        for line in results[1:]:
+            yield Diagnostic("P111", f"the form `{name}` has two values", line.target_span, help="remove one of them")
+        yield from self._unused()
+
+    def _params(self) -> Iterator[Diagnostic]:
+        for param in self.form.params:
+            if param.default is not None:
+                yield from self._expression(param.default)
+            yield from self._define(param.name, param.span)
+            if param.name in _OWN_ARGUMENTS:
+                message = f"every form has the argument `{param.name}`"
+                yield Diagnostic("P111", message, param.span, help="remove it, or use another name")
+            elif param.name in STATES and param.default is not None:
+                message = f"`{param.name}` is an input, {STATES[param.name]}, and has no default"
+                yield Diagnostic("P121", message, param.span, help="use another name for an argument")
+        for name in self.inputs[_MOST_INPUTS:]:
+            message = f"a form has at most two inputs, `{name}` is one too many"
+            yield Diagnostic("P108", message, self.names[name])
+
+    def _define(self, name: str, at: Span) -> Iterator[Diagnostic]:
+        if name in (OUT, TOKENS, RESULT):
+            yield Diagnostic("P121", f"`{name}` is reserved in a form", at, help="use another name")
+        elif name in self.names:
+            yield Diagnostic("P111", f"`{name}` is defined twice in `{self.form.name}`", at, help="use another name")
+        self.names.setdefault(name, at)
+
+    def _parameter(self, line: ast.Parameter) -> Iterator[Diagnostic]:
+        for size in line.sizes:
+            yield from self._expression(size)
+        if line.scope and line.scope not in SCOPES:
+            help_ = "`per site`, `per group` (of an attention) or `per edit`; `per task` belongs to an edit"
+            yield Diagnostic("P023", f"a parameter is not `per {line.scope}`", line.name_span, help=help_)
+        if line.condition is not None:
+            yield from self._expression(line.condition)
+        match line.value:
+            case ast.Name(name) if name in INITIAL_VALUES and name not in self.names:
+                pass
+            case ast.Call(name, args, ()) if name in INITIAL_VALUES:
+                if name not in ("normal", "truncated", "uniform") or len(args) != 1:
+                    yield Diagnostic("P108", f"`{name}` is {INITIAL_VALUES[name]}", line.value.span)
+                yield from (error for arg in args for error in self._expression(arg))
+            case value:
+                yield from self._expression(value, of_weights=True)
+        yield from self._define(line.name, line.name_span)
+
+    def _expression(self, value: ast.Expr, of_weights: bool = False) -> Iterator[Diagnostic]:
+        match value:
+            case ast.Name(name):
+                yield from self._name(value, name, of_weights)
+            case ast.Call(function, _, kwargs):
+                yield from self._function(value, function)
+                yield from (Diagnostic("P102", f"`{function}` has no argument `{k.name}`", k.span) for k in kwargs)
+                yield from self._arguments(value, of_weights)
+            case ast.Number() | ast.Boolean():
+                pass
+            case ast.Negative() | ast.Binary() | ast.Item():
+                yield from (error for part in children(value) for error in self._expression(part, of_weights))
+            case _:
+                kinds = {ast.String: "text", ast.List: "a list", ast.Pair: "a pair", ast.Attribute: "an attribute"}
+                message = f"the equation of a form has no meaning for {kinds.get(type(value), 'this')}"
+                yield Diagnostic("P105", message, value.span)
+
+    def _name(self, node: ast.Name, name: str, of_weights: bool) -> Iterator[Diagnostic]:
+        self.used.add(name)
+        if name in self.names or name in ACTIVATIONS or (of_weights and name in _WEIGHTS):
+            return
+        known = [*self.names, *(INITIAL_VALUES if of_weights else ())]
+        help_ = did_you_mean(name, known) or f"known here: {join_names(known)}"
+        if name in (line.name for line in self.form.body if isinstance(line, ast.Parameter | ast.Let)):
+            help_ = "move its definition above this line"
+        yield Diagnostic("P107", f"there is no name `{name}` in `{self.form.name}`", node.span, help=help_)
+
+    def _function(self, call: ast.Call, function: str) -> Iterator[Diagnostic]:
+        is_choice = any(
+            param.name == function and isinstance(param.default, ast.Name) and param.default.id in ACTIVATIONS
+            for param in self.form.params
+        )
+        if is_choice:
+            self.used.add(function)
+        if is_choice or function in FUNCTIONS or function in NUMBERS or function in SIZES:
+            if function == "token_mean":
+                yield Diagnostic("P101", "write `mean(x, tokens)`", call.function_span)
+            return
+        known = [*FUNCTIONS, *NUMBERS, *SIZES]
+        help_ = did_you_mean(function, known) or "`peftc explain form` lists the functions"
+        if function in FORMS:
+            help_ = "a form is called in an edit; write its equation here"
+        yield Diagnostic("P101", f"there is no function `{function}` in a form", call.function_span, help=help_)
+
+    def _arguments(self, call: ast.Call, of_weights: bool) -> Iterator[Diagnostic]:
+        function, args = call.function, call.args
+        if function in SIZES:
+            names = (*self.inputs, OUT)
+            is_known = len(args) == 1 and isinstance(args[0], ast.Name) and args[0].id in names
+            if not is_known:
+                help_ = f"`{function}(NAME)` with {join_names(names, 'or')}"
+                at = args[0].span if args else call.span
+                yield Diagnostic("P108", f"`{function}` is {SIZES[function]}", at, help=help_)
+            self.used |= {arg.id for arg in args if isinstance(arg, ast.Name)}
+            return
+        over_tokens = function == "mean" and len(args) == 2 and args[1] == ast.Name(TOKENS)
+        for arg in args[:1] if over_tokens else args:
+            yield from self._expression(arg, of_weights)
+
+    def _unused(self) -> Iterator[Diagnostic]:
+        for name, at in self.names.items():
+            if name not in self.used:
+                message = f"`{name}` is never used in `{self.form.name}`"
+                yield Diagnostic("P114", message, at, help="remove it: it would have no effect")
+
+
+def check_forms(forms: Iterable[ast.Form]) -> Iterator[Diagnostic]:
+    """The errors of the forms of a file."""
+    seen: set[str] = set()
+    for form in forms:
+        if form.name in seen:
+            yield Diagnostic("P111", f"there are two forms named `{form.name}`", form.name_span)
+        seen.add(form.name)
+        yield from check_form(form)

@@ -1,0 +1,53 @@
+"""First values of parameters, as the text of a form names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from peftc.equations.analysis import Place
+from peftc.equations.code_module import evaluate
+from peftc.equations.primitives import INITIAL_VALUES
+from peftc.forms.module import Draw, constant, kaiming, normal, truncated
+from peftc.syntax import ast
+
+_DRAWS: Mapping[str, Callable[..., Draw]] = {"normal": normal, "truncated": truncated}
+
+
+def draw_of(place: Place, name: str) -> Draw | None:
+    """How a parameter is drawn; None if its first value is computed from the base's weight."""
+    value = place.parameters[name].value
+    number = place.initial(place.parameters[name])
+    if number is not None:
+        return constant(number)
+    match value:
+        case ast.Name(kind) if kind in INITIAL_VALUES:
+            return _draw(kind, place.sizes[name], None)
+        case ast.Call(kind, args) if kind in INITIAL_VALUES:
+            return _draw(kind, place.sizes[name], *(float(place.number(arg)) for arg in args))
+        case _:
+            return None
+
+
+def _draw(kind: str, size: tuple[int, ...], number: float | None) -> Draw:
+    match kind:
+        case "kaiming":
+            return kaiming(size[-1])
+        case "normal" | "truncated":
+            return _DRAWS[kind](1.0 if number is None else number)
+        case "uniform":
+            bound = 1.0 if number is None else number
+            return lambda values, generator: values.uniform_(-bound, bound, generator=generator)
+        case "orthogonal":
+            return lambda values, generator: nn.init.orthogonal_(values, generator=generator)
+        case _:
+            return lambda values, generator: nn.init.eye_(values)
+
+
+def write_initial(place: Place, name: str, base: Mapping[str, Tensor], parameter: Tensor) -> None:
+    """Writes a first value that is computed from the base's weights into a parameter."""
+    value = evaluate(place, place.parameters[name].value, base, {})
+    with torch.no_grad():
+        parameter.copy_(value.to(parameter.device, parameter.dtype).reshape(parameter.shape))

@@ -1,0 +1,198 @@
+"""The rules of primitives: the type, the rank and the cost of a value. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from peftc.equations.values import Batch, Number, Type, Value
+
+Operand = Value | Number
+Types = Sequence[Type | Number]
+
+
+class Mismatch(Exception):
+    """Operands that do not fit together. `operand`: the number of the one to blame."""
+
+    def __init__(self, message: str, operand: int | None = None, code: str = "P301", help_: str | None = None) -> None:
+        super().__init__(message)
+        self.message, self.operand, self.code, self.help = message, operand, code, help_
+
+
+# Types
+
+
+def tensor(operands: Types, at: int = 0) -> Type:
+    """An operand that is a tensor. Raises: Mismatch."""
+    operand = operands[at]
+    if not isinstance(operand, Type):
+        raise Mismatch(f"expected a tensor, found the number {operand}", at, "P105")
+    return operand
+
+
+def plain(operands: Types, at: int = 0) -> Type:
+    """A tensor that is not ids. Raises: Mismatch."""
+    type_ = tensor(operands, at)
+    if type_.batch == "ids":
+        raise Mismatch(f"a matrix maps ids, nothing else reads them, here {type_}", at)
+    return type_
+
+
+def matrix(operands: Types, at: int = 0) -> Type:
+    """A matrix that is the same for all tokens. Raises: Mismatch."""
+    type_ = tensor(operands, at)
+    if type_.batch or len(type_.size) != 2:
+        raise Mismatch(f"expected a matrix, found {type_}", at)
+    return type_
+
+
+def same(operands: Types) -> Type:
+    return plain(operands)
+
+
+_BATCHES: tuple[Batch, ...] = ("", "examples", "tokens")
+
+
+def broadcast(operands: Types) -> Type:
+    """The type of an operation on the entries of two tensors, as torch broadcasts."""
+    if not isinstance(operands[0], Type):
+        return plain(operands, 1)
+    if not isinstance(operands[1], Type):
+        return plain(operands, 0)
+    left, right = plain(operands, 0), plain(operands, 1)
+    batch: Batch = max((left.batch, right.batch), key=_BATCHES.index)
+    if left.batch and right.batch and len(left.size) != len(right.size):
+        raise Mismatch(f"{left} and {right} have different dimensions")
+    for side, other in ((left, right), (right, left)):
+        if not side.batch and other.batch and len(side.size) > len(other.size):
+            raise Mismatch(f"{side} has more dimensions than {other}")
+    count = max(len(left.size), len(right.size))
+    size: list[int] = []
+    for a, b in zip(_padded(left.size, count), _padded(right.size, count), strict=True):
+        if a != b and 1 not in (a, b):
+            raise Mismatch(f"{left} and {right} do not fit together")
+        size.append(b if a == 1 else a)
+    return Type(tuple(size), batch)
+
+
+def _padded(size: tuple[int, ...], count: int) -> tuple[int, ...]:
+    return (*[1] * (count - len(size)), *size)
+
+
+def product(operands: Types) -> Type:
+    left, right = matrix(operands), tensor(operands, 1)
+    inner = right.size[-1:] if right.batch or len(right.size) == 1 else right.size[:1]
+    if not right.batch and len(right.size) > 2:
+        raise Mismatch(f"expected a vector or a matrix, found {right}", 1)
+    if inner != left.size[1:]:
+        raise Mismatch(f"{left} maps {left.size[1]} features, and {right} has {inner[0] if inner else 'none'}")
+    if right.batch:
+        return Type((*right.size[:-1], left.size[0]), "tokens" if right.batch == "ids" else right.batch)
+    return Type((left.size[0], *right.size[1:]))
+
+
+def transpose(operands: Types) -> Type:
+    rows, columns = matrix(operands).size
+    return Type((columns, rows))
+
+
+def last_of_each(operands: Types) -> Type:
+    """One value for each row, or for the features of each token."""
+    type_ = plain(operands)
+    if not type_.size:
+        raise Mismatch("a scalar has no features", 0)
+    return Type((*type_.size[:-1], 1), type_.batch)
+
+
+def over_tokens(operands: Types) -> Type:
+    type_ = plain(operands)
+    if type_.batch != "tokens":
+        raise Mismatch(f"{type_} has no tokens", 0)
+    return Type(type_.size, "examples")
+
+
+def dropout(operands: Types) -> Type:
+    p = operands[1]
+    if not isinstance(p, int | float) or not 0 <= p < 1:
+        raise Mismatch(f"a probability is a number in [0, 1), found {p}", 1, "P106")
+    return tensor(operands)
+
+
+def kronecker(operands: Types) -> Type:
+    (a, b), (c, d) = matrix(operands).size, matrix(operands, 1).size
+    return Type((a * c, b * d))
+
+
+def block_diagonal(operands: Types) -> Type:
+    type_ = tensor(operands)
+    if type_.batch or len(type_.size) != 3:
+        raise Mismatch(f"expected blocks [count, rows, columns], found {type_}", 0)
+    count, rows, columns = type_.size
+    return Type((count * rows, count * columns))
+
+
+def square(operands: Types) -> Type:
+    type_ = tensor(operands)
+    if type_.batch or len(type_.size) < 2 or type_.size[-1] != type_.size[-2]:
+        raise Mismatch(f"expected square matrices, found {type_}", 0)
+    return type_
+
+
+# Ranks
+
+
+def _rank(operand: Operand) -> int | None:
+    if not isinstance(operand, Value):
+        return None
+    size = operand.type.size
+    bound = min(size) if not operand.type.batch and len(size) == 2 else None
+    ranks = [rank for rank in (operand.rank, bound) if rank is not None]
+    return min(ranks, default=None)
+
+
+def least_rank(operands: Sequence[Operand]) -> int | None:
+    ranks = [rank for operand in operands if (rank := _rank(operand)) is not None]
+    return min(ranks, default=None)
+
+
+def sum_of_ranks(operands: Sequence[Operand]) -> int | None:
+    ranks = [_rank(operand) for operand in operands]
+    return None if any(rank is None for rank in ranks) else sum(rank for rank in ranks if rank is not None)
+
+
+def product_of_ranks(operands: Sequence[Operand]) -> int | None:
+    """Of a number, or a vector of factors, times a matrix or a map; or of two matrices."""
+    left, right = operands
+    for side, other in ((left, right), (right, left)):
+        if not isinstance(side, Value) or (not side.varies and len(side.type.size) < 2):
+            return _rank(other)
+        if not side.varies and not isinstance(other, Value):
+            return _rank(side)
+    ranks = _rank(left), _rank(right)
+    if None in ranks or left.varies or right.varies:  # pyright: ignore[reportAttributeAccessIssue]
+        return None
+    return math.prod(rank for rank in ranks if rank is not None)
+
+
+def quotient_rank(operands: Sequence[Operand]) -> int | None:
+    divisor = operands[1]
+    is_factor = not isinstance(divisor, Value) or divisor.type.entries in {1, max(divisor.type.size, default=1)}
+    return _rank(operands[0]) if is_factor else None
+
+
+def own_rank(operands: Sequence[Operand]) -> int | None:
+    return _rank(operands[0])
+
+
+# Costs
+
+
+def entries(operands: Types, result: Type) -> int:
+    return result.entries
+
+
+def matmul_flops(operands: Types, result: Type) -> int:
+    right = operands[1]
+    if isinstance(right, Type) and right.batch == "ids":
+        return 0
+    return 2 * result.entries * tensor(operands).size[1]

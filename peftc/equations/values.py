@@ -1,0 +1,107 @@
+"""What is known of a value in the equation of a form before it is computed. No tensors."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Literal
+
+from peftc.diagnostics.record import record
+from peftc.forms.shapes import Heads, Ids, Scalar, Shape, Tokens, Vector, Weight
+from peftc.syntax import ast
+
+Number = int | float | bool | str  # known when the plan is made; text: the name of an activation
+Batch = Literal["", "examples", "tokens", "ids"]
+
+
+@record()
+class Type:
+    """The shape of a tensor.
+
+    Attributes:
+        size: its dimensions without those of the batch and the tokens.
+        batch: what it has one value for: "" for the whole batch, "examples" or "tokens" for each of
+            these; "ids" are tokens that stand for one-hot vectors.
+    """
+
+    size: tuple[int, ...]
+    batch: Batch = ""
+
+    @property
+    def entries(self) -> int:
+        return prod(self.size)
+
+    def __str__(self) -> str:
+        size = ", ".join(map(str, self.size))
+        match self.batch:
+            case "tokens":
+                return f"[…, {size}]"
+            case "examples":
+                return f"[batch, {size}]"
+            case "ids":
+                return f"[…] of {size} ids"
+            case _:
+                return f"[{size}]" if self.size else "scalar"
+
+
+@record()
+class Value:
+    """A tensor in an equation.
+
+    Attributes:
+        initial: what each entry equals when training starts; None: not one number.
+        varies: whether it depends on an input of the form.
+        reason: why it is not affine in the input; None if it is.
+        shifted: whether it may differ from zero where the input is zero.
+        rank: the most rank that a matrix can have, or a linear map of the input; None: any.
+    """
+
+    type: Type
+    initial: float | None = None
+    varies: bool = False
+    reason: str | None = None
+    shifted: bool = False
+    rank: int | None = None
+
+
+class FormError(Exception):
+    """An equation that has no meaning at a place. `node`: the part of the text that is wrong."""
+
+    def __init__(self, code: str, message: str, node: ast.Node, help_: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.node, self.help = code, message, node, help_
+
+
+def type_of(shape: Shape) -> Type | None:
+    """The type of a state; None for one that no equation reads or writes."""
+    match shape:
+        case Tokens(d=d):
+            return Type((d,), "tokens")
+        case Heads(heads, d_head):
+            return Type((heads, d_head), "tokens")
+        case Ids(count):
+            return Type((count,), "ids")
+        case Weight(d_out, d_in):
+            return Type((d_out, d_in))
+        case Vector(d):
+            return Type((d,))
+        case _:
+            return None
+
+
+def shape_of(type_: Type, tokens: str = "") -> Shape | None:
+    """The shape of a state that has a type; None if none has. `tokens`: whose they are."""
+    match type_.batch, type_.size:
+        case "tokens", (d,):
+            return Tokens(d, tokens)
+        case "tokens", (heads, d_head):
+            return Heads(heads, d_head)
+        case "examples", (1,) | ():
+            return Scalar(per_example=True)
+        case "", (1,) | ():
+            return Scalar()
+        case "", (d,):
+            return Vector(d)
+        case "", (d_out, d_in):
+            return Weight(d_out, d_in)
+        case _:
+            return None

@@ -1,0 +1,16 @@
+"""The values of numbers in a text, exact for decimal fractions."""
+
+from decimal import Decimal
+
+from peftc.syntax import ast
+
+UNITS = {"": Decimal(1), "%": Decimal("0.01"), "K": Decimal(1000), "M": Decimal(10**6), "B": Decimal(10**9)}
+
+
+def numeric_value(number: ast.Number) -> int | float:
+    """The value of a literal: `27.4M` is 27400000, `6.8%` is 0.068. Whole numbers are ints."""
+    return to_python(Decimal(repr(number.value)) * UNITS[number.unit])
+
+
+def to_python(value: Decimal) -> int | float:
+    return int(value) if abs(value) < Decimal(10) ** 25 and value == value.to_integral_value() else float(value)

@@ -1,0 +1,106 @@
+"""Evaluates the equation of a form by its text alone, one token at a time.
+
+Nothing of `peftc.equations` is used: neither types nor the code that a form becomes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import product
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peftc.syntax import ast
+
+TOKENS = ast.Name("tokens")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": lambda x: x * (x > 0),
+    "gelu": lambda x: x / 2 * (1 + torch.erf(x / sqrt(2))),
+    "none": lambda x: x,
+    "silu": lambda x: x / (1 + (-x).exp()),
+    "tanh": lambda x: (x.exp() - (-x).exp()) / (x.exp() + (-x).exp()),
+    "sigmoid": lambda x: 1 / (1 + (-x).exp()),
+    "exp": lambda x: x.exp(),
+    "softplus": lambda x: (1 + x.exp()).log(),
+}
+
+
+def kron(a: Tensor, b: Tensor) -> Tensor:
+    (m, n), (p, q) = a.shape, b.shape
+    result = a.new_zeros(m * p, n * q)
+    for i, j in product(range(m), range(n)):
+        result[i * p : (i + 1) * p, j * q : (j + 1) * q] = a[i, j] * b
+    return result
+
+
+def blocks(a: Tensor) -> Tensor:
+    count, rows, columns = a.shape
+    result = a.new_zeros(count * rows, count * columns)
+    for i in range(count):
+        result[i * rows : (i + 1) * rows, i * columns : (i + 1) * columns] = a[i]
+    return result
+
+
+def of_rows(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A function of vectors, of a vector or of each row of a matrix."""
+    return lambda x: function(x) if x.ndim == 1 else torch.stack([function(row) for row in x])
+
+
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    **ACTIVATIONS,
+    "softmax": of_rows(lambda x: x.exp() / x.exp().sum()),
+    "norm": of_rows(lambda x: (x * x).sum().sqrt().reshape(1)),
+    "mean": of_rows(lambda x: (x.sum() / len(x)).reshape(1)),
+    "layer_norm": of_rows(lambda x: (x - x.mean()) / ((x - x.mean()).square().mean() + 1e-5).sqrt()),
+    "dropout": lambda x, p: x,
+    "frozen": lambda x: x,
+    "t": lambda a: torch.stack([a[:, i] for i in range(a.shape[1])]),
+    "kron": kron,
+    "blocks": blocks,
+    "inverse": lambda a: torch.linalg.solve(a, torch.eye(a.shape[-1], dtype=a.dtype).expand(a.shape)),
+}
+
+
+def evaluate(form: ast.Form, names: Mapping[str, Any]) -> Tensor:
+    """The value of a form, of its numbers, parameters, and an input for one token."""
+    lets = dict(names)
+    for line in form.body:
+        if isinstance(line, ast.Let):
+            lets[line.name] = expression(line.value, lets)
+        elif isinstance(line, ast.Equation):
+            return expression(line.value, lets)
+    raise AssertionError
+
+
+def expression(node: ast.Expr, names: Mapping[str, Any]) -> Any:
+    def value(part: ast.Expr) -> Any:
+        return expression(part, names)
+
+    match node:
+        case ast.Number(number):
+            return number
+        case ast.Name(name):
+            return names.get(name, 0.0)
+        case ast.Negative(operand):
+            return -value(operand)
+        case ast.Binary("@", left, right):
+            a, b = value(left), value(right)
+            columns = [(a * column).sum(1) for column in (b.T if b.ndim == 2 else [b])]
+            return torch.stack(columns, 1) if b.ndim == 2 else columns[0]
+        case ast.Binary(op, left, right):
+            a, b = value(left), value(right)
+            return a + b if op == "+" else a - b if op == "-" else a * b if op == "*" else a / b
+        case ast.Item(owner, indices):
+            result = value(owner)
+            for index in indices:
+                result = result[int(value(index))]
+            return result
+        case ast.Call(function, args):
+            return FUNCTIONS[names.get(function, function)](*map(value, args))
+        case _:
+            raise AssertionError(node)

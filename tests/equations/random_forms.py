@@ -1,0 +1,121 @@
+"""Random forms: texts of equations that have a meaning, with parameters as they are needed."""
+
+from __future__ import annotations
+
+from random import Random
+
+D_IN, D_OUT, R = 6, 4, 3
+SYMBOLS = {D_IN: "d(x)", D_OUT: "d(out)", R: "r"}
+WEIGHT_SYMBOLS = {D_IN: "cols(out)", D_OUT: "rows(out)", R: "r"}
+ACTIVATIONS = ("relu", "gelu", "silu", "tanh", "sigmoid", "softplus")
+FIRST_VALUES = ("0", "1", "kaiming", "normal", "normal(0.5)", "uniform(0.2)", "0.3", "orthogonal")
+
+
+class Writer:
+    """Writes one form. `nonlinear`: whether it may have activations of the input."""
+
+    def __init__(self, seed: int, nonlinear: bool = True, of_weight: bool = False) -> None:
+        self.random, self.nonlinear, self.of_weight = Random(seed), nonlinear, of_weight
+        self.symbols = WEIGHT_SYMBOLS if of_weight else SYMBOLS
+        self.lines: list[str] = []
+        self.lets: list[tuple[str, int]] = []
+        self.count = 0
+
+    def text(self, name: str) -> str:
+        value = self.matrix(D_OUT, D_IN, 3) if self.of_weight else self.features(D_OUT, 4)
+        inputs = "" if self.of_weight else "x, "
+        body = "\n".join(f"    {line}" for line in self.lines)
+        scope = f"form {name}({inputs}r, s = 2) {{\n    require r <= {self.symbols[D_IN]}\n{body}\n    f = s * {value}\n}}\n"
+        return scope
+
+    def parameter(self, *sizes: int) -> str:
+        self.count += 1
+        name, kind = f"P{self.count}", "param" if self.random.random() < 0.85 else "fixed"
+        first = self.random.choice(FIRST_VALUES if len(sizes) == 2 else FIRST_VALUES[:-1])
+        size = ", ".join(self.symbols.get(n, str(n)) for n in sizes)
+        self.lines.append(f"{kind} {name}[{size}] = {first}")
+        return name
+
+    def features(self, n: int, depth: int) -> str:
+        """An expression of `n` features of each token, which depends on the input."""
+        choice = self.random.choice
+        if depth == 0:
+            return "x" if n == D_IN else f"({self.parameter(n, D_IN)} @ x)"
+        ways = ["product", "product", "product", "sum", "difference", "scaled", "factors", "shifted", "wrapped", "let"]
+        ways += ["transpose", "blocks", "quotient", "negative", "mean"]
+        ways += ["activation", "activation", "softmax", "layer_norm", "gate"] if self.nonlinear else []
+        way = choice(ways)
+        inner = self.features
+        match way:
+            case "product":
+                m = choice((D_IN, D_OUT, R))
+                return f"({self.parameter(n, m)} @ {inner(m, depth - 1)})"
+            case "transpose":
+                m = choice((D_IN, D_OUT, R))
+                return f"(t({self.parameter(m, n)}) @ {inner(m, depth - 1)})"
+            case "blocks":
+                k = 2 if n % 2 == 0 else 1
+                m = choice((D_IN, D_OUT))
+                return f"(blocks({self.parameter(k, n // k, m // k)}) @ {inner(m, depth - 1)})"
+            case "sum":
+                return f"({inner(n, depth - 1)} + {inner(n, depth - 1)})"
+            case "difference":
+                return f"({inner(n, depth - 1)} - {inner(n, depth - 1)})"
+            case "scaled":
+                return f"({choice((0.5, 2, 's'))} * {inner(n, depth - 1)})"
+            case "factors":
+                return f"({self.parameter(n)} * {inner(n, depth - 1)})"
+            case "shifted":
+                return f"({inner(n, depth - 1)} + {self.parameter(n)})"
+            case "quotient":
+                return f"({inner(n, depth - 1)} / {choice((2, 's', 4))})"
+            case "negative":
+                return f"(-{inner(n, depth - 1)})"
+            case "wrapped":
+                return choice(("dropout({}, 0.1)", "frozen({})", "none({})")).format(inner(n, depth - 1))
+            case "mean":
+                return f"({inner(n, depth - 1)} + mean({inner(choice((D_IN, R)), depth - 1)}))"
+            case "let":
+                known = [name for name, size in self.lets if size == n]
+                if known:
+                    return choice(known)
+                value = inner(n, depth - 1)
+                self.lets.append((f"u{len(self.lets)}", n))
+                self.lines.append(f"let {self.lets[-1][0]} = {value}")
+                return self.lets[-1][0]
+            case "activation":
+                return f"{choice(ACTIVATIONS)}({inner(n, depth - 1)})"
+            case "gate":
+                return f"({inner(n, depth - 1)} * sigmoid({self.parameter(1, n)} @ {inner(n, depth - 1)}))"
+            case _:
+                return f"{way}({inner(n, depth - 1)})"
+
+    def matrix(self, n: int, m: int, depth: int) -> str:
+        """An expression of a matrix that does not depend on an input."""
+        choice, inner = self.random.choice, self.matrix
+        if depth == 0:
+            return self.parameter(n, m)
+        match choice(("product", "product", "sum", "entries", "kron", "rows", "blocks", "t", "scaled", "unit", "act")):
+            case "product":
+                return f"({inner(n, R, depth - 1)} @ {inner(R, m, depth - 1)})"
+            case "sum":
+                return f"({inner(n, m, depth - 1)} - {inner(n, m, depth - 1)})"
+            case "entries":
+                return f"({inner(n, m, depth - 1)} * {inner(n, m, depth - 1)})"
+            case "kron":
+                k, j = (2 if n % 2 == 0 else 1), (2 if m % 2 == 0 else 1)
+                return f"kron({self.parameter(k, j)}, {self.parameter(n // k, m // j)})"
+            case "rows":
+                return f"({self.parameter(n, 1)} * {inner(n, m, depth - 1)})"
+            case "blocks":
+                k = 2 if n % 2 == 0 and m % 2 == 0 else 1
+                return f"blocks({self.parameter(k, n // k, m // k)})"
+            case "t":
+                return f"t({inner(m, n, depth - 1)})"
+            case "scaled":
+                return f"({inner(n, m, depth - 1)} / {choice((2, 's'))})"
+            case "unit":
+                value = inner(n, m, depth - 1)
+                return f"({value} / (1 + norm({value})))"
+            case _:
+                return f"tanh({inner(n, m, depth - 1)})"
