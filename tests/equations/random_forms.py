@@ -25,8 +25,8 @@ class Writer:
         value = self.matrix(D_OUT, D_IN, 3) if self.of_weight else self.features(D_OUT, 4)
         inputs = "" if self.of_weight else "x, "
         body = "\n".join(f"    {line}" for line in self.lines)
-        scope = f"form {name}({inputs}r, s = 2) {{\n    require r <= {self.symbols[D_IN]}\n{body}\n    f = s * {value}\n}}\n"
-        return scope
+        head = f"form {name}({inputs}r, s = 2) {{\n    require r <= {self.symbols[D_IN]}"
+        return f"{head}\n{body}\n    f = s * {value}\n}}\n"
 
     def parameter(self, *sizes: int) -> str:
         self.count += 1
