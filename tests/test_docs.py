@@ -99,7 +99,7 @@ class Session:
                 path.write_text(block.text, encoding="utf-8")
             assert path.read_text(encoding="utf-8") == block.text, f"{where}: {title} is another text"
             return
-        text = block.text if "peft 1" in block.text else f"peft 1\n{block.text}"
+        text = block.text if re.search(r"^peft \d", block.text, re.M) else f"peft 1\n{block.text}"
         assert peftc.plan(text, tiny(block.options.get("model", "bart"))).edits, where
 
     def run_sh(self, block: Block, where: str) -> None:

@@ -1,19 +1,60 @@
-"""The command `explain`, which reads the explanations of codes."""
+"""The command `explain`, which reads the explanations of codes and the rows of forms."""
 
+import re
 from argparse import Namespace
+from collections.abc import Iterator
 
-from peftc.cli.spec_files import Unusable
+from peftc.cli.output import report_error
+from peftc.cli.spec_files import Unusable, display_path, read
+from peftc.diagnostics import PeftcError
 from peftc.diagnostics.codes import CODES
 from peftc.diagnostics.suggestions import did_you_mean
+from peftc.equations.table import forms_of
+from peftc.forms import FORMS
+from peftc.forms.registry import Form
+from peftc.semantics.arguments import interval, signature
+from peftc.semantics.form_facts import default_of, facts_of
+from peftc.syntax.parser import parse_text
 
 
 def run_explain(args: Namespace) -> int:
     if args.code is None:
         print("\n".join(f"{code}  {info.title}" for code, info in sorted(CODES.items())))
         return 0
-    code = args.code.upper()
+    if re.fullmatch(r"[Pp]\d+", args.code) and args.spec is None:
+        return _explain_code(args.code)
+    try:
+        forms = FORMS if args.spec is None else forms_of(parse_text(read(args.spec), display_path(args.spec)))
+    except PeftcError as error:
+        return report_error(error, "text")
+    if args.code not in forms:
+        known = (*forms, *CODES)
+        help_ = did_you_mean(args.code, known) or "`peftc explain` lists all codes, docs/forms.md has all forms"
+        raise Unusable(f"there is no form and no code {args.code}; {help_}")
+    print("\n".join(_form_lines(forms[args.code])))
+    return 0
+
+
+def _explain_code(word: str) -> int:
+    code = word.upper()
     if code not in CODES:
         help_ = did_you_mean(code, CODES) or "`peftc explain` lists all codes"
-        raise Unusable(f"there is no code {args.code}; {help_}")
+        raise Unusable(f"there is no code {word}; {help_}")
     print(f"{code}: {CODES[code].title}\n\n{CODES[code].explanation.rstrip()}")
     return 0
+
+
+def _form_lines(form: Form) -> Iterator[str]:
+    """How a form is called, its equation, its arguments, and what follows from them."""
+    yield from (signature(form), "")
+    yield from [form.definition.text] if form.definition is not None else [form.equation]
+    yield ""
+    for param in form.params:
+        values = f": {', '.join(param.choices)}" if param.choices else ""
+        limits = f", {interval(param)}" if not values and (param.low, param.high) != (None, None) else ""
+        default = default_of(param).strip("`")
+        yield f"  {param.name:10} {param.doc}{values}{limits}{f' ({default})' if default else ''}"
+    yield ""
+    yield from (f"  {name:10} {fact.replace('`', '')}" for name, fact in facts_of(form).items())
+    if form.definition is None:
+        yield f"  {'Source':10} {form.paper}"

@@ -11,6 +11,7 @@ from peftc.diagnostics import PeftcError
 from peftc.filesystem.atomic import replace_text
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_spec
+from peftc.syntax.upgrade import upgraded
 
 
 def run_fmt(args: Namespace) -> int:
@@ -18,7 +19,8 @@ def run_fmt(args: Namespace) -> int:
     for path in spec_files(args.paths):
         text = read(path)
         try:
-            formatted = print_spec(parse_text(text, display_path(path)))
+            spec = parse_text(text, display_path(path))
+            formatted = print_spec(upgraded(spec) if args.upgrade else spec)
         except PeftcError as error:
             code = report_error(error, "text")
             continue

@@ -105,7 +105,9 @@ TASKS = argument(
     metavar="NAME,…",
     help="the tasks for which `per task` edits get parameters (default: a single task)",
 )
-CODE = argument("code", nargs="?", metavar="CODE", help="for example P101")
+CODE = argument("code", nargs="?", metavar="CODE|FORM", help="for example P101, or lora")
+OF_SPEC = argument("spec", nargs="?", metavar="SPEC", help="the spec that defines the form, if it is not built in")
+UPGRADE = argument("--upgrade", action="store_true", help="write specs of version 1 of the language as version 2")
 NO_CACHE = argument(
     "--no-cache", dest="cache", action="store_false", help="trace the model, and keep nothing of it for the next time"
 )
@@ -173,11 +175,11 @@ def parser() -> argparse.ArgumentParser:
         return command
 
     add("check", "report errors and warnings in specs, without a model", PATHS, INCLUDE, FORMAT)
-    modes = add("fmt", "format specs", PATHS).add_mutually_exclusive_group()
+    modes = add("fmt", "format specs", PATHS, UPGRADE).add_mutually_exclusive_group()
     modes.add_argument("--check", action="store_true", help="write nothing; list the files that would change")
     modes.add_argument("--diff", action="store_true", help="write nothing; print the changes")
     add("expand", "print a spec with its methods and constants expanded", SPEC, SET, INCLUDE, FORMAT)
-    add("explain", "explain a diagnostic code; without one, list all codes", CODE)
+    add("explain", "explain a diagnostic code or a form; without one, list all codes", CODE, OF_SPEC)
     for name, help, arguments in MODEL_COMMANDS:
         add(name, help, *arguments)
     return top

@@ -59,6 +59,7 @@ class Place:
     lets: dict[str, ast.Expr] = field(default_factory=dict[str, ast.Expr])
     values: dict[int, Operand] = field(default_factory=dict[int, Operand])
     result: ast.Expr | None = None
+    costs: dict[int, int] = field(default_factory=dict[int, int])  # FLOPs of the parts, by the id of their nodes
     code: dict[object, Any] = field(default_factory=dict[object, Any])  # the functions that compute it
 
     @property
@@ -67,6 +68,12 @@ class Place:
         assert self.result is not None
         value = self.operand(self.result)
         return value if isinstance(value, Value) else Value(Type(()), float(value), shifted=value != 0)
+
+    @property
+    def flops(self) -> int:
+        """The floating-point operations of one token, each part of the equation computed once."""
+        self.value  # noqa: B018  # all parts are known after it
+        return sum(self.costs.values())
 
     def read(self) -> Place:
         """Reads the lines of the form in order. Raises: FormError."""
@@ -265,12 +272,14 @@ class Place:
     # The rules of all primitives
 
     def _apply(self, primitive: Primitive, operands: Sequence[Operand], node: ast.Expr) -> Operand:
+        types = [operand.type if isinstance(operand, Value) else operand for operand in operands]
         try:
-            type_ = primitive.type([operand.type if isinstance(operand, Value) else operand for operand in operands])
+            type_ = primitive.type(types)
         except Mismatch as error:
             parts = children(node)
             at = parts[error.operand] if error.operand is not None and error.operand < len(parts) else node
             raise FormError(error.code, f"`{print_expression(node)}`: {error.message}", at, error.help) from None
+        self.costs[id(node)] = primitive.flops(types, type_) if primitive.flops is not None else 0
         varying = [operand for operand in operands if isinstance(operand, Value) and operand.varies]
         rank = primitive.rank(operands) if primitive.rank is not None else None
         return Value(
@@ -287,6 +296,8 @@ class Place:
         if not any(varying):
             return None
         text = print_expression(node)
+        name = node.function if isinstance(node, ast.Call) else ""
+        choice = f", with `{name}={self.function(name)}`," if self.function(name) != name else ""
         match primitive.affinity:
             case "linear" | "sum":
                 return None
@@ -295,7 +306,7 @@ class Place:
             case "quotient":
                 return f"`{text}` divides by a value that depends on the input" if varying[1] else None
             case "nonlinear":
-                return f"`{text}` is not linear in the input"
+                return f"`{text}`{choice} is not linear in the input"
 
 
 def _initial_value(primitive: Primitive, operands: Sequence[Operand]) -> float | None:

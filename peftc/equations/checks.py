@@ -62,7 +62,8 @@ class _FormChecker:
             yield Diagnostic("P319", f"the form `{name}` has no value", at, help=f"add `{RESULT} = …`")
         for line in results[1:]:
             yield Diagnostic("P111", f"the form `{name}` has two values", line.target_span, help="remove one of them")
-        yield from self._unused()
+        if results:
+            yield from self._unused()
 
     def _params(self) -> Iterator[Diagnostic]:
         for param in self.form.params:

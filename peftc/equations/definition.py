@@ -15,7 +15,7 @@ from peftc.forms.projected import SEED
 from peftc.forms.registry import Args, AtInit, Count, Dims, Form, Illegal, Param, Scope
 from peftc.forms.shapes import Ids, Shape, Tokens
 from peftc.syntax import ast
-from peftc.syntax.printer import print_expression
+from peftc.syntax.printer import print_expression, print_statement
 from peftc.syntax.vocabulary import STATES
 from peftc.syntax.walk import names_in
 
@@ -40,6 +40,15 @@ class Definition:
     @property
     def name(self) -> str:
         return self.form.name
+
+    @property
+    def text(self) -> str:
+        """The form as a spec has it, with its comments."""
+        return print_statement(self.form)
+
+    def flops(self, args: Args, dims: Dims) -> int:
+        """The floating-point operations of one token, or of a weight."""
+        return self.at(args, dims).flops
 
     def scopes_of(self, part: str) -> frozenset[str]:
         """The scopes of the parameters that a module has: that of a "site", or the "common" one."""

@@ -69,11 +69,14 @@ class Fold:
             case (("+" | "-"), Affine(), Affine()):
                 a, b = self._widened(a, b)
                 return a.plus(b if op == "+" else b.scaled(-1.0))
-            case (("+" | "-"), Affine(), _):
-                number = b if op == "+" else -b
-                return self._wide(a, _length(number)).shifted(number)
-            case (("+" | "-"), _, Affine()):
-                return self._wide(b if op == "+" else b.scaled(-1.0), _length(a)).shifted(a)
+            case "+", Affine(), Tensor() | float():
+                return self._wide(a, _length(b)).shifted(b)
+            case "-", Affine(), Tensor() | float():
+                return self._wide(a, _length(b)).shifted(-b)
+            case "+", Tensor() | float(), Affine():
+                return self._wide(b, _length(a)).shifted(a)
+            case "-", Tensor() | float(), Affine():
+                return self._wide(b.scaled(-1.0), _length(a)).shifted(a)
             case "*", Affine(), Tensor() | float():
                 return self._wide(a, _length(b)).scaled(b)
             case "*", Tensor() | float(), Affine():

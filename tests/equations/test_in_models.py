@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import peftc
+from peftc.cli.main import main
 from peftc.diagnostics import PeftcError
+from peftc.equations.primitives import FUNCTIONS, INITIAL_VALUES, NUMBERS, SIZES
 from peftc.installation.record import is_installed
 from tests import zoo
 
@@ -276,3 +279,51 @@ def test_an_equation_without_meaning_at_a_site(form: str, code: str, text: str) 
     (place,) = diagnostic.related
     marked = place.source.text[place.span.start : place.span.end]
     assert marked == text
+
+
+def test_the_language_reference_names_every_function() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "language.md").read_text(encoding="utf-8")
+    section = page.partition("## Forms of your own")[2].partition("\n## ")[0]
+    words = set(re.findall(r"[a-z_]+", " ".join(re.findall(r"`([^`]*)`", section))))
+    assert {*FUNCTIONS, *NUMBERS, *SIZES, *INITIAL_VALUES} - {"token_mean"} <= words
+
+
+# Commands
+
+
+def test_explain_prints_the_text_of_a_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "papers.peft").write_text(PAPERS, encoding="utf-8")
+    assert main(["explain", "text_adapter", str(tmp_path / "papers.peft")]) == 0
+    printed = capsys.readouterr().out
+    assert "f = up @ act(down @ x + down_bias) + up_bias" in printed
+    assert "no: `act(down @ x + down_bias)`, with `act=relu`, is not linear".replace("`", "") in printed
+    assert "13,064 trained and stored for each site" in printed  # 2 · 8 · 768 + 8 + 768
+    assert main(["explain", "text_adaptor", str(tmp_path / "papers.peft")]) == 2
+    assert "did you mean `text_adapter`?" in capsys.readouterr().err
+
+
+def test_fmt_upgrades_specs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "own.peft"
+    file.write_text("peft 1\n\nedit frm at layer[*].ffn { h += lora(x, r=2) }\n", encoding="utf-8")
+    assert main(["fmt", "--upgrade", str(file)]) == 0
+    assert file.read_text(encoding="utf-8") == "peft 2\n\nedit frm at layer[*].ffn { h += lora(x, r=2) }\n"
+    keyword = "peft 1\n\nedit form at layer[*].ffn { h += lora(x, r=2) }\n"
+    file.write_text(keyword, encoding="utf-8")
+    assert main(["fmt", "--upgrade", str(file)]) == 1
+    assert file.read_text(encoding="utf-8") == keyword
+    assert "P029" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("peft 1\nform g(x) { f = x }\nedit e at layer[*].ffn { h += g(x) }\n", "P028"),
+        ("peft 1\nedit e at layer[*].ffn { h += [1] }\n", "P028"),
+        ("peft 1\nedit e at layer[*].ffn { h += x @ x }\n", "P003"),
+        ("peft 2\nedit e at layer[*].ffn { h += x @ x }\n", "P105"),
+    ],
+)
+def test_what_belongs_to_version_2(text: str, code: str) -> None:
+    with pytest.raises(PeftcError) as error:
+        peftc.plan(text, zoo.build("bert", torch.float64))
+    assert code in {d.code for d in error.value.diagnostics}
