@@ -9,8 +9,9 @@ import pytest
 import peftc
 from peftc.filesystem import resources
 from peftc.forms import FORMS
+from peftc.semantics.form_facts import costs_of, folds_of
 from tools import forms_page, python_api_page
-from tools.forms_page import costs_of, folds_of, page
+from tools.forms_page import page
 from tools.python_api_page import ERRORS, FUNCTIONS, RESULTS, attributes_of, comments_of, docstring
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
