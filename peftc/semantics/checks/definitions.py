@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from peftc.diagnostics import Diagnostic, Span
-from peftc.equations.checks import check_forms
+from peftc.equations.table import form_errors
 from peftc.syntax import ast
 from peftc.syntax.vocabulary import STATES
 from peftc.syntax.walk import is_shared, names_in_statements
@@ -15,7 +15,7 @@ def check_definitions(spec: ast.Spec) -> Iterator[Diagnostic]:
 
 
 def _definitions(spec: ast.Spec) -> Iterator[Diagnostic]:
-    yield from check_forms(s for s in spec.statements if isinstance(s, ast.Form))
+    yield from form_errors(spec)
     used = set(names_in_statements(spec.statements))
     inner = (s for method in spec.statements if isinstance(method, ast.Method) for s in method.body)
     applied = {s.name for s in (*spec.statements, *inner) if isinstance(s, ast.Apply)}
