@@ -29,6 +29,7 @@ _ARITHMETIC: Mapping[str, Callable[[Any, Any], Any]] = {
     "*": operator.mul,
     "/": operator.truediv,
 }
+_DIMENSIONS = {"kaiming": 1, "orthogonal": 2, "identity": 2}  # that a first value needs
 _COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,
@@ -98,6 +99,8 @@ class Place:
 
     def _require(self, line: ast.Require, left: ast.Expr, op: str, right: ast.Expr) -> None:
         a, b = self.number(left), self.number(right)
+        if op not in ("==", "!="):
+            a, b = _real(a, left), _real(b, right)
         if not _COMPARISONS[op](a, b):
             texts = [
                 f"`{print_expression(side)}` is {_shown(value)}"
@@ -112,6 +115,15 @@ class Place:
         node = line.value
         name = node.id if isinstance(node, ast.Name) else node.function if isinstance(node, ast.Call) else ""
         if name in INITIAL_VALUES and name not in self.numbers:
+            least = _DIMENSIONS.get(name, 0)
+            if len(sizes) < least or (least == 2 and len(sizes) > 2):
+                wanted = "a matrix" if least == 2 else "one with sizes"
+                raise FormError(
+                    "P318", f"`{name}` is a first value of {wanted}, and `{line.name}` is {Type(sizes)}", node
+                )
+            for part in node.args if isinstance(node, ast.Call) else ():
+                if _real(self.number(part), part) < 0:
+                    raise FormError("P106", f"`{print_expression(part)}` is a deviation or a bound, and below 0", part)
             return
         value = self.operand(node)
         if isinstance(value, Value) and (value.type.batch or value.type.entries != prod(sizes)):

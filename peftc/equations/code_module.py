@@ -94,7 +94,7 @@ class Code:
         first, second = self.place.operand(left), self.place.operand(right)
         a, b = self.operation(left), self.operation(right)
         if op == "@":
-            return self._matmul(first, second, a, b)
+            return self._matmul(second, a, b, right)
         if op in "+-" and _is_number(second, 0):
             return a
         if op == "+" and _is_number(first, 0):
@@ -105,13 +105,24 @@ class Code:
             return b
         return self.graph.call_function(function_named(OPERATORS[op].torch), (a, b))
 
-    def _matmul(self, left: Operand, right: Operand, a: Operation, b: Operation) -> Operation:
+    def _matmul(self, right: Operand, a: Operation, b: Operation, node: ast.Expr) -> Operation:
         assert isinstance(right, Value)
         if right.type.batch == "ids":
-            return self.graph.call_function(functions.lookup, (b, a))
+            p = self._dropout_of_ids(node) if self.training else 0.0
+            return self.graph.call_function(functions.lookup, (b, a, p) if p else (b, a))
         if right.type.batch:
             return self.graph.call_function(F.linear, (b, a))
         return self.graph.call_function(torch.matmul, (a, b))
+
+    def _dropout_of_ids(self, node: ast.Expr) -> float:
+        """The probability that the one entry of a one-hot vector is zero."""
+        match node:
+            case ast.Name(name) if name in self.place.lets:
+                return self._dropout_of_ids(self.place.lets[name])
+            case ast.Call(_, (value, p)):
+                return 1 - (1 - self._dropout_of_ids(value)) * (1 - float(self.place.number(p)))
+            case _:
+                return 0.0
 
     def _call(self, primitive: Primitive, args: Sequence[ast.Expr]) -> Operation:
         operations = tuple(map(self.operation, args))
@@ -121,10 +132,8 @@ class Code:
             case "dropout":
                 value, p = operations
                 type_ = self._type(args[0])
-                if not self.training or p == 0:
+                if not self.training or p == 0 or type_.batch == "ids":
                     return value
-                if type_.batch == "ids":
-                    raise NotImplementedError("dropout of ids")
                 return self.graph.call_function(F.dropout, (value, p, True))
             case _:
                 return self.graph.call_function(function_named(primitive.torch), operations)

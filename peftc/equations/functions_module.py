@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from peftc.forms.module import map_ids
+
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """x (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2"""
@@ -43,6 +45,9 @@ def blocks(a: Tensor) -> Tensor:
     return torch.block_diag(*a)
 
 
-def lookup(ids: Tensor, weight: Tensor) -> Tensor:
-    """weight · onehot(ids). Shapes: ids (…); weight (d, count); the result (…, d)."""
-    return F.embedding(ids, weight.t())
+def lookup(ids: Tensor, weight: Tensor, dropout: float = 0.0) -> Tensor:
+    """weight · onehot(ids), with dropout of the one-hot vectors.
+
+    Shapes: ids (…); weight (d, count); the result (…, d).
+    """
+    return map_ids(ids, weight, dropout)

@@ -327,7 +327,8 @@ def check_file(spec: ast.Spec, include: Include = ()) -> list[Diagnostic]:
     methods = [statement for statement in spec.statements if isinstance(statement, ast.Method)]
     if changes_model(spec.statements) or len(methods) > 1:
         errors += _each_method(spec, methods, folders)
-    if changes_model(spec.statements) or len(methods) <= 1:
+    defines_forms = any(isinstance(statement, ast.Form) for statement in spec.statements)
+    if changes_model(spec.statements) or len(methods) == 1 or not (methods or defines_forms):
         errors += expand_valid(spec, {}, folders)[1]
     unique: dict[object, Diagnostic] = {}  # an applied method is checked with its defaults and with its arguments
     for error in errors:

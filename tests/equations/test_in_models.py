@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import peftc
 from peftc.cli.main import main
 from peftc.diagnostics import PeftcError
+from peftc.equations.equation_module import EquationModule
 from peftc.equations.primitives import FUNCTIONS, INITIAL_VALUES, NUMBERS, SIZES
 from peftc.installation.record import is_installed
 from tests import zoo
@@ -268,6 +269,9 @@ def test_mistakes_in_the_text_of_a_form(form: str, code: str, text: str) -> None
         ("form g(x, r) { param A[d(out), d(x)] = r f = A @ x + r @ x }", "P105", "r"),
         ("form g(x, r) { param A[d(out), d(x)] = r f = A[9999] * x }", "P106", "9999"),
         ("form g(x, r) { param A[d(out), d(x)] = norm(w) f = r * A @ x }", "P310", "w"),
+        ("form g(x, r) { param s[r] = orthogonal param A[r, d(x)] = 0 f = t(A) @ (s * A @ x) }", "P318", "orthogonal"),
+        ("form g(x, r) { param A[d(out), d(x)] = normal(0 - 1) f = r * A @ x }", "P106", "0 - 1"),
+        ("form g(x, r, act = relu) { require act <= r param A[d(out), d(x)] = 0 f = r * act(A @ x) }", "P105", "act"),
     ],
 )
 def test_an_equation_without_meaning_at_a_site(form: str, code: str, text: str) -> None:
@@ -286,6 +290,38 @@ def test_the_language_reference_names_every_function() -> None:
     section = page.partition("## Forms of your own")[2].partition("\n## ")[0]
     words = set(re.findall(r"[a-z_]+", " ".join(re.findall(r"`([^`]*)`", section))))
     assert {*FUNCTIONS, *NUMBERS, *SIZES, *INITIAL_VALUES} - {"token_mean"} <= words
+
+
+def test_a_file_of_forms_alone_is_right(tmp_path: Path) -> None:
+    (tmp_path / "papers.peft").write_text(PAPERS, encoding="utf-8")
+    assert main(["check", str(tmp_path / "papers.peft")]) == 0
+
+
+@pytest.mark.parametrize("at", ["embed", "layer[*].attn.q"])
+def test_dropout_at_an_embedding_and_a_linear(at: str) -> None:
+    """The mean over many draws is the value without dropout."""
+    model = zoo.build("bert", torch.float64)
+    equation = "h += text_lora(x, r=3, alpha=6, dropout=0.4)"
+    peftc.compile(f"{PAPERS}\nedit e at {at} {{ {equation} }}", model)
+    torch.manual_seed(0)
+    for parameter in peftc.parameters(model).values():
+        nn.init.normal_(parameter)
+    form = next(m for m in model.modules() if isinstance(m, EquationModule))
+    x = torch.arange(20).reshape(4, 5) if at == "embed" else torch.randn(4, 5, 32, dtype=torch.float64)
+    mean = torch.stack([form.train()(x) for _ in range(4_000)]).double().mean(0)
+    exact = form.eval()(x)
+    assert not torch.equal(form.train()(x), form.eval()(x))
+    assert (mean - exact).abs().max() < 0.1 * exact.abs().max()
+
+
+@pytest.mark.parametrize("name", ["lora", "adapter", "magnitude", "gate"])
+def test_torch_compile_has_one_graph(name: str) -> None:
+    model = compiled("bert", name, "text_")
+    value = run(model, "bert")
+    torch._dynamo.reset()
+    graph = torch.compile(model, backend="eager", fullgraph=True)
+    out = graph(**zoo.inputs("bert", model))
+    torch.testing.assert_close(out.logits if "logits" in out else out[0], value, rtol=0, atol=1e-12)
 
 
 # Commands
