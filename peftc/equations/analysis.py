@@ -118,9 +118,8 @@ class Place:
             least = _DIMENSIONS.get(name, 0)
             if len(sizes) < least or (least == 2 and len(sizes) > 2):
                 wanted = "a matrix" if least == 2 else "one with sizes"
-                raise FormError(
-                    "P318", f"`{name}` is a first value of {wanted}, and `{line.name}` is {Type(sizes)}", node
-                )
+                message = f"`{name}` is a first value of {wanted}, and `{line.name}` is {Type(sizes)}"
+                raise FormError("P318", message, node)
             for part in node.args if isinstance(node, ast.Call) else ():
                 if _real(self.number(part), part) < 0:
                     raise FormError("P106", f"`{print_expression(part)}` is a deviation or a bound, and below 0", part)
