@@ -13,11 +13,12 @@ from peftc.cache.entries import write_table
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names
 from peftc.fakes.tensors import fake_copy
-from peftc.installation.cached_analysis import CachedAnalysis, ModelState, known_state, recent_analysis, shared_analysis
+from peftc.installation.cached_analysis import CachedAnalysis, known_state, recent_analysis, shared_analysis
 from peftc.installation.compilations import Compilation, compilation_of, plan_on
 from peftc.installation.completeness import active_installation, complete_installation
 from peftc.installation.edited_classes import strip
 from peftc.installation.journal import Journal
+from peftc.installation.model_state import ModelState
 from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed, joint_spec
 from peftc.installation.reinstall import Step, reinstall, uninstall
 from peftc.installation.spec_names import check_spec_conflicts, has_tasks, with_note

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from peftc.cache.environment import LIBRARIES, library_folders
-from peftc.installation.cached_analysis import ModelState, NotComparable
+from peftc.installation.model_state import ModelState, NotComparable
 
 _SIMPLE = frozenset({str, int, float, bool, type(None), torch.Size, torch.dtype, torch.device})
 

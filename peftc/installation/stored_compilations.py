@@ -19,8 +19,9 @@ from peftc.cache.entries import FORMAT, read, write
 from peftc.cache.environment import environment
 from peftc.cache.location import cache_folder
 from peftc.cache.table_json import decode, decode_table, encode, encode_table
-from peftc.installation.cached_analysis import ModelState, NotComparable, keep_latest
+from peftc.installation.cached_analysis import keep_latest
 from peftc.installation.compilations import Compilation
+from peftc.installation.model_state import ModelState, NotComparable
 from peftc.installation.state_text import StateText, state_text
 from peftc.models.sources import ModelSource
 from peftc.planning import ir
@@ -105,11 +106,11 @@ def _encoded(regions: RegionList, site_edits: SiteEdits) -> tuple[dict[str, Any]
     numbers = {key: number for number, key in enumerate(templates)}
     edits = _Edits()
     rows = [[t.group, [edits.row(r, _edits_of(t.group, site_edits)) for r in t.regions]] for t in templates.values()]
-    layers = [group.layers for group in site_edits.groups or ()]
+    places = [{id(layer): i for i, layer in enumerate(group.layers)} for group in site_edits.groups or ()]
     blocks: list[list[int]] = []
     for block in regions.blocks:
         group = block.template.group
-        blocks.append([numbers[id(block.template)], 0 if group is None else layers[group].index(block.layer)])
+        blocks.append([numbers[id(block.template)], 0 if group is None else places[group][id(block.layer)]])
     return {"templates": rows, "blocks": blocks}, edits.data
 
 

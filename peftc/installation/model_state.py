@@ -1,0 +1,214 @@
+"""All of a model that an analysis depends on, as a value that compares and hashes.
+
+Modules with equal contents are described once, wherever they are: names are those of children in
+their parents, and a tensor that nothing before has is new, without a number of its own. Of a layer
+that is like another one, the description is a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PretrainedConfig
+
+from peftc.concurrency.context import CHOICE
+from peftc.modules.memory import storage_id
+from peftc.modules.torch_attributes import ATTRIBUTES
+from peftc.rewriting.edits import CONTAINER, SHARED
+from peftc.tracing.bytecode import reachable_code
+
+PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, type)
+HOOKS = [key for key in ATTRIBUTES if key.endswith(("_hooks", "_called"))]
+PEFTC = frozenset({"_peftc", CHOICE, "peftc_originals", "peftc_completeness"})
+_NO_ATTRIBUTES = ATTRIBUTES | PEFTC
+_SIMPLE = frozenset({bool, int, float, str, type(None)})
+_TENSORS = frozenset({torch.Tensor, nn.Parameter})
+
+Node = tuple[Any, ...]  # a module: its class, attributes, tensors, children
+
+
+class NotComparable(Exception):
+    """A model has an attribute whose changes cannot be seen."""
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """All that an analysis depends on.
+
+    Attributes:
+        modules: a `Node` of texts and numbers for all modules that are equal; the model's own is
+            the last. Numbers are places in `modules` and `parts`. Where an object is not new, they
+            count the objects before it.
+        parts: all other values, equal ones once.
+        flags: `requires_grad` of all parameters and buffers.
+    """
+
+    modules: tuple[Node, ...]
+    parts: tuple[Any, ...]
+    flags: tuple[bool, ...]
+
+
+def state_of(model: nn.Module) -> ModelState | None:
+    """Classes, code, attributes and layouts of a model; None where one cannot be compared."""
+    try:
+        return _Reader(model).state(model)
+    except NotComparable:
+        return None
+
+
+def flags_of(model: nn.Module) -> tuple[bool, ...]:
+    """`ModelState.flags` alone."""
+    flags: list[bool] = []
+    _collect_flags(model, (CONTAINER, SHARED), set(), flags)
+    return tuple(flags)
+
+
+def _collect_flags(module: nn.Module, without: tuple[str, ...], seen: set[int], flags: list[bool]) -> None:
+    seen.add(id(module))
+    own = vars(module)
+    flags += [tensor.requires_grad for _, tensor in _tensors_of(own) if tensor is not None]
+    for name, child in own["_modules"].items():
+        if child is not None and name not in without and id(child) not in seen:
+            _collect_flags(child, (CONTAINER,), seen, flags)
+
+
+def _tensors_of(own: dict[str, Any]) -> Iterable[tuple[str, Tensor | None]]:
+    """The parameters and buffers of a module itself."""
+    parameters, buffers = own["_parameters"], own["_buffers"]
+    return [*parameters.items(), *buffers.items()] if buffers else parameters.items()
+
+
+def class_without_edits(cls: type[Any]) -> type[Any]:
+    """The class that a module had before it got a generated one, or an overlay."""
+    while (own := vars(cls)).keys() & {"_peftc_under", "_peftc_kind"}:
+        cls = own["_peftc_under"] if "_peftc_under" in own else own["_peftc_kind"].base
+    return cls
+
+
+class _Numbers(dict[Any, int]):
+    """The number of each value: how many others came before it."""
+
+    def __missing__(self, key: Any) -> int:
+        self[key] = number = len(self)
+        return number
+
+
+class _Reader:
+    """Reads a model once, from the root on. Objects are known by their `id`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.config = getattr(model, "config", None)
+        self.configs: dict[int, int] = {}  # several modules may have one
+        self.objects, self.memories = dict[int, int](), dict[int, int]()  # in the order of the walk
+        self.nodes, self.values, self.layouts = _Numbers(), _Numbers(), _Numbers()
+        self.names: dict[tuple[str, ...], tuple[str, ...]] = {}  # those of attributes, by all names of a module
+        self.kinds: dict[object, tuple[int, tuple[int, ...]]] = {}  # by names and types of attributes
+        self.classes: dict[type, int] = {}  # the number of each, without edits
+        self.codes: dict[type, tuple[Any, ...]] = {}
+        self.flags: list[bool] = []
+
+    def state(self, model: nn.Module) -> ModelState:
+        self.node(model, (CONTAINER, SHARED))
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        parts = (modes, comparable(self.config), tuple(self.values), tuple(self.layouts), tuple(self.codes.items()))
+        return ModelState(tuple(self.nodes), parts, tuple(self.flags))
+
+    def node(self, module: nn.Module, without: tuple[str, ...] = (CONTAINER,)) -> int:
+        """The number of the node of a module that is new. `without`: children that are skipped."""
+        objects = self.objects
+        objects[id(module)] = len(objects)
+        own = vars(module)
+        if any(map(own.get, HOOKS)):
+            raise NotComparable
+        if (number := self.classes.get(type(module))) is None:
+            cls = class_without_edits(type(module))
+            self.classes[type(module)] = number = self.values[cls]
+            self.codes.setdefault(cls, reachable_code(cls))
+        row = [number, *self.attributes(own)]
+        if own["_parameters"] or own["_buffers"]:
+            row.append(self.tensors(own))
+        if children := own["_modules"]:
+            names: list[Any] = []
+            for name, child in children.items():
+                if child is not None and name not in without:
+                    seen = objects.get(id(child))
+                    names += (name, self.node(child) if seen is None else (seen,))
+            if names:
+                row.append(("children", *names))
+        return self.nodes[tuple(row)]
+
+    def attributes(self, own: dict[str, Any]) -> tuple[Any, ...]:
+        """The number of their names and types, and the values: simple ones, or numbers."""
+        every = tuple(own)
+        if (names := self.names.get(every)) is None:
+            names = self.names[every] = tuple(name for name in every if name not in _NO_ATTRIBUTES)
+        values = tuple(map(own.__getitem__, names))
+        key = (names, *map(type, values))
+        if (kind := self.kinds.get(key)) is None:
+            others = tuple(i for i, value in enumerate(values) if type(value) not in _SIMPLE)
+            kind = self.kinds[key] = self.values[key], others
+        number, others = kind
+        if others:
+            numbers = list(values)
+            for i in others:
+                numbers[i] = self.value(values[i])
+            return (number, *numbers)
+        return (number, *values)
+
+    def value(self, value: Any) -> int:
+        """The number of what is no simple value."""
+        if value is self.config:
+            return -1
+        if not isinstance(value, PretrainedConfig):
+            return self.values[comparable(value)]
+        if id(value) not in self.configs:
+            self.configs[id(value)] = self.values[comparable(value)]
+        return self.configs[id(value)]
+
+    def tensors(self, own: dict[str, Any]) -> tuple[Any, ...]:
+        """Of each tensor its name, layout and, if it or its memory is not new, their numbers."""
+        row: list[Any] = []
+        objects, memories = self.objects, self.memories
+        for name, tensor in _tensors_of(own):
+            if tensor is None:
+                row += (name, None)
+                continue
+            if type(tensor) not in _TENSORS or tensor.layout is not torch.strided:
+                raise NotComparable
+            row += (
+                name,
+                self.layouts[tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device],
+            )
+            seen, memory = id(tensor) in objects, storage_id(tensor)
+            if seen or memory in memories:
+                row.append((objects.get(id(tensor)), memories[memory]))
+            objects.setdefault(id(tensor), len(objects))
+            memories.setdefault(memory, len(memories))
+            self.flags.append(tensor.requires_grad)
+        return ("tensors", *row)
+
+
+def comparable(value: Any) -> Any:
+    """A value that is equal exactly where an attribute is the same. Raises: NotComparable."""
+    if type(value) in _SIMPLE:
+        return type(value), value
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if isinstance(value, PretrainedConfig):
+        return type(value), value.to_json_string(use_diff=False), getattr(value, "_attn_implementation", None)
+    if isinstance(value, GenerationConfig):
+        return type(value), str(value)
+    if isinstance(value, tuple | list):
+        return type(value), *map(comparable, value)
+    if isinstance(value, dict):
+        return type(value), *((comparable(k), comparable(v)) for k, v in value.items())
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset(map(comparable, value))
+    library = str(getattr(value, "__module__", "")).startswith(("torch", "transformers"))
+    if library and callable(value) and "<" not in getattr(value, "__qualname__", "<"):
+        return value  # one of its functions
+    raise NotComparable
