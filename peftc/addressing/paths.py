@@ -101,6 +101,14 @@ class ItemMatch:
     positions: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class LayerLists:
+    """`SitePaths.indices` of the layers of one kind: for all of their sites."""
+
+    blocks: Sequence[int]
+    lists: Sequence[tuple[StepList, Sequence[int], Collection[int]]]
+
+
 def paths_of(table: SiteTable) -> SitePaths:
     """The paths of a table's sites, which are indexed once."""
     paths: SitePaths | None = vars(table).get(_PATHS)
@@ -115,6 +123,17 @@ class SitePaths:
     def __init__(self, table: SiteTable) -> None:
         self.table, self.sites = table, site_list(table)
         self._alignments: dict[tuple[tuple[str, ...], bool], dict[tuple[str, ...], tuple[int, ...] | None]] = {}
+        self._layer_lists: dict[int, LayerLists] = {}  # by `id` of the template
+
+    @cached_property
+    def attentions(self) -> tuple[Steps, ...]:
+        """The steps of each attention that is `self` or `cross`."""
+        return tuple(
+            self.steps(number, i)
+            for number, block in enumerate(self.sites.blocks)
+            for i, item in enumerate(block.template.items)
+            if item.site.steps[-1][0] in BRANCHES
+        )
 
     @cached_property
     def stacks(self) -> tuple[str, ...]:
@@ -220,15 +239,12 @@ class SitePaths:
         template, position = self.sites.blocks[match.blocks[0]].template, match.positions[written]
         numbers = template.items[match.item].numbers
         if self.is_of_layer(match, written):
-            groups: dict[object, tuple[list[int], list[int]]] = {}
-            for block in match.blocks:
-                steps = layer.steps if (layer := self.sites.blocks[block].layer) else self.steps(block, match.item)
-                name, index = steps[position]
-                blocks, indices = groups.setdefault((steps[:position], name, index is None), ([], []))
-                blocks.append(block)
-                indices += () if index is None else (index,)
-            for blocks, indices in groups.values():
-                yield self.step_list(match, blocks[0], written), blocks, indices
+            of_kind = self._layer_lists.get(id(template))
+            if of_kind is None or of_kind.blocks is not match.blocks:
+                of_kind = LayerLists(match.blocks, list(self._lists_of_layers(match, position)))
+            if self.sites.templates[id(template)] is match.blocks:
+                self._layer_lists[id(template)] = of_kind
+            yield from of_kind.lists
             return
         lists = self.step_list(match, match.blocks[0], written)
         if numbers is not None and position == numbers.position:
@@ -236,6 +252,20 @@ class SitePaths:
         else:
             index = template.items[match.item].site.steps[position][1]
             yield lists, match.blocks, () if index is None else (index,)
+
+    def _lists_of_layers(
+        self, match: ItemMatch, position: int
+    ) -> Iterator[tuple[StepList, Sequence[int], Collection[int]]]:
+        groups: dict[object, tuple[list[int], list[int]]] = {}
+        for block in match.blocks:
+            steps = layer.steps if (layer := self.sites.blocks[block].layer) else self.steps(block, match.item)
+            name, index = steps[position]
+            blocks, indices = groups.setdefault((steps[:position], name, index is None), ([], []))
+            blocks.append(block)
+            indices += () if index is None else (index,)
+        for blocks, indices in groups.values():
+            steps = self.steps(blocks[0], match.item)
+            yield StepList(steps[:position], steps[position][0]), blocks, indices
 
     def is_of_layer(self, match: ItemMatch, written: int) -> bool:
         """Whether a written step is that of the layer."""
@@ -253,12 +283,13 @@ class SitePaths:
             is_network = item.numbers is not None and match.positions[i] == item.numbers.position
             remaining = set[int]()
             for lists, own, numbers in self.indices(match, i):
-                ranges = [index_range(index, self.size(lists)) for index in step.indices]
+                size = self.size(lists)
+                named = {number for index in step.indices for number in index_range(index, size)}
                 if self.is_of_layer(match, i):
                     of_blocks = zip(own, numbers, strict=False)  # () where layers have no number
-                    remaining.update(block for block, number in of_blocks if any(number in one for one in ranges))
+                    remaining.update([block for block, number in of_blocks if number in named])
                     continue
-                chosen = {number for number in numbers if any(number in one for one in ranges)}
+                chosen = named.intersection(numbers)
                 networks &= chosen if is_network else networks
                 remaining.update(own if chosen else ())
             blocks = [block for block in blocks if block in remaining]

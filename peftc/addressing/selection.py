@@ -40,8 +40,8 @@ class Selection:
         return sum(map(len, self.items.values())) + len(self.others)
 
     def __or__(self, other: Selection) -> Selection:
-        empty = frozenset[int]()
-        items = {k: self.items.get(k, empty) | other.items.get(k, empty) for k in (*self.items, *other.items)}
+        common = {key: self.items[key] | other.items[key] for key in self.items.keys() & other.items}
+        items = {**self.items, **other.items, **common}
         return Selection(self.sites, items, {**self.others, **other.others})
 
     def __sub__(self, other: Selection) -> Selection:

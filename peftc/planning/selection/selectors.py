@@ -17,7 +17,7 @@ from peftc.addressing.paths import (
     paths_of,
 )
 from peftc.addressing.selection import Selection
-from peftc.addressing.site_list import Template, show_steps
+from peftc.addressing.site_list import show_steps
 from peftc.addressing.sites import ModuleInfo, Site, SiteTable
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.planning.selection import selector_errors
@@ -221,17 +221,12 @@ def _uneven_attentions(path: ast.Path, paths: SitePaths) -> Iterator[Diagnostic]
         for block in blocks
     }
     layers = {steps[:-2] for steps in present}
-    branches = ((number, i) for number, block in enumerate(paths.sites.blocks) for i in _branches(block.template))
-    attentions = [steps for steps in (paths.steps(*branch) for branch in branches) if steps[:-2] in layers]
+    attentions = [steps for steps in paths.attentions if steps[:-2] in layers]
     if missing := [show_steps(steps) for steps in attentions if steps not in present]:
         subject = f"`{print_selector(path)}` is missing on {len(missing)} of {len(attentions)}"
         note = f"without it: {', '.join(line for line, _ in compress_paths(missing))}"
         help_ = "write `attn.self` or `attn.cross` if one of them is meant"
         yield _warning(f"{subject} attentions of these layers", path.span, "not in every `attn`", note, help_)
-
-
-def _branches(template: Template) -> list[int]:
-    return [i for i, item in enumerate(template.items) if item.site.steps[-1][0] in BRANCHES]
 
 
 def _warning(message: str, span: Span, label: str, note: str, help_: str | None = None) -> Diagnostic:
