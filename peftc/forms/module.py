@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.registry import Args, Dims, EquationForm, Form
+from peftc.modules.new_modules import module_with, uninitialised_like
 from peftc.modules.torch_attributes import TABLES
 
 if TYPE_CHECKING:
@@ -138,25 +139,19 @@ class FormModule(nn.Module):
         """A function that makes forms like this new one, with uninitialised parameters of their own, in a fraction of the
         time of building them; None where the form has more of its own than parameters and numbers.
         """
-        own = {name: value for name, value in vars(self).items() if name not in TABLES}
-        if self._modules or self._buffers or not all(map(_is_plain, own.values())):
+        cls, own = type(self), (value for name, value in vars(self).items() if name not in TABLES)
+        if self._modules or self._buffers or not all(map(_is_plain, own)):
             return None
-        cls, args, empty, tables = type(self), own.pop("form_args"), torch.empty, tuple(TABLES.items())
-        parameters = self._parameters.items()
-        sizes = [(name, None if p is None else (p.shape, p.dtype, p.device)) for name, p in parameters]
+        args, tables, common = self.form_args, tuple(TABLES.items()), dict(vars(self))
+        parameters = {n: None if p is None else uninitialised_like(p) for n, p in self._parameters.items()}
 
         def copy() -> FormModule:
-            new = object.__new__(cls)
-            attributes = vars(new)
-            attributes.update(own)
+            attributes = common.copy()
             for name, kind in tables:
                 attributes[name] = kind()
-            attributes["form_args"] = dict(args)
-            registry = attributes["_parameters"]
-            for name, size in sizes:
-                p = None if size is None else nn.Parameter(empty(size[0], dtype=size[1], device=size[2]))
-                registry[name] = p
-            return new
+            attributes["form_args"] = args.copy()
+            attributes["_parameters"] = {n: None if make is None else make() for n, make in parameters.items()}
+            return module_with(cls, attributes)
 
         return copy
 

@@ -18,10 +18,10 @@ from peftc.installation.base_weights import BaseWeights
 from peftc.installation.edited_classes import EditedModule, install_edits, remove_edits
 from peftc.installation.record import Installation
 from peftc.modules.instance_forward import FORWARD, code_class
-from peftc.modules.offload import HOOK, execution_device, is_dispatched
-from peftc.modules.walk import all_named_modules, all_named_parameters, submodule
+from peftc.modules.offload import HOOK, execution_device
+from peftc.modules.walk import Named, all_named_modules, all_parameters, submodule
 from peftc.planning import ir
-from peftc.rewriting.edits import CONTAINER, SHARED, Region, empty_container, module_name
+from peftc.rewriting.edits import CONTAINER, SHARED, Region, container_of, empty_container, module_name
 from peftc.rewriting.legality.preconditions import check_forwards, check_loaded, check_parents
 from peftc.rewriting.prompts import SEQUENCE
 from peftc.rewriting.region_list import RegionList
@@ -48,6 +48,7 @@ class FormSite:
 class FormCopy(NamedTuple):
     """A function that makes forms of an instance. `draws`: they may have values to be drawn."""
 
+    key: str
     instance: ir.FormInstance
     copy: Callable[[], FormModule]
     draws: bool
@@ -85,7 +86,7 @@ class InstallationBuilder:
     `present`: forms that the model has already, by saved name, or by dotted name if shared.
     `classes`: those that the model has already; `shared_classes`: those that equal models share.
     `draw`: whether new parameters get initial values; without it they are written before they are
-    read.
+    read. `modules`: those of the model by all of their names, if known.
     """
 
     def __init__(
@@ -96,8 +97,10 @@ class InstallationBuilder:
         classes: Iterable[GeneratedClass],
         shared_classes: dict[ClassKey, GeneratedClass],
         draw: bool = True,
+        modules: Named | None = None,
     ) -> None:
         self.model, self.installation, self.present, self.draw = model, installation, present, draw
+        self.every = all_named_modules(model) if modules is None else modules
         unpatched = [c for c in classes if c.code == tuple(map(reachable_code, (c.base, *c.entered)))]
         self.classes = {class_key(c.base, c.inline, c.absent, c.entered, c.edits): c for c in unpatched}
         self.shared_classes = shared_classes
@@ -113,9 +116,8 @@ class InstallationBuilder:
 
     def prepare(self, regions: RegionList) -> None:
         """Makes classes and parameters. Raises: P411, P424, P426, P427, P527."""
-        every = all_named_modules(self.model)
-        partly_loaded = len({p.is_meta for _, p in all_named_parameters(every)}) > 1
-        modules, checked = dict(every), set[str]()
+        partly_loaded = len({p.is_meta for p in all_parameters(self.every)}) > 1
+        modules, checked = dict(self.every), set[str]()
         for block in regions.blocks:
             for region in block.template.regions:
                 self.sequences |= dict.fromkeys(region.position_sites, Sequence())
@@ -225,7 +227,7 @@ class InstallationBuilder:
                 if self.present or copy is None or one.owner is not None or one.tasks or one.selects_positions:
                     return None
                 cls = type(self.forms[saved_name(site_edit, one)])
-                forms.append(FormCopy(one, copy, options[1].type != "meta" or sets_values(cls)))
+                forms.append(FormCopy(one.key, one, copy, options[1].type != "meta" or sets_values(cls)))
             edits.append(FormCopies(edit.edit_name, edit.slug, tuple(forms)))
         return tuple(edits)
 
@@ -235,22 +237,19 @@ class InstallationBuilder:
         """As `container`, of a region whose kind is known, at a module of that name. `paths`: those
         that own the parameters.
         """
-        root, place = empty_container(), f"{name}.{CONTAINER}".lstrip(".")
+        root: dict[str, dict[str, dict[str, nn.Module]]] = {}
+        place = f"{name}.{CONTAINER}" if name else CONTAINER
         forms, places = self.forms, self.installation.form_modules
         for edit, site_edit, path in zip(edits, region.site_edits, paths, strict=True):
-            if not edit.forms:
-                continue
-            child, saved = root.child(edit.edit).child(edit.slug), f"{site_edit.edit}/{path}"
-            for one in edit.forms:
-                key = one.instance.key
-                form_name = f"{saved}/{key}"
-                if form_name not in forms:
-                    forms[form_name] = form = one.copy()
+            for key, instance, copy, draws in edit.forms:
+                form_name = f"{site_edit.edit}/{path}/{key}"
+                if (form := forms.get(form_name)) is None:
+                    forms[form_name] = form = copy()
                     places[form_name] = f"{place}.{edit.edit}.{edit.slug}.{key}"
-                    if one.draws:
-                        self.set_values(form, FormSite(site_edit, one.instance, module), form_name, path)
-                child.add(key, forms[form_name])
-        return root
+                    if draws:
+                        self.set_values(form, FormSite(site_edit, instance, module), form_name, path)
+                root.setdefault(edit.edit, {}).setdefault(edit.slug, {})[key] = form
+        return container_of({e: container_of({s: container_of(f) for s, f in own.items()}) for e, own in root.items()})
 
     # Forms ----------------------------------------------------------------------------------------
 
@@ -335,7 +334,7 @@ class InstallationBuilder:
 
     @cached_property
     def is_dispatched(self) -> bool:
-        return is_dispatched(self.model)
+        return any(HOOK in vars(module) for _, module in self.every)
 
     @cached_property
     def execution_device(self) -> torch.device | None:

@@ -7,7 +7,6 @@ Inside of `disabled`, base parameters that `train` has changed have their first 
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -20,6 +19,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.installation.completeness import COMPLETENESS, ORIGINALS, Completeness, checked_call, edited_modules
 from peftc.installation.record import RECORD, Installation, installation_of, is_installed
 from peftc.modules.instance_forward import FORWARD, rebind_forward, replace_base, unpatched_class
+from peftc.modules.new_modules import set_class
 from peftc.rewriting.edits import CONTAINER, SHARED
 from peftc.specialization.generated_class import GeneratedClass
 
@@ -212,7 +212,9 @@ def install_edits(
     for module, generated, container in modules:
         own, cls = vars(module), type(module)
         own[CHOICE] = choice
-        if generated.cls not in cls.__mro__:
+        if cls is generated.base:
+            set_class(module, generated.cls)
+        elif generated.cls not in cls.__mro__:
             module.__class__ = replace_base(cls, unpatched_class(generated.base), generated.cls)
         if FORWARD in own:
             rebind_forward(module, generated.cls.forward)
@@ -263,5 +265,8 @@ def edited_parts(model: nn.Module, record: Installation) -> list[EditedModule]:
 def set_requires_grad(parameter: torch.Tensor, flag: bool) -> None:
     """`requires_grad_`, also of parameters that an offload hook made inside of `inference_mode`."""
     if parameter.requires_grad != flag:
-        with torch.inference_mode() if parameter.is_inference() else nullcontext():
+        if parameter.is_inference():
+            with torch.inference_mode():
+                parameter.requires_grad_(flag)
+        else:
             parameter.requires_grad_(flag)

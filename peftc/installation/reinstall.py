@@ -27,7 +27,7 @@ from peftc.installation.edited_classes import (
 from peftc.installation.journal import Journal, transaction
 from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed
 from peftc.modules.offload import offloaded_error, offloaded_parameters
-from peftc.modules.walk import named_modules, named_parameters
+from peftc.modules.walk import all_named_modules, named_modules, named_parameters
 from peftc.planning.planner import PlanResult
 from peftc.rewriting.edits import SHARED
 from peftc.rewriting.legality.preconditions import missing_values
@@ -52,12 +52,13 @@ class Snapshot:
         self.sequences = [(m, vars(m)[SEQUENCE]) for m in inner if SEQUENCE in vars(m)]  # the new edits replace them
         self.modules = edited_parts(model, self.record) if self.record else []
         self.shared = vars(model)["_modules"].get(SHARED)
-        parameters = dict(named_parameters(named_modules(model)))
+        self.base_modules = None if self.record else all_named_modules(model)
+        parameters = dict(named_parameters(self.base_modules or named_modules(model)))
         self.requires_grad = {name: p.requires_grad for name, p in parameters.items()}
-        self.gradients = {name: p.grad for name, p in parameters.items()}
+        self.gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         self.base_requires_grad = self.record.requires_grad if self.record else self.requires_grad
         added = {id(p) for form in self.forms.values() for p in form.parameters()}
-        self.base_parameters = {n: p for n, p in parameters.items() if id(p) not in added}
+        self.base_parameters = {n: p for n, p in parameters.items() if id(p) not in added} if added else parameters
 
     def detach(self) -> None:
         if self.record is not None:
@@ -70,7 +71,7 @@ class Snapshot:
             install_edits(self.model, self.record, self.modules, self.shared)
         for name, parameter in named_parameters(named_modules(self.model)):
             set_requires_grad(parameter, self.requires_grad[name])
-            parameter.grad = self.gradients[name]
+            parameter.grad = self.gradients.get(name)
 
 
 class TrainedParameters:
@@ -91,11 +92,13 @@ class TrainedParameters:
         self.originals = {n: values[n] for n in names}
 
     def set_requires_grad(self) -> None:
-        for name, parameter in self.parameters.items():
-            if name in self.new:
-                set_requires_grad(parameter, True)
-            elif self.first or name in self.dropped:
+        for name, parameter in self.parameters.items() if self.first else ():
+            if parameter.requires_grad and name not in self.new:
                 set_requires_grad(parameter, False)
+        for name in self.parameters.keys() & self.dropped:
+            set_requires_grad(self.parameters[name], False)
+        for name in self.new:
+            set_requires_grad(self.parameters[name], True)
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -127,7 +130,8 @@ def reinstall(
     chosen = Chosen(tasks, before.choice)
     installation = Installation(specs, planned, [], flags, trained.originals, {}, chosen, sample)
     classes = (edited.cls for edited in before.modules)
-    builder = InstallationBuilder(model, installation, before.forms, classes, compilation.classes, draw)
+    shared_classes, modules = compilation.classes, before.base_modules
+    builder = InstallationBuilder(model, installation, before.forms, classes, shared_classes, draw, modules)
     with transaction(journal) as (own, deferral):
         own.steps += [before.attach, trained.undo, builder.undo]
         before.detach()

@@ -91,6 +91,11 @@ def all_named_parameters(modules: Named) -> Iterator[tuple[str, nn.Parameter]]:
                 yield f"{prefix}.{name}" if prefix else name, parameter
 
 
+def all_parameters(modules: Named) -> Iterator[nn.Parameter]:
+    """Those of `all_named_parameters`."""
+    return (p for _, module in modules for p in vars(module)["_parameters"].values() if p is not None)
+
+
 def all_named_buffers(modules: Named) -> Iterator[tuple[str, Tensor]]:
     """`model.named_buffers(remove_duplicate=False)`, from `all_named_modules(model)`."""
     for prefix, module in modules:
