@@ -74,7 +74,7 @@ def compile_peft(model: nn.Module, target: Target) -> nn.Module:
 
 def counted_traces() -> Counter[str]:
     """Counts, from now on, the traces of each layer structure."""
-    from peftc.observation.sample_forward import structure_key
+    from peftc.observation.layer_keys import structure_key
     from peftc.tracing.tracer import RegionTracer
 
     traces: Counter[str] = Counter()

@@ -10,26 +10,25 @@ import re
 import sys
 import sysconfig
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache, partial
 from types import CellType, FunctionType
 from typing import Any, cast
 
 from torch import nn
 
-from peftc.modules.walk import modules_in
-
 HOOKS = tuple(name for name in vars(nn.Module()) if re.match("_(forward|backward)_(pre_)?hooks", name))
 _FORWARD_HOOKS = tuple(name for name in HOOKS if name.startswith("_forward"))
 _REGISTRIES = ("_forward_hooks", "_forward_pre_hooks")  # the others hold options by the same keys
 
 
-def copy_library_hooks(model: nn.Module, memo: dict[int, Any]) -> None:
-    """Copies the forward hooks of a model's libraries. `memo`: the copies of its modules, by id.
+def copy_library_hooks(model: nn.Module, modules: Iterable[nn.Module], memo: dict[int, Any]) -> None:
+    """Copies the forward hooks of a model's libraries. `modules`: those that may have hooks.
+    `memo`: the copies of the model's modules, by id.
 
     Seen in: transformers, which records hidden states and attentions by hooks (LLaVA).
     """
-    modules = [m for m in modules_in(model) if any(map(vars(m).get, _REGISTRIES))]
+    modules = [m for m in modules if any(map(vars(m).get, _REGISTRIES))]
     libraries = _libraries(model) if modules else frozenset[str]()
     for module in modules:
         registries = [vars(module)[name] for name in _REGISTRIES]

@@ -1,9 +1,8 @@
 """Fake tensors: shapes, dtypes and devices without data."""
 
 import copy
-import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from itertools import chain
 from types import ModuleType
 from typing import Any, TypeVar, cast
@@ -17,21 +16,20 @@ from torch.utils._python_dispatch import (
 )
 
 from peftc.fakes.library_hooks import HOOKS, copy_library_hooks
+from peftc.fakes.repeated_layers import IMMUTABLE, copied_class
 from peftc.fakes.shape_mode import ShapeMode
 from peftc.modules.instance_forward import FORWARD, class_and_attributes
-from peftc.modules.memory import MEMORY, memory_of
+from peftc.modules.memory import MEMORY, Memory, memory_of
 from peftc.modules.offload import is_dispatched
 from peftc.modules.torch_attributes import ATTRIBUTES, TABLES
 from peftc.modules.walk import modules_in
 
 T = TypeVar("T")
 
-_COPY_METHODS = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
-_IMMUTABLE = frozenset({bool, int, float, str, type(None), type, torch.dtype, torch.device})
 # The copy shares functions and modules of Python, as imports do; `copy.deepcopy` refuses some.
 # Seen in: no transformers model, but rotary-embedding-torch (`self.f = staticmethod(f)`)
-_SHARED = _IMMUTABLE | {staticmethod, classmethod, ModuleType}
-_NO_MODULES = _IMMUTABLE | {dict, OrderedDict, set, list, tuple}
+_SHARED = IMMUTABLE | {staticmethod, classmethod, ModuleType}
+_NO_MODULES = IMMUTABLE | {dict, OrderedDict, set, list, tuple}
 
 
 def new_mode() -> FakeTensorMode:
@@ -62,11 +60,18 @@ def as_fake(
     is_plain_meta = tensor.is_meta and not isinstance(tensor, FakeTensor)
     device = device or (torch.device("cpu") if is_plain_meta else tensor.device)
     dtype = torch.float32 if widen and tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
+    return fake_like(tensor, mode, dtype, device, () if is_plain_meta else memory_of(tensor))
+
+
+def fake_like(
+    tensor: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype, device: torch.device, memory: tuple[Memory, ...]
+) -> torch.Tensor:
+    """A new fake tensor or parameter of the layout and `requires_grad` of another tensor."""
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
     fake = mode.wrap(meta, device) if isinstance(mode, ShapeMode) else FakeTensor(mode, meta, device)
     if tensor.requires_grad:
         fake.requires_grad_()
-    if not is_plain_meta and (memory := memory_of(tensor)):
+    if memory:
         vars(fake)[MEMORY] = memory
     if type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter):  # the latter is slow
         vars(fake)["_is_param"] = True  # makes a tensor subclass an instance of `nn.Parameter`
@@ -82,28 +87,37 @@ def fake_copy(value: T, mode: FakeTensorMode | None = None, *, widen: bool = Fal
     """
     mode = mode or new_mode()
     with _disable_current_modes():  # an active mode would intercept every tensor that is made
-        dispatched = whole and isinstance(value, nn.Module) and is_dispatched(value)
-        copier = _CopyAsFake(mode, widen, torch.device("cpu") if dispatched else None)
-        memo: dict[int, Any] = {}
-        for module in modules_in(value) if isinstance(value, nn.Module) else ():
-            # `Parameter.__deepcopy__` does not reach the function mode, so parameters are copied
-            # here.
-            own = vars(module)
-            parameters = [*own["_parameters"].values()]
-            for unregistered in _unregistered(module):
-                parameters += unregistered.parameters()
-            for p in parameters:
-                if p is not None and id(p) not in memo:
-                    memo[id(p)] = copier.fake(p)
-            if any(map(own.get, HOOKS)):
-                memo |= {id(own[name]): OrderedDict[int, Any]() for name in HOOKS if own.get(name)}
-        with copier:
-            if not isinstance(value, nn.Module):
-                return copy.deepcopy(value, memo)
-            model = _ModuleCopier(memo).module(value)
-            if whole:  # hooks in a part report to the call of the whole model, which may be running
-                copy_library_hooks(value, memo)
-            return cast(T, model)
+        if isinstance(value, nn.Module):
+            return cast(T, copy_model(value, mode, widen, whole)[0])
+        with _CopyAsFake(mode, widen, None):
+            return copy.deepcopy(value)
+
+
+def copy_model(
+    model: nn.Module, mode: FakeTensorMode, widen: bool, whole: bool, leaves: Container[int] = ()
+) -> tuple[nn.Module, dict[int, Any]]:
+    """As `fake_copy`, with the copies of everything in the model, by `id`. `leaves`: modules, by
+    `id`, whose children are left out. Call it outside of modes.
+    """
+    dispatched = whole and is_dispatched(model)
+    copier = _CopyAsFake(mode, widen, torch.device("cpu") if dispatched else None)
+    memo: dict[int, Any] = {}
+    for module in modules_in(model, leaves):
+        # `Parameter.__deepcopy__` does not reach the function mode, so parameters are copied here.
+        own = vars(module)
+        parameters = [*own["_parameters"].values()]
+        for unregistered in _unregistered(module):
+            parameters += unregistered.parameters()
+        for p in parameters:
+            if p is not None and id(p) not in memo:
+                memo[id(p)] = copier.fake(p)
+        if any(map(own.get, HOOKS)):
+            memo |= {id(own[name]): OrderedDict[int, Any]() for name in HOOKS if own.get(name)}
+    with copier:
+        new = _ModuleCopier(memo, leaves).module(model)
+        if whole:  # hooks in a part report to the call of the whole model, which may be running
+            copy_library_hooks(model, modules_in(model, leaves), memo)
+    return new, memo
 
 
 def make_fake(model: nn.Module) -> nn.Module:
@@ -166,8 +180,8 @@ class _CopyAsFake(TorchFunctionMode):
 class _ModuleCopier:
     """`copy.deepcopy(module, memo)` in a twentieth of the time for most modules."""
 
-    def __init__(self, memo: dict[int, Any]) -> None:
-        self.memo = memo
+    def __init__(self, memo: dict[int, Any], leaves: Container[int] = ()) -> None:
+        self.memo, self.leaves = memo, leaves
         self.classes: dict[type[nn.Module], type[nn.Module] | None] = {}
 
     def module(self, module: nn.Module) -> nn.Module:
@@ -175,7 +189,7 @@ class _ModuleCopier:
             return self.memo[id(module)]
         kind, attributes = type(module), vars(module)
         if kind not in self.classes:
-            self.classes[kind] = _copied_class(kind)
+            self.classes[kind] = copied_class(kind)
         if (cls := self.classes[kind]) is None:
             return copy.deepcopy(module, self.memo)
         if FORWARD in attributes:
@@ -186,6 +200,8 @@ class _ModuleCopier:
         for name, value in attributes.items():
             if name in TABLES and not value and type(value) is TABLES[name]:
                 copies[name] = TABLES[name]()  # no other module has this table
+            elif name == "_modules" and id(module) in self.leaves:
+                copies[name] = {}
             elif not name.startswith("__composable_api"):  # FSDP2 keeps its state under this prefix
                 copies[name] = self.attribute(value)
         return new
@@ -204,13 +220,3 @@ class _ModuleCopier:
                 new[name] = self.attribute(item)
             return new
         return copy.deepcopy(value, self.memo)
-
-
-def _copied_class(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """The class of the copies of modules of a class; None if it has copy methods of its own."""
-    # FSDP2 puts a class in front, which refuses to be copied.
-    sharded: type | tuple[()] = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    cls: type[nn.Module] = next(c for c in kind.__mro__ if not issubclass(c, sharded))
-    generated = hasattr(cls, "_peftc_kind") or hasattr(cls, "_peftc_over")  # have copy methods that are not needed here
-    special = not generated and any(getattr(cls, n, None) is not getattr(nn.Module, n, None) for n in _COPY_METHODS)
-    return None if special and cls is kind else cls

@@ -1,16 +1,27 @@
 """What identifies a base model: type, configuration, parameter names and shapes, ties."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from peftc.models.settings import settings
+from peftc.modules.lazy_children import lazy_children
 from peftc.modules.memory import distinct_entries, memory_of, overlapping, overlaps_itself
-from peftc.modules.walk import all_named_buffers, all_named_modules, all_named_parameters
+from peftc.modules.walk import (
+    Named,
+    all_named_buffers,
+    all_named_modules,
+    all_named_parameters,
+    modules_outside,
+    outline,
+)
 
 VERSION = 2  # of fingerprints; version 1 covers `_FACTS` instead of the whole configuration
 _FACTS = (  # change what the model computes, and show in no shape
@@ -26,6 +37,7 @@ _FACTS = (  # change what the model computes, and show in no shape
 
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
+Ties = tuple[tuple[str, ...], ...]
 
 
 def any_name(name: str) -> bool:
@@ -54,7 +66,7 @@ def parameter_count(
 
 def tied_groups(
     model: nn.Module, keep: Callable[[str], bool] = any_name, parameters: NamedParameters | None = None
-) -> tuple[tuple[str, ...], ...]:
+) -> Ties:
     """Groups of dotted names that are one tensor, or several over the same memory."""
     parameters = parameters_of(model, keep) if parameters is None else parameters
     groups: dict[object, list[str]] = {}
@@ -63,12 +75,15 @@ def tied_groups(
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
 
-def overlaps(model: nn.Module, parameters: NamedParameters | None = None) -> tuple[tuple[str, ...], ...]:
-    """Groups of names whose parameters share memory, also with buffers, or overlap themselves."""
-    parameters = parameters_of(model) if parameters is None else parameters
+def overlaps(model: nn.Module, modules: Named | None = None) -> Ties:
+    """Groups of names whose parameters share memory, also with buffers, or overlap themselves.
+    `modules`: those to look at, under all their names.
+    """
+    modules = all_named_modules(model) if modules is None else modules
+    parameters = [*all_named_parameters(modules)]
     names: dict[int, list[str]] = {}
     tensors: list[torch.Tensor] = []
-    for name, tensor in (*parameters, *all_named_buffers(all_named_modules(model))):
+    for name, tensor in (*parameters, *all_named_buffers(modules)):
         if id(tensor) not in names:
             tensors.append(tensor)
         names.setdefault(id(tensor), []).append(name)
@@ -89,6 +104,7 @@ def identity(
     keep: Callable[[str], bool] = any_name,
     version: int = VERSION,
     parameters: NamedParameters | None = None,
+    tied: Ties | None = None,
 ) -> dict[str, Any]:
     """What tells a base model from others, as JSON values. Version 1 has no `configuration`."""
     parameters = parameters_of(model, keep) if parameters is None else parameters
@@ -97,7 +113,7 @@ def identity(
         "type": getattr(config, "model_type", None) or type(model).__name__,
         "facts": {name: value for name in _FACTS if isinstance(value := _config_value(config, name), (int, str))},
         "parameters": {name: list(p.shape) for name, p in parameters},
-        "tied": tied_groups(model, keep, parameters),
+        "tied": tied_groups(model, keep, parameters) if tied is None else tied,
     }
     return values if version == 1 else values | {"configuration": settings(model)}
 
@@ -110,7 +126,10 @@ def _config_value(config: object, name: str) -> object:
 
 
 def fingerprint(
-    model: nn.Module, keep: Callable[[str], bool] = any_name, parameters: NamedParameters | None = None
+    model: nn.Module,
+    keep: Callable[[str], bool] = any_name,
+    parameters: NamedParameters | None = None,
+    tied: Ties | None = None,
 ) -> str:
     """sha256 over the model's identity, version 2.
 
@@ -118,8 +137,29 @@ def fingerprint(
     after training. It tells architectures and sizes apart, not weights. `keep` chooses parameters
     by dotted name: leave out those that an edit added.
     """
-    return fingerprint_of(identity(model, keep, parameters=parameters))
+    return fingerprint_of(identity(model, keep, parameters=parameters, tied=tied))
 
 
 def fingerprint_of(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """What the parameters of a model say of it: count, ties and overlaps, and its fingerprint."""
+
+    count: int
+    tied: Ties
+    overlaps: Ties
+    fingerprint: str
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ParameterFacts:
+        """Of lazy children, which share no memory, the parameters are not made."""
+        modules = modules_outside(model, duplicates=True)
+        own = [*all_named_parameters(modules)]
+        parameters = [*all_named_parameters(outline(model, duplicates=True))]
+        lazy = sum(children.prototype.size for _, module in modules if (children := lazy_children(module)) is not None)
+        tied = tied_groups(model, parameters=own)
+        count = parameter_count(model, parameters=own) + lazy
+        return cls(count, tied, overlaps(model, modules), fingerprint(model, parameters=parameters, tied=tied))

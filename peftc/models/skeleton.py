@@ -18,6 +18,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.model_line import model_line
 from peftc.diagnostics.suggestions import join_names
 from peftc.fakes.data_answers import fake_data_answers
+from peftc.fakes.lazy_layers import lazy_copy
 from peftc.fakes.tensors import fake_copy, fake_mode, make_fake
 from peftc.models.names import error_summary
 from peftc.models.samples import further_samples
@@ -83,7 +84,7 @@ def skeleton(source: ModelSource) -> nn.Module:
     Raises: P506 if the configuration's values do not fit together.
     """
     if source.module is not None:
-        return fake_copy(source.module, widen=True, whole=True)
+        return lazy_copy(source.module, widen=True) or fake_copy(source.module, widen=True, whole=True)
     assert source.model_class is not None
     assert source.config is not None
     try:

@@ -107,7 +107,11 @@ def _shifts(first: int, last: int, offset: int, step: int, length: int, other: i
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Groups of tensors that share memory, as indices; but for sorting, in linear time."""
-    pieces = [(memory, i) for i, tensor in enumerate(tensors) for memory in memory_of(tensor)]
+    return overlapping_pieces([(memory, i) for i, tensor in enumerate(tensors) for memory in memory_of(tensor)])
+
+
+def overlapping_pieces(pieces: list[tuple[Memory, int]]) -> list[list[int]]:
+    """Groups of tensors that share memory, as indices. `pieces`: of memory, with those indices."""
     pieces.sort(key=lambda piece: (piece[0].device, piece[0].start))
     groups = _DisjointSets()
     cluster: list[tuple[Memory, int]] = []

@@ -6,12 +6,16 @@ compilation walks the whole model several times; elsewhere torch's own are quick
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from peftc.modules.lazy_children import LazyChildren, lazy_children, prototype_of
 
 Named = list[tuple[str, nn.Module]]
+_METHODS = {(cls.eval, cls.train, nn.Module.__setattr__) for cls in (nn.Module, PreTrainedModel)}
 
 
 def named_modules(model: nn.Module, prefix: str = "") -> Named:
@@ -28,6 +32,17 @@ def all_named_modules(model: nn.Module, without: str = "") -> Named:
     result = [("", model)]
     _collect_all(model, "", result, without)
     return result
+
+
+def outline_module(model: nn.Module, name: str) -> nn.Module:
+    """`submodule`, for its class and shapes: of a layer with lazy children its prototype's."""
+    module: Any = model
+    for part in name.split(".") if name else ():
+        child = vars(module)["_modules"].get(part)
+        if child is None:
+            return submodule(model, name)
+        module = prototype_of(child)
+    return module
 
 
 def submodule(model: nn.Module, name: str) -> nn.Module:
@@ -58,16 +73,65 @@ def _collect_all(module: Any, start: str, result: Named, without: str) -> None:
                 _collect_all(child, f"{start}{name}.", result, without)
 
 
-def modules_in(model: nn.Module) -> list[nn.Module]:
-    """`list(model.modules())`."""
-    return [module for _, module in named_modules(model)]
+def modules_in(model: nn.Module, leaves: Container[int] = ()) -> list[nn.Module]:
+    """`list(model.modules())`. `leaves`: modules, by `id`, whose children are left out."""
+    if not leaves:
+        return [module for _, module in named_modules(model)]
+    result, seen = [model], {id(model)}
+    for module in result:
+        for child in vars(module)["_modules"].values() if id(module) not in leaves else ():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                result.append(child)
+    return result
+
+
+def outline(model: nn.Module, duplicates: bool = False) -> Named:
+    """`named_modules`, or with `duplicates` `all_named_modules`, in which prototypes stand for lazy
+    children: they have their names, classes and shapes.
+    """
+    result = [("", model)]
+    _collect_outline(model, "", result, None if duplicates else {id(model)}, True)
+    return result
+
+
+def modules_outside(model: nn.Module, duplicates: bool = False) -> Named:
+    """As `outline`, without lazy children and what is in them."""
+    result = [("", model)]
+    _collect_outline(model, "", result, None if duplicates else {id(model)}, False)
+    return result
+
+
+def has_aliases(model: nn.Module) -> bool:
+    """Whether a module has several names. Lazy children have one each."""
+    return len(modules_outside(model)) < len(modules_outside(model, duplicates=True))
+
+
+def _collect_outline(module: Any, start: str, result: Named, seen: set[int] | None, prototypes: bool) -> None:
+    if type(module._modules) is LazyChildren:
+        parts = module._modules.prototype.parts if prototypes else ()
+        result += [(start + name, part) for name, part in parts]
+        return
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        if seen is not None:
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+        result.append((start + name, child))
+        if type(child._modules) is LazyChildren or child._modules:
+            _collect_outline(child, f"{start}{name}.", result, seen, prototypes)
 
 
 def set_eval(model: nn.Module) -> nn.Module:
     """`model.eval()`."""
-    modules = modules_in(model)
+    modules = [module for _, module in modules_outside(model)]
+    prototypes = {children.prototype for module in modules if (children := lazy_children(module)) is not None}
+    modules += [module for prototype in prototypes for module in modules_in(prototype.layer)]
     methods = {(cls.eval, cls.train, cls.__setattr__) for cls in {*map(type, modules)}}
-    if methods != {(nn.Module.eval, nn.Module.train, nn.Module.__setattr__)}:
+    # transformers' method puts kernels in place if the mode changes.
+    if not methods <= _METHODS or any(vars(module).get("_use_kernels") for module in modules):
         return model.eval()
     for module in modules:
         vars(module)["training"] = False

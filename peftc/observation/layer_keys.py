@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from peftc.modules.lazy_children import prototype_of
 from peftc.modules.torch_attributes import ATTRIBUTES
 from peftc.modules.walk import named_modules
 from peftc.tracing.in_place import disable_function_modes
@@ -23,7 +24,7 @@ def structure_key(module: nn.Module) -> str:
     # Seen in: SAM, whose first decoder layer has no residual
     parts: list[str] = []
     with disable_function_modes():
-        for name, child in named_modules(module):
+        for name, child in named_modules(prototype_of(module)):
             attributes = vars(child)
             shapes = ",".join([f"{n}{tuple(p.shape)}" for n, p in attributes["_parameters"].items() if p is not None])
             options = [(n, v) for n, v in attributes.items() if n not in _NO_OPTIONS and type(v) in _OPTIONS]

@@ -14,7 +14,7 @@ from peftc.diagnostics.model_line import ModelLine, running_line
 from peftc.fakes.data_answers import tensors_in
 from peftc.forms.module import has_values
 from peftc.modules.memory import storage_id
-from peftc.modules.walk import all_named_modules, all_named_parameters
+from peftc.modules.walk import Named, all_named_parameters, modules_outside
 
 _TOKEN_PRODUCTS = frozenset({Op.ATTENTION, Op.SOFTMAX, Op.MATMUL})
 
@@ -35,13 +35,17 @@ class ParameterUses(TorchFunctionMode):
         super().__init__()
         self.running = running
         self.names: dict[int, list[str]] = defaultdict(list)  # of parameters, by storage
-        for name, parameter in all_named_parameters(all_named_modules(model)):
-            self.names[storage_id(parameter)].append(name)
+        self.add(modules_outside(model, duplicates=True))
         self.readers: dict[int, dict[str, None]] = defaultdict(dict)
         self.closure_reads: dict[int, str] = {}
         self.lines: dict[int, ModelLine | None] = {}
         self.token_products: dict[Op, set[str]] = defaultdict(set)
         self.weight_products: set[str] = set()
+
+    def add(self, modules: Named) -> None:
+        """Adds modules whose parameters are followed, under all their names."""
+        for name, parameter in all_named_parameters(modules):
+            self.names[storage_id(parameter)].append(name)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -14,13 +14,17 @@ from peftc.addressing.site_list import SiteList
 from peftc.addressing.sites import SiteTable, UntracedModule
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.tensors import fake_mode
-from peftc.models.identity import VERSION, fingerprint, overlaps, parameter_count, parameters_of, tied_groups
+from peftc.models.identity import VERSION, ParameterFacts
 from peftc.models.skeleton import skeleton
 from peftc.models.sources import ModelSource, resolve
 from peftc.modules.instance_forward import instance_forward
+from peftc.modules.lazy_children import lazy_children
 from peftc.modules.walk import (
     all_named_modules,
+    has_aliases,
+    modules_outside,
     named_modules,
+    outline,
     set_eval,
     submodule,
 )
@@ -56,23 +60,24 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
     name_stacks(structure)
     structure.shared = shared_modules(structure)
     layers = [kind for stack in structure.stacks for kind in stack.kinds]
-    sites, untraced, parameters = all_sites(structure), untraced_modules(structure), parameters_of(fake)
+    sites, untraced = all_sites(structure), untraced_modules(structure)
+    parameters = ParameterFacts.of(fake)
     table = SiteTable(
         model_id=source.id,
         model_type=source.type,
-        parameters=parameter_count(fake, parameters=parameters),
+        parameters=parameters.count,
         d_model=example_width(layers[0]) if layers else 0,
-        fingerprint=fingerprint(fake, parameters=parameters),
+        fingerprint=parameters.fingerprint,
         fingerprint_version=VERSION,
         sites=sites,
         modules=module_infos(structure),
-        tied=tied_groups(fake, parameters=parameters),
-        overlaps=overlaps(fake, parameters),
+        tied=parameters.tied,
+        overlaps=parameters.overlaps,
         shared_modules=structure.shared,
         aliases=tuple(module_aliases(structure)),
         cross_layer_calls=tuple(structure.seen.cross_layer_calls.items()),
         external_reads=tuple((name, *readers) for name, readers in structure.seen.external_reads.items()),
-        warnings=tuple(_warnings(source, sites, untraced)),
+        warnings=tuple(_warnings(source, fake, sites, untraced)),
         untraced=untraced,
         unplaced=unplaced_modules(structure),
         positions=_positions(fake),
@@ -82,7 +87,9 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
 
 def _check_names(model: nn.Module) -> None:
     """Raises: P511 for a name that is no text, or that is hidden by an attribute."""
-    modules, texts = named_modules(model), set[str]()
+    # A layer with lazy children has the names of an earlier one.
+    modules = [pair for pair in modules_outside(model) if lazy_children(pair[1]) is None]
+    texts = set[str]()
     hides = cache(_may_hide_children)
     for owner, parent in modules:
         own = vars(parent)
@@ -119,7 +126,9 @@ def _may_hide_children(cls: type[nn.Module], *names: str) -> bool:
     return bool(names) and (not is_plain or any(hasattr(cls, name) for name in names))
 
 
-def _warnings(source: ModelSource, sites: SiteList, untraced: tuple[UntracedModule, ...]) -> Iterator[str]:
+def _warnings(
+    source: ModelSource, fake: nn.Module, sites: SiteList, untraced: tuple[UntracedModule, ...]
+) -> Iterator[str]:
     """What a model lacks; and the modules of one in memory whose code is unknown."""
     items = (item for block in sites.blocks for item in block.template.items)
     words = {step for item in items for step, _ in item.site.steps}
@@ -127,8 +136,11 @@ def _warnings(source: ModelSource, sites: SiteList, untraced: tuple[UntracedModu
         yield f"{source.id} has no transformer layers: only its modules have names"
     elif "attn" not in words and not any("attn" in module.roles for module in untraced):
         yield f"{source.id} has no attention: `attn` and the sites below it name nothing"
-    for name, module in named_modules(source.module) if source.module is not None else ():
-        if (forward := instance_forward(module)) is not None and forward.function is None:
+    # A module with such a forward is no lazy child.
+    if (model := source.module) is None:
+        return
+    for name, _ in modules_outside(fake):
+        if (forward := instance_forward(submodule(model, name))) is not None and forward.function is None:
             yield f"`{name}` has a `forward` in its instance that could not be traced"
 
 
@@ -139,7 +151,7 @@ def _positions(model: nn.Module) -> int | None:
     count = getattr(text, "max_position_embeddings", None)
     if not isinstance(count, int) or count < 1:  # some say -1 for any number
         return None
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == count]
+    tables = [m for _, m in outline(model) if isinstance(m, nn.Embedding) and m.num_embeddings == count]
     if count == getattr(text, "vocab_size", None):
         return count  # these tables may be of words
     return count - max((m.padding_idx + 1 for m in tables if m.padding_idx is not None), default=0)
@@ -149,9 +161,9 @@ def module_aliases(structure: ModelStructure) -> Iterator[tuple[str, str]]:
     """Further names of modules, and those that they have in a table. Not of modules inside one with
     a further name.
     """
-    names, every = named_modules(structure.model), all_named_modules(structure.model)
-    if len(names) == len(every):
+    if not has_aliases(structure.model):
         return
+    names, every = named_modules(structure.model), all_named_modules(structure.model)
     first = {id(module): name for name, module in names}
     grouped = frozenset(chain.from_iterable(structure.shared))
     others: dict[str, str] = {}
@@ -170,8 +182,8 @@ def shared_modules(structure: ModelStructure) -> tuple[tuple[str, ...], ...]:
 
     A whole layer with several names is no such group: it is one layer, which runs several times.
     """
-    if len(named_modules(structure.model)) == len(all_named_modules(structure.model)):
-        return ()  # each module has one name
+    if not has_aliases(structure.model):
+        return ()
     groups: dict[int, list[str]] = {}
     layers = dict.fromkeys(name for stack in structure.stacks for name in stack.modules)
     for layer in layers:

@@ -13,7 +13,8 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from peftc.dataflow.nodes import module_path
-from peftc.modules.walk import named_modules, submodule
+from peftc.modules.lazy_children import prototype_of
+from peftc.modules.walk import Named, outline, outline_module
 from peftc.recognition.sublayer import SubLayer
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -27,20 +28,21 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     whose elements have one class, or that have several elements of one class among others; and what
     has such a class beside the lists.
     """
-    marked = [n for n, m in named_modules(model) if isinstance(m, GradientCheckpointingLayer)]
+    modules = outline(model)
+    marked = [n for n, m in modules if isinstance(m, GradientCheckpointingLayer)]
     outer = {n[:i] for n in marked for i, c in enumerate(n) if c == "."}
     marked = [n for n in marked if n not in outer or not _holds_list(model, n, marked)]
     every = frozenset(marked)
     marked = [n for n in marked if every.isdisjoint(n[:i] for i, c in enumerate(n) if c == ".")]
-    blocks = _unmarked_blocks(model, marked)
-    return [*marked, *blocks, *_blocks_beside_lists(model, blocks)]
+    blocks = _unmarked_blocks(modules, marked)
+    return [*marked, *blocks, *_blocks_beside_lists(model, modules, blocks)]
 
 
-def _unmarked_blocks(model: nn.Module, marked: list[str]) -> list[str]:
+def _unmarked_blocks(modules: Named, marked: list[str]) -> list[str]:
     """The elements of lists that neither hold marked layers nor are part of one."""
     owners = {".".join(n.split(".")[:i]) for n in marked for i in range(len(n.split(".")))}
     blocks: list[str] = []
-    for name, children in named_modules(model):
+    for name, children in modules:
         if not isinstance(children, LISTS) or name in owners:
             continue
         if not any(f"{name}.".startswith(f"{other}.") for other in (*marked, *blocks)):
@@ -48,16 +50,16 @@ def _unmarked_blocks(model: nn.Module, marked: list[str]) -> list[str]:
     return blocks
 
 
-def _blocks_beside_lists(model: nn.Module, blocks: Sequence[str]) -> list[str]:
+def _blocks_beside_lists(model: nn.Module, modules: Named, blocks: Sequence[str]) -> list[str]:
     """Modules in no list whose class is that of blocks in lists, and neither in nor around one."""
     # Seen in: no transformers model, but the block between both halves of U-ViT
-    if not (classes := {type(submodule(model, name)) for name in blocks} - {*LISTS}):
+    if not (classes := {type(outline_module(model, name)) for name in blocks} - {*LISTS}):
         return []
     taken = [f"{name}." for name in blocks]
     return [
         name
-        for name, module in named_modules(model)
-        if type(module) in classes and not isinstance(submodule(model, name.rpartition(".")[0]), LISTS)
+        for name, module in modules
+        if type(module) in classes and not isinstance(outline_module(model, name.rpartition(".")[0]), LISTS)
         if name and not any(f"{name}.".startswith(other) or other.startswith(f"{name}.") for other in taken)
     ]
 
@@ -66,11 +68,11 @@ def stack_path(model: nn.Module, layer: str, layers: Iterable[str]) -> str:
     """What holds a layer and those of its stack: a list or, of a layer beside lists of its class,
     the layer itself.
     """
-    path, cls = containing_list(model, layer), type(submodule(model, layer))
-    if isinstance(submodule(model, path), LISTS) or issubclass(cls, GradientCheckpointingLayer):
+    path, cls = containing_list(model, layer), type(outline_module(model, layer))
+    if isinstance(outline_module(model, path), LISTS) or issubclass(cls, GradientCheckpointingLayer):
         return path
-    others = (name for name in layers if type(submodule(model, name)) is cls)
-    return layer if any(isinstance(submodule(model, containing_list(model, o)), LISTS) for o in others) else path
+    others = (name for name in layers if type(outline_module(model, name)) is cls)
+    return layer if any(isinstance(outline_module(model, containing_list(model, o)), LISTS) for o in others) else path
 
 
 def _blocks_in(children: nn.Module) -> list[str]:
@@ -85,7 +87,7 @@ def _blocks_in(children: nn.Module) -> list[str]:
 def numbered_blocks(model: nn.Module) -> list[str]:
     """The children of a module that have one class, and names that differ in a number: `block1`."""
     # Seen in: no transformers model, but scripts of users
-    for path, module in named_modules(model):
+    for path, module in outline(model):
         groups: dict[tuple[str, type], list[str]] = {}
         for name, child in module.named_children() if not isinstance(module, LISTS) else ():
             pattern, numbers = re.subn(r"\d+", "*", name)
@@ -102,7 +104,7 @@ def blocks_by_class(model: nn.Module) -> list[list[str]]:
     """
     # Seen in: no transformers model, but models of few layers: `self.encoder = Block()`
     classes: dict[type, list[str]] = {}
-    for name, module in named_modules(model):
+    for name, module in outline(model):
         if name and not isinstance(module, LISTS) and is_callable(module) and _matrices(module) >= 2:
             classes.setdefault(type(module), []).append(name)
     groups = [names for names in classes.values() if not any(map(_is_in_another, names, repeat(names)))]
@@ -115,7 +117,7 @@ def _is_in_another(name: str, names: Iterable[str]) -> bool:
 
 def _matrices(module: nn.Module) -> int:
     """The number of matrices in a module, of any shape, without those of convolutions."""
-    own = ((m, p) for m in module.modules() for p in m.parameters(recurse=False))
+    own = ((m, p) for m in prototype_of(module).modules() for p in m.parameters(recurse=False))
     return sum(p.ndim == 2 or (p.ndim > 2 and not isinstance(m, _CONVOLUTIONS)) for m, p in own)
 
 
@@ -134,14 +136,14 @@ def _holds_list(model: nn.Module, name: str, blocks: list[str]) -> bool:
     """Whether a block holds a list of other blocks: then it is a stage, and they are the layers."""
     paths = [b.removeprefix(f"{name}.").split(".") for b in blocks if b.startswith(f"{name}.")]
     owners = {".".join([name, *path[:i]]) for path in paths for i in range(1, len(path))}
-    return any(isinstance(submodule(model, n), LISTS) for n in owners)
+    return any(isinstance(outline_module(model, n), LISTS) for n in owners)
 
 
 def containing_list(model: nn.Module, layer: str) -> str:
     """The list that holds a layer, directly or inside a wrapper; else the layer's parent."""
     parts = layer.split(".")
     owners = [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]
-    lists = (name for name in owners if isinstance(submodule(model, name), LISTS))
+    lists = (name for name in owners if isinstance(outline_module(model, name), LISTS))
     return next(lists, layer.rpartition(".")[0])
 
 
@@ -154,7 +156,9 @@ def refined(blocks: list[str], subs: Mapping[str, Sequence[SubLayer]], model: nn
         lists.setdefault(containing_list(model, name), []).append(name)
     names: list[str] = []
     for members in lists.values():
-        stages = are_stages([(subs[name], submodule(model, name)) for name in members if name in subs])
+        pairs = [(subs[name], outline_module(model, name)) for name in members if name in subs]
+        kinds = {(id(own), id(block)): (own, block) for own, block in pairs}
+        stages = are_stages([*kinds.values()])
         names += [inner for name in members for inner in _listed_blocks(model, name) or [name]] if stages else members
     return names
 
@@ -174,7 +178,7 @@ def are_stages(blocks: Sequence[tuple[Sequence[SubLayer], nn.Module]]) -> bool:
         are_layers = any(max(Counter(name for name, _ in block).values(), default=0) > 1 for block in owners)
         one_kind = len({kind for block in owners for _, kind in block}) == 1
         return (are_layers or one_kind) and all(name is not None for block in owners for name, _ in block)
-    return all(_is_nested(submodule(block, name)) for _, block, inside in listed for name in inside)
+    return all(_is_nested(outline_module(block, name)) for _, block, inside in listed for name in inside)
 
 
 def _owners(sub: SubLayer, blocks: Iterable[str]) -> Iterator[str]:
@@ -191,7 +195,7 @@ def _is_nested(block: nn.Module) -> bool:
 
 def _listed_blocks(model: nn.Module, block: str) -> list[str]:
     """The elements of the lists in a block, itself perhaps one, of modules with matrices."""
-    modules = named_modules(submodule(model, block), block)
+    modules = [(f"{block}.{name}".strip("."), m) for name, m in outline(outline_module(model, block))]
     return _elements(modules, lambda module: sum(p.ndim >= 2 for p in module.parameters()) >= 2)
 
 
@@ -203,7 +207,7 @@ def convolutional_blocks(model: nn.Module) -> list[str]:
         has_parts = next(module.children(), None) is not None
         return has_parts and any(isinstance(m, _CONVOLUTIONS) for m in module.modules())
 
-    return _elements(named_modules(model), convolves)
+    return _elements(outline(model), convolves)
 
 
 def _elements(modules: Iterable[tuple[str, nn.Module]], is_block: Callable[[nn.Module], bool]) -> list[str]:
@@ -211,7 +215,7 @@ def _elements(modules: Iterable[tuple[str, nn.Module]], is_block: Callable[[nn.M
     names: list[str] = []
     for path, module in modules:
         blocks = list_elements(module) if isinstance(module, LISTS) else {}
-        if len(set(map(type, blocks.values()))) != 1 or not all(map(is_block, blocks.values())):
+        if len(set(map(type, blocks.values()))) != 1 or not all(map(is_block, map(prototype_of, blocks.values()))):
             continue
         if any(isinstance(block, LISTS) for block in blocks.values()):
             continue

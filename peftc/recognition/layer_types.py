@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from peftc.dataflow.operations import is_norm_by_name
 from peftc.dataflow.values import mark_operands
 from peftc.diagnostics.model_line import model_line
 from peftc.fakes.tensors import fake_copy
+from peftc.modules.lazy_children import attribute_of
 from peftc.modules.walk import submodule
 from peftc.recognition.attention.patterns import reads_scores
 from peftc.recognition.loops import contains_name, sub_layers_in_loop
@@ -66,7 +66,7 @@ class LayerType:
         """Whether the attributes that decide in the trace have the same values in another block."""
         try:
             return all(
-                attrgetter(f"{owner}.{name}".lstrip("."))(block) == value
+                attribute_of(block, f"{owner}.{name}".lstrip(".")) == value
                 for (owner, name), value in self.traced.attribute_guards.items()
             )
         except AttributeError:

@@ -11,8 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.operations import Op
-from peftc.modules.walk import submodule
-from peftc.observation.sample_forward import SampleForward, observe
+from peftc.modules.walk import outline_module, submodule
+from peftc.observation.recorder import observe
+from peftc.observation.sample_forward import SampleForward
 from peftc.observation.token_flow import TokenFlow
 from peftc.recognition.layer_candidates import (
     blocks_by_class,
@@ -175,7 +176,7 @@ def _types_of_blocks(model: nn.Module, seen: SampleForward, mode: FakeTensorMode
 
 
 def _parameter_shapes(model: nn.Module, layer: str) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(p.shape) for name, p in submodule(model, layer).named_parameters()}
+    return {name: tuple(p.shape) for name, p in outline_module(model, layer).named_parameters()}
 
 
 _Layer = tuple[str, LayerType, str]  # name, type, root

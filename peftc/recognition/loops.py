@@ -19,7 +19,7 @@ from torch import fx, nn
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_tensor
 from peftc.dataflow.operations import Op
-from peftc.modules.walk import submodule
+from peftc.modules.walk import outline_module
 from peftc.observation.sample_forward import SampleForward
 from peftc.recognition.layer_candidates import LISTS
 from peftc.recognition.residual_stream import before_shift, gives_states
@@ -73,7 +73,7 @@ def find_loops(model: nn.Module, seen: SampleForward, calls: Iterable[str]) -> l
     elements: dict[str, dict[str, _Element]] = {}
     for at, name in enumerate(calls):
         caller = seen.callers.get(name)
-        if caller is None or type(submodule(model, caller)).forward is nn.Sequential.forward:
+        if caller is None or type(outline_module(model, caller)).forward is nn.Sequential.forward:
             continue
         if (element := _element(model, caller, name, at)) is not None:
             elements.setdefault(caller, {}).setdefault(element.name, element)
@@ -90,7 +90,7 @@ def _element(model: nn.Module, caller: str, name: str, at: int) -> _Element | No
     parts = name.split(".")
     for depth in range(_depth(caller), len(parts)):
         path = ".".join(parts[:depth])
-        module = submodule(model, path)
+        module = outline_module(model, path)
         if isinstance(module, LISTS) and f"{path}.".startswith(f"{caller}.".lstrip(".")):
             return _Element(path, ".".join(parts[: depth + 1]), at)
     return None
@@ -126,7 +126,7 @@ def _bodies(lists: Sequence[list[_Element]], model: nn.Module) -> list[list[str]
 
 
 def _modules(elements: Sequence[_Element], model: nn.Module) -> Iterator[nn.Module]:
-    return (submodule(model, element.name) for element in elements)
+    return (outline_module(model, element.name) for element in elements)
 
 
 def _has_matrix(module: nn.Module) -> bool:
@@ -141,8 +141,8 @@ def attribute_loops(model: nn.Module, seen: SampleForward) -> list[Loop]:
     callers: dict[str, list[str]] = {}
     for name in seen.calls:
         caller = name.rpartition(".")[0]
-        is_own = seen.callers.get(name) == caller and next(submodule(model, name).parameters(), None) is not None
-        if is_own and type(submodule(model, caller)).forward is not nn.Sequential.forward:
+        is_own = seen.callers.get(name) == caller and next(outline_module(model, name).parameters(), None) is not None
+        if is_own and type(outline_module(model, caller)).forward is not nn.Sequential.forward:
             callers.setdefault(caller, []).append(name)
     groups = {caller: _bodies_of_attributes(names, model) for caller, names in callers.items()}
     loops = [Loop(caller, (caller,), tuple(map(tuple, bodies))) for caller, bodies in groups.items() if bodies]
@@ -156,13 +156,13 @@ def _bodies_of_attributes(names: Sequence[str], model: nn.Module) -> list[list[s
     bodies: list[list[str]] = []
     kinds: set[object] = set()
     norms: list[str] = []
-    is_before = not _has_matrix(submodule(model, names[0]))
+    is_before = not _has_matrix(outline_module(model, names[0]))
     for name in names:
-        shapes = [p.shape for p in submodule(model, name).parameters()]
+        shapes = [p.shape for p in outline_module(model, name).parameters()]
         if all(len(sizes) < 2 for sizes in shapes):
             (norms if is_before or not bodies else bodies[-1]).append(name)
         elif sum(len(sizes) > 1 for sizes in shapes) > 1:
-            kind = (type(submodule(model, name)), *shapes)
+            kind = (type(outline_module(model, name)), *shapes)
             if not bodies or kind in kinds:
                 bodies.append([])
                 kinds.clear()
@@ -194,11 +194,11 @@ def repeated_part(loop: Loop, model: nn.Module, seen: SampleForward) -> str | No
     runs = seen.calls[loop.caller].count if loop.caller in seen.calls else 1
     repeated = (name for name, call in seen.calls.items() if call.count > runs and loop.holds(name))
     own = (name for name in repeated if seen.callers.get(name) == loop.caller)
-    return next((name for name in own if _has_matrix(submodule(model, name))), None)
+    return next((name for name in own if _has_matrix(outline_module(model, name))), None)
 
 
 def _parameters(body: Sequence[str], model: nn.Module) -> Iterator[nn.Parameter]:
-    return (p for name in body for p in submodule(model, name).parameters())
+    return (p for name in body for p in outline_module(model, name).parameters())
 
 
 def sub_layers_in_loop(

@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from operator import attrgetter
 
 import torch
@@ -28,7 +28,16 @@ from peftc.dataflow.layer_graph import is_pointwise
 from peftc.dataflow.operations import is_norm_module
 from peftc.diagnostics.model_line import ModelLine
 from peftc.forms import shapes
-from peftc.modules.walk import Named, all_named_modules, named_modules, named_parameters, submodule
+from peftc.modules.walk import (
+    Named,
+    all_named_modules,
+    has_aliases,
+    named_modules,
+    named_parameters,
+    outline,
+    outline_module,
+    submodule,
+)
 from peftc.observation.sample_forward import ModuleCall
 from peftc.recognition.layer_candidates import containing_list
 from peftc.recognition.layer_types import LayerType, example_width
@@ -206,12 +215,14 @@ def heads(structure: ModelStructure) -> Iterator[Site]:
 
 def module_infos(structure: ModelStructure) -> ModuleInfos:
     """Every module with its own parameters; one that is used under several names once for each."""
-    infos, modules = _Infos(structure), all_named_modules(structure.model)
-    first = {name for name, _ in named_modules(structure.model)}
     layers = [(n, kind) for s in structure.stacks for n, kind in zip(s.roots, s.kinds, strict=True)]
-    if len(first) == len(modules) and all(kind.is_module for _, kind in layers):
-        return ModuleInfos(infos.blocks(modules, dict(layers)))
-    names = first.union(*structure.shared)
+    if not has_aliases(structure.model) and all(kind.is_module for _, kind in layers):
+        modules = outline(structure.model)
+        return ModuleInfos(_Infos(structure, frozenset(structure.seen.calls)).blocks(modules, dict(layers)))
+    modules = all_named_modules(structure.model)
+    called = {id(module) for name, module in modules if name in structure.seen.calls}  # under whichever of its names
+    infos = _Infos(structure, {name for name, module in modules if id(module) in called})
+    names = {name for name, _ in named_modules(structure.model)}.union(*structure.shared)
     every = (infos.info(name, module) for name, module in modules if name in names)
     return ModuleInfos.of(every, {name for stack in structure.stacks for name in stack.modules})
 
@@ -228,11 +239,11 @@ def _lines_in_all_layers(structure: ModelStructure) -> dict[str, ModelLine]:
 
 
 class _Infos:
-    def __init__(self, structure: ModelStructure) -> None:
-        self.calls, self.products = structure.seen.calls, structure.seen.weight_products
+    """Infos of modules. `called`: the names of those that are called."""
+
+    def __init__(self, structure: ModelStructure, called: Set[str]) -> None:
+        self.calls, self.products, self.called = structure.seen.calls, structure.seen.weight_products, called
         self.lines = _lines_in_all_layers(structure)
-        modules = dict(all_named_modules(structure.model))
-        self.called = {id(modules[name]) for name in self.calls}  # under whichever of its names
         self.transposed: dict[object, bool] = {}
         self.templates: dict[object, list[tuple[object, ModuleTemplate]]] = {}  # of layers
         self.by_number: dict[int, list[int]] = {}  # of each kind of layer, the modules that `depends_on_numbers`
@@ -243,7 +254,7 @@ class _Infos:
         parameters = {k: tuple(p.shape) for k, p in several if p is not None}
         call = self.calls.get(name, _NO_CALL)
         x, h = module_features(module, call, name in self.products)
-        is_called, line = id(module) in self.called, self.lines.get(f"{name}.weight")
+        is_called, line = name in self.called, self.lines.get(f"{name}.weight")
         unknown = "" if line is None else f"no forward calls it: its weight is read at {line}"
         return ModuleInfo(
             name,
@@ -308,7 +319,7 @@ def untraced_modules(structure: ModelStructure) -> tuple[UntracedModule, ...]:
     """The layers, and the modules in layers, that could not be traced."""
 
     def untraced(module: str, reason: str, steps: Steps, roles: frozenset[str]) -> UntracedModule:
-        return UntracedModule(module, type(submodule(structure.model, module)).__name__, reason, steps, roles)
+        return UntracedModule(module, type(outline_module(structure.model, module)).__name__, reason, steps, roles)
 
     modules: list[UntracedModule] = []
     for stack in structure.stacks:

@@ -22,7 +22,7 @@ from peftc.dataflow.nodes import example, first_input, shape
 from peftc.dataflow.numbers import distinct, numbered, varies
 from peftc.dataflow.operations import Op, dim_of, name_of
 from peftc.dataflow.values import value_operands
-from peftc.observation.sample_forward import first_tensor
+from peftc.observation.first_tensor import first_tensor
 from peftc.recognition.attention.patterns import is_scores
 from peftc.recognition.residual_stream import Stream, gives_states, selected
 from peftc.tracing.operations import autograd_function, new_version, script_function

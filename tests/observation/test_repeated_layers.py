@@ -14,7 +14,7 @@ from transformers import AlbertConfig, AlbertModel
 
 from peftc.fakes.tensors import fake_copy, fake_mode
 from peftc.models.skeleton import sample_inputs
-from peftc.observation.sample_forward import Recorder
+from peftc.observation.recorder import Recorder
 from peftc.recognition.layer_candidates import repeated_blocks
 from tests import zoo
 

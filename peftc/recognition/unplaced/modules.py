@@ -8,7 +8,7 @@ from torch import nn
 from peftc.addressing.sites import UnplacedModule
 from peftc.dataflow.nodes import module_path
 from peftc.dataflow.operations import Op
-from peftc.modules.walk import submodule
+from peftc.modules.walk import outline_module
 from peftc.observation.layer_keys import structure_key
 from peftc.recognition.layer_candidates import LISTS
 from peftc.recognition.layer_types import LayerType
@@ -40,7 +40,7 @@ def _in_layers(structure: ModelStructure) -> Iterator[UnplacedModule]:
 def _type_of(structure: ModelStructure, name: str) -> str:
     """The class of a module; that of its owner for a parameter."""
     owner, _, attribute = name.rpartition(".")
-    module = submodule(structure.model, owner)
+    module = outline_module(structure.model, owner)
     return type(getattr(module, attribute) if attribute in dict(module.named_children()) else module).__name__
 
 
@@ -51,7 +51,7 @@ def _outside_layers(structure: ModelStructure) -> Iterator[UnplacedModule]:
         return
     around = {name for layer in layers for name in enclosing(layer)} | {""}
     others = [name for name in structure.seen.calls if name not in around and layers.isdisjoint(enclosing(name))]
-    classes = {type(submodule(structure.model, name)) for name in layers}
+    classes = {type(outline_module(structure.model, name)) for name in layers}
     if not (others := [name for name in others if _may_be_block(name, structure, classes)]):
         return
     blocks, listed = _Blocks(structure), set[str]()
@@ -72,12 +72,12 @@ def _may_be_block(name: str, structure: ModelStructure, classes: set[type[nn.Mod
     """Whether a module has several matrices, and is in a list, or of a class that layers have."""
     if any(contains_name(other, name) for other in structure.untraced):
         return False
-    module = submodule(structure.model, name)
+    module = outline_module(structure.model, name)
     if _matrices(module) < 2:
         return False
     # Seen in: U-ViT, whose middle block is beside its lists
     return type(module) in classes or any(
-        isinstance(submodule(structure.model, parent), LISTS) for parent in enclosing(name)
+        isinstance(outline_module(structure.model, parent), LISTS) for parent in enclosing(name)
     )
 
 
@@ -105,7 +105,7 @@ class _Blocks:
         kind = structure_type(self.model, name)
         if (same := self.patterns.get((_pattern(name), kind))) is not None:
             return same
-        if type(submodule(self.model, name)).__module__.startswith("torch."):
+        if type(outline_module(self.model, name)).__module__.startswith("torch."):
             return None
         others = (other for other, roles in self.roles.items() if "attn" in roles)
         return next((other for other in others if structure_type(self.model, other) == kind), None)
@@ -115,7 +115,7 @@ class _Blocks:
 
     def owner(self, name: str) -> str:
         """The innermost module around a computation that has matrices."""
-        return next((one for one in enclosing(name) if _matrices(submodule(self.model, one))), "")
+        return next((one for one in enclosing(name) if _matrices(outline_module(self.model, one))), "")
 
 
 def _blocks_of(kind: LayerType) -> dict[str, frozenset[str]]:
@@ -139,5 +139,5 @@ def _pattern(name: str) -> str:
 
 def structure_type(model: nn.Module, name: str) -> object:
     """The class of a module with code of its own; of PyTorch's containers, what they contain."""
-    module = submodule(model, name)
+    module = outline_module(model, name)
     return structure_key(module) if type(module).__module__.startswith("torch.") else type(module)
