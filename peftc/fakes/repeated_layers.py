@@ -167,9 +167,11 @@ class _Comparison:
         children, parameters, buffers = own["_modules"], own["_parameters"], own["_buffers"]
         if type(children) is not dict or type(parameters) is not dict or type(buffers) is not dict:
             raise _Unequal
-        if [*children] != facts.children or (len(parameters), len(buffers)) != facts.counts:
+        if len(parameters) != facts.counts[0] or len(buffers) != facts.counts[1]:
             raise _Unequal
-        if own["_non_persistent_buffers_set"] != facts.non_persistent:
+        if (children or facts.children) and [*children] != facts.children:
+            raise _Unequal
+        if buffers and own["_non_persistent_buffers_set"] != facts.non_persistent:
             raise _Unequal
         for key, value in facts.attributes:
             if (other := own[key]) is not value:

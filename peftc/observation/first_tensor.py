@@ -10,9 +10,13 @@ import torch
 
 def first_tensor(value: Any) -> tuple[tuple[Any, ...], torch.Tensor] | None:
     """The first tensor in arguments or results, and its path; floating tensors come first."""
-    leaves = [(path, leaf) for path, leaf in _leaves(value, ()) if isinstance(leaf, torch.Tensor)]
-    floating = [(path, leaf) for path, leaf in leaves if leaf.is_floating_point()]
-    return next(iter(floating or leaves), None)
+    first = None
+    for path, leaf in _leaves(value, ()):
+        if isinstance(leaf, torch.Tensor):
+            if leaf.is_floating_point():
+                return path, leaf
+            first = first or (path, leaf)
+    return first
 
 
 def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:

@@ -46,6 +46,11 @@ class ModuleCall:
         own = (self.output_path, len(self.output_shape), self.output_shape[-1:])
         self.varies |= (path, len(shape), shape[-1:]) != own
 
+    def repeated(self, count: int) -> ModuleCall:
+        """What as many calls like these show."""
+        shapes = self.input_shape, self.input_path, self.output_shape, self.output_path
+        return ModuleCall(count, *shapes, self.varies)
+
     def compare(self, other: ModuleCall) -> None:
         """Takes over what another sample's call shows; notes where the two differ."""
         self.varies |= other.varies
@@ -202,10 +207,11 @@ class _Repeats:
         calls, callers = self.record.calls, self.record.callers
         for part, count in zip(run.parts, run.counts.values(), strict=True):
             first, module = run.name + part, name + part
-            if (call := calls.get(module)) is None:
-                call = calls[module] = ModuleCall()
             if module not in callers:
                 callers[module] = name + callers[first][start:]
-            call.count += count
-            call.complete(calls[first])
+            if (call := calls.get(module)) is None:
+                calls[module] = calls[first].repeated(count)
+            else:
+                call.count += count
+                call.complete(calls[first])
         return True

@@ -130,8 +130,8 @@ def _warnings(
     source: ModelSource, fake: nn.Module, sites: SiteList, untraced: tuple[UntracedModule, ...]
 ) -> Iterator[str]:
     """What a model lacks; and the modules of one in memory whose code is unknown."""
-    items = (item for block in sites.blocks for item in block.template.items)
-    words = {step for item in items for step, _ in item.site.steps}
+    templates = {id(block.template): block.template for block in sites.blocks}
+    words = {step for template in templates.values() for item in template.items for step, _ in item.site.steps}
     if "layer" not in words:
         yield f"{source.id} has no transformer layers: only its modules have names"
     elif "attn" not in words and not any("attn" in module.roles for module in untraced):

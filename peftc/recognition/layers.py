@@ -225,7 +225,7 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
     layers = {n: k for s in structure.stacks for n, k in zip(s.layers, s.kinds, strict=True)}
     stages = _layers_around_loops(layers, structure)
     others = {name: kind.subs for name, kind in layers.items() if name not in stages}
-    outside = _calls_outside(others, seen)
+    outside = calls_outside(others, seen)
     loops = [loop for loop in find_loops(model, seen, outside) if may_hold_layers(loop, model, others)]
     if not loops and not layers and not structure.untraced and seen.token_products:
         loops = [loop for loop in attribute_loops(model, seen) if may_hold_layers(loop, model, others)]
@@ -277,7 +277,7 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
     structure.stacks = _stacks(members, seen)
 
 
-def _calls_outside(layers: Collection[str], seen: SampleForward) -> list[str]:
+def calls_outside(layers: Collection[str], seen: SampleForward) -> list[str]:
     """The called modules that are in no layer."""
     outside: list[str] = []
     layer = ""  # of the last module: mostly those of a layer follow each other

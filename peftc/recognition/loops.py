@@ -10,8 +10,9 @@ code has the loop.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import product
 
 from torch import fx, nn
@@ -71,11 +72,12 @@ def find_loops(model: nn.Module, seen: SampleForward, calls: Iterable[str]) -> l
     in order.
     """
     elements: dict[str, dict[str, _Element]] = {}
+    module = cache(partial(outline_module, model))
     for at, name in enumerate(calls):
         caller = seen.callers.get(name)
-        if caller is None or type(outline_module(model, caller)).forward is nn.Sequential.forward:
+        if caller is None or type(module(caller)).forward is nn.Sequential.forward:
             continue
-        if (element := _element(model, caller, name, at)) is not None:
+        if (element := _element(module, caller, name, at)) is not None:
             elements.setdefault(caller, {}).setdefault(element.name, element)
     loops = [loop for caller, group in elements.items() for loop in _loops_of(caller, list(group.values()), model)]
     return sorted(loops, key=lambda loop: -_depth(loop.caller))
@@ -85,13 +87,12 @@ def _depth(name: str) -> int:
     return name.count(".") + bool(name)
 
 
-def _element(model: nn.Module, caller: str, name: str, at: int) -> _Element | None:
+def _element(module: Callable[[str], nn.Module], caller: str, name: str, at: int) -> _Element | None:
     """The element of the outermost list between a caller and what it calls."""
     parts = name.split(".")
     for depth in range(_depth(caller), len(parts)):
         path = ".".join(parts[:depth])
-        module = outline_module(model, path)
-        if isinstance(module, LISTS) and f"{path}.".startswith(f"{caller}.".lstrip(".")):
+        if isinstance(module(path), LISTS) and f"{path}.".startswith(f"{caller}.".lstrip(".")):
             return _Element(path, ".".join(parts[: depth + 1]), at)
     return None
 

@@ -87,6 +87,7 @@ def check_same_modules(model: nn.Module, other: nn.Module) -> None:
                 assert (tensor is None) == (same is None)
                 if tensor is not None:
                     assert numbers.setdefault(id(tensor), id(same)) == id(same)
+                    assert numbers.setdefault(-id(same), id(tensor)) == id(tensor)
                     assert layout(tensor) == layout(same), (name, key)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from peftc.fakes.lazy_layers import lazy_copy
 from peftc.fakes.tensors import fake_copy, fake_mode
@@ -134,6 +136,31 @@ def one_layer_twice() -> nn.Module:
     return Layers(*layers, layers[2])
 
 
+def first_layer_twice() -> nn.Module:
+    first, *others = blocks()
+    return Layers(first, first, *others)
+
+
+def one_epsilon() -> nn.Module:
+    layers: list[Any] = blocks()
+    layers[2].norm.eps = 1e-3
+    return Layers(*layers)
+
+
+def ties_inside() -> nn.Module:
+    layers: list[Any] = blocks()
+    for layer in layers:
+        layer.attn.k.weight = layer.attn.q.weight
+    return Layers(*layers)
+
+
+def overlaps_inside() -> nn.Module:
+    layers: list[Any] = blocks()
+    for layer in layers:
+        layer.attn.q.weight = nn.Parameter(torch.randn(1, D).expand(D, D))
+    return Layers(*layers)
+
+
 def two_lists() -> nn.Module:
     model: Any = Layers(*blocks())
     model.first = nn.ModuleList(list(model.layers)[:2])
@@ -208,6 +235,10 @@ MODELS: list[tuple[Callable[[], nn.Module], int]] = [
     (common_parameter, 0),
     (common_module, 0),
     (one_layer_twice, 0),
+    (first_layer_twice, 0),
+    (one_epsilon, 2),
+    (ties_inside, 0),
+    (overlaps_inside, 0),
     (two_lists, 0),
     (common_memory, 0),
     (plain_list, 0),
@@ -223,6 +254,13 @@ MODELS: list[tuple[Callable[[], nn.Module], int]] = [
 def test_the_analysis_is_that_of_plain_copies(build: Callable[[], nn.Module], lazy: int) -> None:
     torch.manual_seed(0)
     assert len(check_same_analysis(build(), {"x": torch.randn(2, 5, D)})) == lazy
+
+
+@pytest.mark.parametrize("build", [build for build, _ in MODELS], ids=[getattr(b, "__name__", "") for b, _ in MODELS])
+def test_it_is_on_meta(build: Callable[[], nn.Module]) -> None:
+    with torch.device("meta"):
+        model = build()
+    check_same_analysis(model, {"x": torch.randn(2, 5, D)})
 
 
 @pytest.mark.parametrize("name", zoo.SPECIES)
@@ -313,6 +351,28 @@ def test_a_layer_has_attributes_of_its_own() -> None:
     assert prototype_of(second) is not second
     assert prototype_of(third) is third
     assert third.get_parameter("ffn.up.weight") is not prototype_of(second).get_parameter("ffn.up.weight")
+
+
+def test_a_layer_has_lists_of_its_own() -> None:
+    sizes = [vars(layer.get_submodule("ffn"))["sizes"] for layer in layers_of(own_lists())]
+    assert sizes == [[1, 2], [1, 2], [1, 2, 3], [1, 2]]
+    assert len({*map(id, sizes)}) == len(sizes)
+
+
+class NoOperations(TorchDispatchMode):
+    def __torch_dispatch__(self, *_: Any) -> Any:
+        raise AssertionError
+
+
+class NoFunctions(TorchFunctionMode):
+    def __torch_function__(self, *_: Any) -> Any:
+        raise AssertionError
+
+
+def test_children_are_copied_outside_of_modes() -> None:
+    _, layer, *_ = layers_of(Layers(*blocks()))
+    with NoOperations(), NoFunctions():
+        assert layer.get_submodule("ffn.up")
 
 
 def test_lazy_children_can_be_copied_and_pickled() -> None:
