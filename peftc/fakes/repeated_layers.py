@@ -139,6 +139,8 @@ class _ModuleFacts:
         own = vars(module)
         if FORWARD in own or not _is_copied_plainly(type(module)) or any(_NO_HOOKS(own)):
             raise _Unequal
+        if any(type(own[registry]) is not dict for registry in _REGISTRIES):  # of a ScriptModule
+            raise _Unequal
         self.module, self.name, self.cls, self.keys = module, name, type(module), own.keys()
         self.attributes = [(key, value) for key, value in own.items() if key not in TABLES]
         self.non_persistent = own["_non_persistent_buffers_set"]
