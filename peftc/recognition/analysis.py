@@ -7,6 +7,7 @@ from itertools import chain
 from os import PathLike
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -94,6 +95,8 @@ def _check_names(model: nn.Module) -> None:
     for owner, parent in modules:
         own = vars(parent)
         children, parameters, buffers = own["_modules"], own["_parameters"], own["_buffers"]
+        if isinstance(parent, torch.jit.ScriptModule):
+            continue  # its tables are no dicts
         for name in chain(children, parameters, buffers):
             if name not in texts:
                 _check_text(owner, name)
