@@ -27,6 +27,7 @@ from peftc.tracing.tracer_base import TracerBase, current_tracer, intercept, pat
 
 FACTORIES = ("arange", "zeros", "ones", "full", "empty", "eye", "tensor", "linspace", "rand", "randn")
 TAKE_SIZES = ("reshape", "broadcast_to", "tile", "narrow", "split")  # torch converts sizes in the arguments to numbers
+REJECT_SIZES = ("expand", "new_zeros", "new_ones", "new_empty")  # methods that take no proxy as the first of sizes
 CRASH = ("where",)  # ends the process when its second argument only looks like a tensor and the third is a number
 PLAIN = frozenset({bool, int, float, str, tuple, list, type(None)})  # attributes that decisions may rest on
 MANAGERS: tuple[Any, ...] = (torch.autocast, torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
@@ -153,6 +154,7 @@ def patch_libraries(tracer: TracerBase) -> Generator[None]:
         (builtins, "callable", intercept(_is_callable)),
         (AttentionInterface, "get_interface", intercept(_record_interface)),
         *((torch, name, intercept(_record_function, contains_proxy)) for name in FACTORIES + TAKE_SIZES + CRASH),
+        *((torch.Tensor, name, intercept(partial(_record_method, name), contains_proxy)) for name in REJECT_SIZES),
         (torch, "_check_with", intercept(_guard_check, contains_proxy)),
         (torch.jit.ScriptFunction, "__call__", intercept(_record_script_function, contains_proxy)),
         (FUNCTION_BASE, "apply", _recording_apply),
@@ -198,6 +200,10 @@ class ProvenanceMode(TorchFunctionMode):
 
 def _record_function(tracer: TracerBase, function: Any, /, *args: Any, **kwargs: Any) -> Any:
     return tracer.record("call_function", function, args, kwargs)
+
+
+def _record_method(name: str, tracer: TracerBase, method: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return tracer.record("call_method", name, args, kwargs)
 
 
 def _is_callable(tracer: TracerBase, original: Any, value: Any, /) -> bool:

@@ -63,6 +63,12 @@ class ConcreteProxy(fx.Proxy):
     def __format__(self, spec: str) -> str:
         return self.tracer.format_value(self._value, spec)
 
+    def __str__(self) -> str:
+        """Of a device or a size the text, which code compares, or has as a key."""
+        if isinstance(self._value, (torch.device, int, float)) and self.tracer.recording:
+            return self.tracer.record("call_function", str, (self,))
+        return super().__str__()
+
     def __len__(self) -> int:
         if isinstance(self._value, torch.Tensor):
             return self.tracer.guard(self.size(0).node, "int", len(self._value))

@@ -49,7 +49,9 @@ class RecordedCall:
 @cache
 def _tensor_methods() -> frozenset[Any]:
     # `torch.overrides.is_tensor_method_or_property` asks the same, after 20 ms of preparation.
-    methods = (getattr(torch.Tensor, name, None) for name in dir(torch.Tensor))
+    # A trace patches some methods of the class, and not those of its base.
+    owners = (torch.Tensor, torch.Tensor.__mro__[1])
+    methods = (getattr(owner, name, None) for owner in owners for name in dir(torch.Tensor))
     return frozenset(method for method in methods if callable(method) and method.__hash__ is not None)
 
 

@@ -26,6 +26,7 @@ from peftc.tracing.ragged_loops import ragged_result
 from peftc.tracing.record_nodes import RecordNodes
 from peftc.tracing.records import identities, is_named_tuple, is_record, mutable_parts, structure_of
 from peftc.tracing.region_trace import ModuleCall, RegionTrace, TraceError, getitem_root
+from peftc.tracing.tensor_caches import without_cached_tensors
 from peftc.tracing.tracer_base import TracerBase, patch_attribute
 
 CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, str, int, float, bool)
@@ -203,7 +204,14 @@ class RegionTracer(TracerBase):
         forward = inspect.unwrap(type(root).forward)
         args, kwargs = self.placeholders(inspect.signature(forward), arguments)
         gradients = torch.set_grad_enabled(torch.is_grad_enabled())  # restores the mode, whatever the code does
-        with gradients, no_data_answers(), fake_tensor_patches(), instrument_modules(root), patch_libraries(self):
+        with (
+            gradients,
+            no_data_answers(),
+            fake_tensor_patches(),
+            without_cached_tensors(root),
+            instrument_modules(root),
+            patch_libraries(self),
+        ):
             self.graph.output(self.create_arg(forward(root, *args, **kwargs)))
         return self.snapshot()
 
