@@ -166,18 +166,20 @@ def refined(blocks: list[str], subs: Mapping[str, Sequence[SubLayer]], model: nn
 def are_stages(blocks: Sequence[tuple[Sequence[SubLayer], nn.Module]]) -> bool:
     """Whether all sub-layers of the blocks of one list are those of blocks listed in them; where
     they have none, whether what is listed in them has parts. A block whose list holds one
-    sub-layer each, of several kinds, is a layer.
+    sub-layer each, of several kinds, is a layer. Beside listed layers, a stage may have mixers.
     """
-    # Seen in: ALBERT, CvT, Donut, Swin V2
+    # Seen in: ALBERT, CvT, Donut, Swin V2; with mixers GCViT of timm
     with_subs = [(subs, block) for subs, block in blocks if subs]
     listed = [(subs, block, _listed_blocks(block, "")) for subs, block in with_subs or blocks]
     if not blocks or not all(inside for _, _, inside in listed):
         return False
     if with_subs:
         owners = [[(next(_owners(sub, inside), None), sub.kind) for sub in subs] for subs, _, inside in listed]
-        are_layers = any(max(Counter(name for name, _ in block).values(), default=0) > 1 for block in owners)
+        counts = Counter((i, name) for i, block in enumerate(owners) for name, _ in block if name is not None)
+        are_layers = max(counts.values(), default=0) > 1
         one_kind = len({kind for block in owners for _, kind in block}) == 1
-        return (are_layers or one_kind) and all(name is not None for block in owners for name, _ in block)
+        outside = {kind for block in owners for name, kind in block if name is None}
+        return (are_layers and outside <= {"mixer"}) or (one_kind and not outside)
     return all(_is_nested(outline_module(block, name)) for _, block, inside in listed for name in inside)
 
 

@@ -32,6 +32,7 @@ from peftc.recognition.loops import (
     may_hold_layers,
     repeated_part,
     sub_layers_by_body,
+    weights_of,
 )
 from peftc.recognition.sublayer import SubLayer
 from peftc.recognition.unplaced.untraced import NOT_ADDED
@@ -243,15 +244,18 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
 
     members: dict[str, list[_Layer]] = {}
     accepted: list[Loop] = []
+    refused: list[Loop] = []  # in stages, which are no layers in their place
     for loop in loops:
-        if loop.caller not in arguments or any(loop.holds(inner.caller) for inner in accepted):
+        if loop.caller not in arguments or any(loop.holds(inner.caller) for inner in (*accepted, *refused)):
             continue
         if (name := repeated_part(loop, model, seen)) is None:
             kind = kind_of(loop.caller, loop.bodies_in_caller())
         else:
             kind = f"its code calls `{name}` several times, and an edit would be at one of the calls"
+            refused += [loop] if loop.caller in stages else []
         if isinstance(kind, str):
-            structure.untraced |= {loop.place(body): kind for body in loop.bodies if loop.caller not in stages}
+            is_named = loop.caller not in stages or loop in refused
+            structure.untraced |= {loop.place(body): kind for body in loop.bodies if is_named}
         elif len(kind.subs) > 1:
             accepted.append(loop)
     for loop in accepted:
@@ -269,7 +273,8 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
             for name, part in zip(names, _bodies(kind, loop.bodies_in_caller()), strict=True)
             if part.subs
         ]
-    replaced = {name for name in layers for loop in accepted if loop.holds(name) or contains_name(name, loop.caller)}
+    around = {name for name in layers for loop in (*accepted, *refused) if contains_name(name, loop.caller)}
+    replaced = around | {name for name in layers for loop in accepted if loop.holds(name)}
     for stack in structure.stacks:
         pairs = zip(stack.layers, stack.kinds, strict=True)
         if remaining := [(name, kind, name) for name, kind in pairs if name not in replaced]:
@@ -317,7 +322,7 @@ def _layers_around_loops(layers: Mapping[str, LayerType], structure: ModelStruct
         bodies = [[relative_name(part, name) for part in body] for loop in loops for body in loop.bodies]
         groups = sub_layers_by_body(bodies, kind.subs, kind.layer)
         several = max(map(len, groups), default=0) > 1 or len({sub.kind for sub in kind.subs}) == 1
-        if several and sum(map(len, groups)) == len(kind.subs):
+        if several and sum(map(len, groups)) == len({weights_of(sub, kind.layer) for sub in kind.subs}):
             stages.add(key)
     return {name for name, kind in layers.items() if kind.key in stages}
 

@@ -236,8 +236,8 @@ def _sub_layers_from(
     Those before the loop may compute what all iterations read.
     """
     groups = sub_layers_by_body(bodies, sub_layers(layer, opaque, start), layer)
-    used = {name for sub in known for name in _weights(sub, layer) if any(_in_body(name, body) for body in bodies)}
-    return [sub for group in groups for sub in group if used.isdisjoint(_weights(sub, layer))]
+    used = {name for sub in known for name in weights_of(sub, layer) if any(_in_body(name, body) for body in bodies)}
+    return [sub for group in groups for sub in group if used.isdisjoint(weights_of(sub, layer))]
 
 
 def _starts(
@@ -280,7 +280,7 @@ def sub_layers_by_body(
     groups: list[list[SubLayer]] = [[] for _ in bodies]
     seen = set[frozenset[str]]()
     for sub in subs:
-        weights = _weights(sub, layer)
+        weights = weights_of(sub, layer)
         counts = Counter(i for name in weights for i, body in enumerate(bodies) if _in_body(name, body))
         if counts and weights not in seen:
             groups[counts.most_common(1)[0][0]].append(sub)
@@ -288,7 +288,7 @@ def sub_layers_by_body(
     return groups
 
 
-def _weights(sub: SubLayer, layer: LayerGraph) -> frozenset[str]:
+def weights_of(sub: SubLayer, layer: LayerGraph) -> frozenset[str]:
     """The modules and parameters with which a sub-layer computes, without norms."""
     weighted = {n for n in sub.body if is_weighted(n, layer) and not layer.is_norm(n)}
     without = [n for n in sub.body if n.op == "call_module"]  # of a mixer without weights

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import peftc
 from peftc.forms.shapes import Tokens
-from tests.layers import Layers
+from tests.layers import Layers, Network
 
 D = 8
 
@@ -233,3 +233,49 @@ def test_blocks_without_a_residual_stream_are_no_layers() -> None:
         "layers.0.blocks.0",
         "layers.0.blocks.1",
     ]
+
+
+class ConvolutionalStage(nn.Module):
+    """GCViT: a mixer of the stage itself, before its blocks, in one of two stages."""
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(D, D, 3, padding=1) if mixes else None
+        self.blocks = nn.ModuleList([Layer(1), Layer(1)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.conv is None else x + self.conv(x.transpose(1, 2)).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_mixer_beside_listed_layers_leaves_a_stage(first: bool) -> None:
+    """Layers of a stage would be one layer, with several attentions."""
+    model = Layers(ConvolutionalStage(first), ConvolutionalStage(True))
+    layers = paths(model, {"x": torch.randn(2, 4, D)}, "layer")
+    assert [module for _, module in layers] == [f"layers.{i}.blocks.{j}" for i in (0, 1) for j in (0, 1)]
+
+
+class Regions(nn.Module):
+    """RegionViT: each layer of a list in the stage calls its attention twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.ModuleList([Attention(), Network(D)]) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            attention, network = part.children()
+            x = x + attention(x)
+            x = x + attention(x)
+            x = x + network(x)
+        return x
+
+
+def test_a_stage_whose_loop_calls_a_part_twice_is_no_layer() -> None:
+    """As one layer it would have two sites of each weight."""
+    table = peftc.sites(Layers(Regions()), sample={"x": torch.randn(2, 4, D)})
+    assert not any(step == "layer" for site in table.sites for step, _ in site.steps)
+    assert [part.module for part in table.untraced] == ["layers.0.parts.0", "layers.0.parts.1"]
