@@ -13,14 +13,15 @@ import peftc
 from benchmarks.foreign_checks.checks import checked
 from benchmarks.foreign_checks.roles import compared
 from benchmarks.foreign_models.case import Case
-from benchmarks.foreign_models.hand_written import experts, mixtures
+from benchmarks.foreign_models.hand_written import experts, mixtures, original_gpt_oss
 
-CASES = {case.name.rpartition("/")[2]: case for case in (*experts.CASES, *mixtures.CASES)}
+EVERY = (*experts.CASES, *mixtures.CASES, *original_gpt_oss.CASES)
+CASES = {case.name.rpartition("/")[2]: case for case in EVERY}
 
 
 def model_of(case: Case) -> tuple[torch.nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
-    return case.build().double(), {name: value.double() for name, value in case.inputs().items()}
+    return case.build().double(), {n: v.double() if v.is_floating_point() else v for n, v in case.inputs().items()}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -32,7 +33,7 @@ def test_the_roles_are_those_of_the_source(name: str) -> None:
     assert table.untraced == ()
 
 
-@pytest.mark.parametrize("name", ["moe_counts", "moe_gathered", "moe_lists"])
+@pytest.mark.parametrize("name", ["moe_counts", "moe_gathered", "moe_lists", "gpt_oss"])
 def test_edits_compute_and_fold_as_the_reference(name: str) -> None:
     verdicts = {edit: answer["verdict"] for edit, answer in checked(CASES[name], "bc", dynamo=False)["edits"].items()}
     assert verdicts == {"b": "pass", "c": "pass"}

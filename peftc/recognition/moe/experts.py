@@ -123,7 +123,8 @@ class _Finder:
             if (router := find_router(values, experts.count, sub.body, self.layer)) is not None:
                 return router
         body, own = (sub.body, self.layer) if call.inlined else (set(code.graph.nodes), code)
-        for result in nodes_in(call.result) if call.inlined else [output_of(code.graph)]:
+        results = [sub.h if n is sub.add else n for n in nodes_in(call.result)]  # a module may add to the stream itself
+        for result in results if call.inlined else [output_of(code.graph)]:
             router = find_router([result], experts.count, body, own) or find_soft_router(experts, result, body, own)
             if router is not None:
                 return router if call.inlined else router.inside(call.name)

@@ -60,7 +60,9 @@ class StackedExperts:
 
 
 class ExpertGraph(LayerGraph):
-    """The code of experts, in which products with slices of parameters are Linears, too."""
+    """The code of experts, in which products with slices of parameters are Linears, too, and those
+    whose values are only chosen from are none: a bias is picked by the result of the router.
+    """
 
     def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
         super().__init__(graph, root)
@@ -72,7 +74,9 @@ class ExpertGraph(LayerGraph):
         return self._picked[node]
 
     def is_linear(self, node: object) -> bool:
-        return super().is_linear(node) or (isinstance(node, fx.Node) and self.picked(node) is not None)
+        if isinstance(node, fx.Node) and self.picked(node) is not None:
+            return True
+        return super().is_linear(node) and not (isinstance(node, fx.Node) and _is_router(node))
 
     def product(self, node: fx.Node) -> MatrixProduct | None:
         return None if self.picked(node) is not None else super().product(node)
@@ -185,9 +189,19 @@ def picks(node: fx.Node) -> bool:
     """Whether one slice is taken by its number, or several by theirs."""
     if op_of(node) is not Op.SELECT or len(node.args) < 2:
         return False
-    index = example(node.args[1])
+    index = node.args[1]
+    if isinstance(index, tuple) and index and all(rest in (..., slice(None)) for rest in index[1:]):
+        index = index[0]  # Seen in: no transformers model, but GPT-OSS as its authors publish it
+    index = example(index)
     is_index = isinstance(index, int) or (isinstance(index, torch.Tensor) and not index.is_floating_point())
     return is_index or name_of(node) == "index_select"
+
+
+def _is_router(linear: fx.Node) -> bool:
+    """Whether nothing but a choice reads the result of a Linear."""
+    # Seen in: no transformers model, but GPT-OSS as its authors publish it
+    users = [user for user in linear.users if op_of(user) is not Op.QUERY]
+    return bool(users) and all(op_of(user) is Op.CHOICE for user in users)
 
 
 def _stacked_linear(projection: Projection, module: str) -> StackedLinear | None:
