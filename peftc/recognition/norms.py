@@ -93,7 +93,11 @@ def norm_parts(module: nn.Module, call: fx.Node) -> dict[str, MatrixPart]:
     except Exception:  # of a model's own code
         return {}
     code, result = LayerGraph(graph, module), output_of(graph).args[0]
-    norm = code.normalization(code.stripped(result)) if isinstance(result, fx.Node) else None
+    node = code.stripped(result) if isinstance(result, fx.Node) else None
+    while node is not None and code.op(node) is Op.PERMUTE:  # Seen in: no transformers model, but VITS
+        source = first_input(node)
+        node = None if source is None else code.stripped(source)
+    norm = None if node is None else code.normalization(node)
     parts = {} if norm is None else {"w": norm.weight, "b": norm.bias}
     return {name: part for name, part in parts.items() if part is not None}
 

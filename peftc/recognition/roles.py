@@ -114,13 +114,31 @@ class _Finder:
     def along_stream(self) -> list[SubLayer]:
         subs: list[SubLayer] = []
         for add in self.sums:
-            added = self.added_by(add)
+            added = self.added_by(add) or (self.added_to_replacement(add) if subs else [])
             self.earlier.update(p.node for sub in added for p in sub.projections.values())
             subs += [inner for sub in added for inner in self.bottleneck_sublayers(sub) or [sub]]
             self.outputs |= {self.layer.stripped(sub.h): sub for sub in added}
             if added or add in self.again or self.continues_stream(add):
                 self.stream.extend(add)
         return subs
+
+    def added_to_replacement(self, add: fx.Node) -> list[SubLayer]:
+        """The sub-layers that a sum adds to what convolutions compute of the stream, in its place:
+        no later sum is one with the stream before them.
+        """
+        # Seen in: no transformers model, but TinyViT
+        later = (operand for node in self.sums if node >= add for operand in operands_of_sum(node))
+        if any(map(self.stream.holds, later)):
+            return []
+        for start, other in itertools.permutations(operands_of_sum(add), 2):
+            if not is_tensor(start) or shape(start) != shape(other) or not reaches(start, other):
+                continue
+            body = self.stream.body(start)
+            is_local = mixes(body, self.stream) and mixes_neighbours(body, self.stream) and self.is_computed(start)
+            if is_local and not any(map(self.stream.holds, upstream(other, lambda n, start=start: n is start))):
+                self.stream.extend(start)
+                return self.added_by(add)
+        return []
 
     def stream_replacement(self, first: fx.Node) -> tuple["_Finder", list[SubLayer]] | None:
         """The stream that replaces that of the layer's input, and its sub-layers. It begins with
@@ -203,16 +221,18 @@ class _Finder:
 
     def join_stream(self, res: fx.Node, h: fx.Node) -> None:
         """The stream goes on in another layout, and with tokens that are put beside its own, if the
-        sum is of both.
+        sum is of both; in parts that are put together, if to each one of as many is added.
         """
-        # Seen in: no transformers model, but the single streams of Flux
+        # Seen in: no transformers model, but the single streams of Flux, and TimeSformer
         if self.stream.moves(res) and not self.stream.holds(h) and self.is_computed(h):
             self.stream.extend(res)
             return
         start = self.layer.stripped(res)
         is_join = self.layer.op(start) is Op.JOIN and not self.stream.holds(res)
         same = [n for n in value_operands(start) if shape(n)[-1:] == shape(start)[-1:]] if is_join else []
-        if any(map(self.stream.holds, same)) and reaches(start, h):
+        parts = value_operands(end) if self.layer.op(end := self.layer.stripped(h)) is Op.JOIN else []
+        by_part = list(map(shape, parts)) == list(map(shape, same)) and all(map(self.stream.holds, same))
+        if any(map(self.stream.holds, same)) and (reaches(start, h) or by_part):
             self.stream.extend(start)
 
     def bottleneck_sublayers(self, sub: SubLayer) -> list[SubLayer]:

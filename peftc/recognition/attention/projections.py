@@ -5,11 +5,12 @@ from collections.abc import Collection, Mapping
 
 from torch import fx
 
+from peftc.dataflow.einsum import einsum_labels, is_einsum
 from peftc.dataflow.features import source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import shape
-from peftc.dataflow.operations import Op
-from peftc.dataflow.values import upstream, value_operands
+from peftc.dataflow.operations import Op, op_of
+from peftc.dataflow.values import upstream, value_operands, value_users
 from peftc.recognition.attention.patterns import Attention
 from peftc.recognition.ffn import Projection
 from peftc.recognition.residual_stream import Stream
@@ -135,10 +136,18 @@ def roles_by_other_weights(projections: Mapping[str, Projection], attention: Att
         rows = one.slice(layer.width(one.node))
         others = [p for name, p in projections.items() if name != role and p.node is one.node]
         between = upstream(getattr(attention, role), lambda n, linear=one.node: n is linear)
-        is_own = any(is_weighted(n, layer) for n in between if n is not one.node)
+        is_own = any(is_weighted(n, layer) and not _is_by_entry(n) for n in between if n is not one.node)
         if is_own and any(rows.overlaps(other.slice(layer.width(other.node))) for other in others):
             roles.append(role)
     return roles
+
+
+def _is_by_entry(parameter: fx.Node) -> bool:
+    """Whether all that reads a parameter scales by its entries or adds them, without a sum."""
+    # Seen in: no transformers model, but gated attention units (FLASH)
+    users = value_users(parameter)
+    sums = [set("".join(labels)) - set(result) for n in users if is_einsum(n) for labels, result in (einsum_labels(n),)]
+    return bool(users) and all(op_of(n) in (Op.MUL, Op.ADD) or is_einsum(n) for n in users) and not any(sums)
 
 
 def nodes_up_to_linears(linear: fx.Node, layer: LayerGraph) -> set[fx.Node]:
