@@ -66,6 +66,25 @@ def test_a_right_table_passes(case: Case) -> None:
     assert not any("not compared" in note for e in result["edits"].values() for note in e.get("notes", ()))
 
 
+class TiedFeedForward(FeedForward):
+    """Another module has the weight of `up`, too: what `up` computes is edited, and that alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 12)
+        self.gate.weight = self.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(F.gelu(self.gate(y)) * self.up(y))
+
+
+def test_an_edit_of_a_tied_module_is_none_of_its_weight() -> None:
+    roles = FEED_FORWARD | {"ffn.gate": "layers.{i}.gate.weight"}
+    result = checked(Case("tied", "test", lambda: Model(TiedFeedForward), sample, (Stack((0, 1), roles),)), "b")
+    assert result["verdict"] == "pass", result
+
+
 def other(case: Case, **roles: str) -> Case:
     """The case with another table."""
     table = {**case.stacks[0].roles, **{name.replace("_", "."): text for name, text in roles.items()}}

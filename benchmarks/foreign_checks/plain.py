@@ -40,7 +40,10 @@ class Plain(nn.Module):
         return functional_call(self.base, self.weights, (), dict(inputs))
 
     def add(self, reference: Reference, delta: Tensor) -> None:
-        """W += delta, at the entries of the reference."""
+        """W += delta, at the entries of the reference; h += x delta' if other modules have W."""
+        if is_tied(self.base, reference):
+            self.insert(reference.module, reference.module, lambda x, h: h + x @ delta.T)
+            return
         weight, positions = self._weight(reference.name), reference.matrix(self.base)
         if positions.shape != delta.shape:
             raise ValueError(f"{reference.name}: the edit is {tuple(delta.shape)}, expected {tuple(positions.shape)}")
@@ -48,6 +51,9 @@ class Plain(nn.Module):
 
     def scale_rows(self, reference: Reference, vector: Tensor, bias_name: str = "") -> None:
         """The output features times a vector: rows of the weight and entries of the bias."""
+        if is_tied(self.base, reference):
+            self.insert(reference.module, reference.module, lambda x, h: h * vector)
+            return
         positions = reference.matrix(self.base)
         self._scale(reference.name, positions, vector[:, None].expand(positions.shape))
         if bias_name:
@@ -108,6 +114,14 @@ class Plain(nn.Module):
 
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def is_tied(model: nn.Module, reference: Reference) -> bool:
+    """Whether several modules have a whole weight: an edit of what one computes is none of it."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    own = parameters.get(reference.name) if not reference.rows else None
+    owners = [name.rpartition(".")[0] for name, p in parameters.items() if p is own]
+    return own is not None and len({model.get_submodule(name) for name in owners}) > 1
 
 
 def attention_module(model: nn.Module, name: str) -> nn.Module:

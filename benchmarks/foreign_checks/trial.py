@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from benchmarks.families.forward import main_output
 from benchmarks.families.state import State, difference, state_of
 from benchmarks.foreign_checks.edits import Arm, Trial
 from benchmarks.foreign_checks.modes import MODES, fresh, gap, run
+from benchmarks.foreign_checks.plain import is_tied
 from benchmarks.foreign_checks.roles import Comparison, Entry
 from benchmarks.foreign_checks.values import NotComparable, reference_of
 from benchmarks.foreign_models.case import Case
@@ -267,7 +268,8 @@ class _Checks:
             return ""
         model = self.copy(self.model)
         peftc.fold(model)
-        self.unfolded = _edits_of(model)
+        tied = {p for p, e in self.comparison.sites.items() if is_tied(self.base.model(), e.reference)}
+        self.unfolded = _edits_of(model, tied)
         off = gap(self.run("eval", model), self.out["eval"])
         return f"off by {off:.1e}" if off > self.base.tolerance else ""
 
@@ -290,10 +292,12 @@ class _Checks:
         return f"off by {off:.1e}" if off > 0 else ""
 
 
-def _edits_of(model: nn.Module) -> str:
-    """The parameters that a folded model still has, in a few words."""
+def _edits_of(model: nn.Module, tied: Collection[str]) -> str:
+    """The parameters that a folded model still has, in a few words. `tied`: sites of weights that
+    other modules have, too, into which nothing can be folded.
+    """
     try:
-        left = list(peftc.parameters(model))
+        left = [name for name in peftc.parameters(model) if name.split("/")[1] not in tied]
     except peftc.PeftcError:
         return ""  # not compiled any more
     return f"{left[0]} and {len(left) - 1} others" if left else ""
