@@ -169,7 +169,8 @@ def mixes_numbers(body: set[fx.Node], stream: Stream) -> bool:
         if not isinstance(tokens, torch.Tensor) or not layer.is_linear(node):
             if _is_mixture(node, [numbers.get(n) for n in value_operands(node)], layer):
                 return True
-            moved = move_numbers(node, sources[:1], numbers)
+            whole = [n for n in sources if shape(n) == shape(node)] or sources  # not a factor of each token
+            moved = move_numbers(node, whole[:1], numbers)
             numbers |= {node: moved} if moved is not None else {}
         elif (left := _without_features(tokens, node, sources[0], layer)) is None:
             return True

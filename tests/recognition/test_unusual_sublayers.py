@@ -243,6 +243,12 @@ def entry_by_entry(layer: Mixed, x: Tensor) -> Tensor:
     return (weights[..., None] * layer.v(x)[:, None]).sum(2)
 
 
+def additive(layer: Mixed, x: Tensor) -> Tensor:
+    """SwiftFormer: a sum of the queries, each times a number of its own."""
+    weights = F.normalize(layer.k(x)[..., :1], dim=1)
+    return layer.v((weights * layer.q(x)).sum(1, keepdim=True) * layer.q(x))
+
+
 def slots(layer: Mixed, x: Tensor) -> Tensor:
     weights = (layer.k(x) @ layer.q(x).transpose(1, 2)).softmax(-1)
     return (weights / weights.sum(1, keepdim=True)).transpose(1, 2) @ layer.v(x)
@@ -283,6 +289,7 @@ NETWORK = {"ffn.up": "up", "ffn.down": "down", "ffn.norm": "norm"}
 MIXERS: dict[Callable[[Mixed, Tensor], Tensor], set[str]] = {
     attention_free: {"mixer"},
     recurrent: {"mixer"},
+    additive: {"mixer"},
     external: {"mixer"},
     random_synthesizer: set(),  # an attention of an unknown kind is refused
     entry_by_entry: set(),
