@@ -178,9 +178,18 @@ def are_stages(blocks: Sequence[tuple[Sequence[SubLayer], nn.Module]]) -> bool:
         counts = Counter((i, name) for i, block in enumerate(owners) for name, _ in block if name is not None)
         are_layers = max(counts.values(), default=0) > 1
         one_kind = len({kind for block in owners for _, kind in block}) == 1
+        # of several mixers of a stage, the last may be called its feed-forward part
+        alike = all(_are_alike(block, {n for n, _ in own}) for (_, block, _), own in zip(listed, owners, strict=True))
         outside = {kind for block in owners for name, kind in block if name is None}
-        return (are_layers and outside <= {"mixer"}) or (one_kind and not outside)
+        return (are_layers and outside <= {"mixer"}) or ((one_kind or alike) and not outside)
     return all(_is_nested(outline_module(block, name)) for _, block, inside in listed for name in inside)
+
+
+def _are_alike(block: nn.Module, names: Iterable[str | None]) -> bool:
+    """Whether some modules have one class, and parameters of the same shapes."""
+    # Seen in: no transformers model, but MambaOut
+    modules = [submodule(block, name) for name in names if name is not None]
+    return len({(type(module), *(p.shape for p in module.parameters())) for module in modules}) == 1
 
 
 def _owners(sub: SubLayer, blocks: Iterable[str]) -> Iterator[str]:

@@ -309,6 +309,7 @@ class _Finder:
         if out is None and mixes_neighbours(body, self.stream):
             mixing = (n for n in body if not self.stream.holds(n) and mixes_tokens(n, self.layer))
             out = max(mixing, default=None)
+            out = next((n for n in body if out is not None and self._joins_parts(n, out)), out)
         joins = {n for n in body if out is not None and self._joins_features(n, out)}
         behind = set(upstream(h, lambda n: n is out or n in joins)) - {out}
         if out is None or any(map(self.stream.holds, behind)):
@@ -322,6 +323,15 @@ class _Finder:
             return False
         beside = [part for part in value_operands(node) if not self.stream.holds(part)]
         return 0 < len(beside) < len(value_operands(node)) and all(reaches(out, part) for part in beside)
+
+    def _joins_parts(self, node: fx.Node, out: fx.Node) -> bool:
+        """Whether a value joins `out` with other parts of the stream's features to as many as the
+        stream has: convolutions of some of the features.
+        """
+        # Seen in: no transformers model, but FasterNet and InceptionNeXt
+        source = next(filter(self.stream.holds, sorted(self.stream.body(node))), None)
+        is_join = self.layer.op(node) is Op.JOIN and out in value_operands(node)
+        return is_join and source is not None and shape(source) == shape(node) != shape(out)
 
     def sub_layer(self, add: fx.Node, res: fx.Node, h: fx.Node) -> SubLayer:
         """The sub-layer that computes `h`, its kind and the roles in it."""

@@ -4,6 +4,8 @@ dimension 1.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -279,3 +281,60 @@ def test_a_stage_whose_loop_calls_a_part_twice_is_no_layer() -> None:
     table = peftc.sites(Layers(Regions()), sample={"x": torch.randn(2, 4, D)})
     assert not any(step == "layer" for site in table.sites for step, _ in site.steps)
     assert [part.module for part in table.untraced] == ["layers.0.parts.0", "layers.0.parts.1"]
+
+
+class Partial(nn.Module):
+    """FasterNet, InceptionNeXt: some channels are convolved, then comes a network of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(D // 2, D // 2, 3, padding=1), nn.BatchNorm2d(D)
+        self.up, self.down = nn.Conv2d(D, 2 * D, 1), nn.Conv2d(2 * D, D, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, rest = x.chunk(2, 1)
+        y = torch.cat((self.conv(first), rest), 1)
+        return x + self.down(self.up(self.norm(y)).relu())
+
+
+class Gated(nn.Module):
+    """MambaOut: one sum, of a convolution of some of the hidden features and of the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.conv, self.fc2 = nn.Linear(D, 3 * D), nn.Conv2d(D, D, 3, padding=1, groups=D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, y, z = self.fc1(x).chunk(3, -1)
+        z = self.conv(z.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        return x + self.fc2(gate.relu() * (y + z))
+
+
+class Halved(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module], images: bool, halves: bool) -> None:
+        super().__init__()
+        self.halve, self.images = nn.Conv2d(D, D, 2, stride=2) if halves else nn.Identity(), images
+        self.blocks = nn.Sequential(block(), block(), block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.halve(x)
+        return self.blocks(x) if self.images else self.blocks(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class Pyramid(nn.Module):
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.stages = nn.Sequential(*(Halved(block, block is Partial, halves) for halves in (False, True)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stages(x)
+
+
+@pytest.mark.parametrize(("block", "kinds"), [(Partial, {"mixer", "ffn"}), (Gated, {"mixer"})])
+def test_equal_blocks_of_a_stage_are_layers_of_one_kind(block: type[nn.Module], kinds: set[str]) -> None:
+    """The last of a stage's mixers was its feed-forward part."""
+    model, sample = Pyramid(block), {"x": torch.randn(2, D, 16, 16)}
+    names = [f"stages.{i}.blocks.{j}" for i in (0, 1) for j in (0, 1, 2)]
+    assert [module for _, module in paths(model, sample, "layer")] == names
+    for kind in ("mixer", "ffn"):
+        assert len(paths(model, sample, kind)) == (6 if kind in kinds else 0)

@@ -49,6 +49,12 @@ def _tiny_vit() -> nn.Module:
     )
 
 
+def _inception_next() -> nn.Module:
+    from timm.models.inception_next import MetaNeXt
+
+    return MetaNeXt(depths=(2, 1), dims=(16, 16), mlp_ratios=(2, 2), ls_init_value=0.1, num_classes=5)
+
+
 GLOBAL_STATES: dict[str, str | None] = {
     "attn.x": "stages.{i}.attn",
     "attn.h": "stages.{i}.ls1",
@@ -168,6 +174,20 @@ CASES = (
                     "ffn.up": "stages.{i}.conv1.conv.weight",
                     "ffn.down": "stages.{i}.conv3.conv.weight",
                 },
+            ),
+        ),
+    ),
+    # Some channels are convolved, the others stay, and all go to one mlp before the sum.
+    Case(
+        "timm/inception_next",
+        "timm",
+        _inception_next,
+        image(64),
+        (
+            Stack(
+                ("0.blocks.0", "0.blocks.1", "1.blocks.0"),
+                ffn("stages.{i}.mlp.fc1", "stages.{i}.mlp.fc2", "stages.{i}.norm"),
+                {"ffn.h": None},
             ),
         ),
     ),
