@@ -188,7 +188,7 @@ def are_stages(blocks: Sequence[tuple[Sequence[SubLayer], nn.Module]]) -> bool:
 def _are_alike(block: nn.Module, names: Iterable[str | None]) -> bool:
     """Whether some modules have one class, and parameters of the same shapes."""
     # Seen in: no transformers model, but MambaOut
-    modules = [submodule(block, name) for name in names if name is not None]
+    modules = [outline_module(block, name) for name in names if name is not None]
     return len({(type(module), *(p.shape for p in module.parameters())) for module in modules}) == 1
 
 
