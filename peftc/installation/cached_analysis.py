@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from peftc.installation.model_state import ModelState, flags_of, state_of
+from peftc.installation.model_state import ModelState, flags_of, own_modules, state_of
 from peftc.models.samples import is_same_sample
 from peftc.models.sources import ModelSource
+from peftc.modules.walk import Named
 from peftc.recognition.analysis import Analysis, analyse
 
 T = TypeVar("T")
@@ -35,12 +36,20 @@ class CachedAnalysis:
 
     @classmethod
     def after_edits(
-        cls, model: nn.Module, analysis: Analysis, sample: Mapping[str, Any] | None, before: ModelState | None
+        cls,
+        model: nn.Module,
+        analysis: Analysis,
+        sample: Mapping[str, Any] | None,
+        before: ModelState | None,
+        modules: Named | None,
     ) -> CachedAnalysis:
-        """That of a model which had a state when its edits were put in: they change flags alone."""
+        """That of a model which had a state when its edits were put in: they change flags alone.
+        `modules`: its own, by all of their names, if they are known.
+        """
         if before is None:
             return cls.of(model, analysis, sample)
-        return cls(analysis, sample, replace(before, flags=flags_of(model)))
+        flags = flags_of(own_modules(model) if modules is None else modules)
+        return cls(analysis, sample, replace(before, flags=flags))
 
     def is_valid(self, model: nn.Module, sample: Mapping[str, Any] | None) -> bool:
         return self.state is not None and is_same_sample(sample, self.sample) and state_of(model) == self.state

@@ -26,6 +26,7 @@ from peftc.installation.stored_compilations import Storage
 from peftc.models.samples import check_sample
 from peftc.models.skeleton import check_runs, stop_notes
 from peftc.models.sources import ModelSource, resolve
+from peftc.modules.walk import Named
 from peftc.planning.lowering_context import DEFAULT_TASK
 from peftc.planning.planner import PlanResult
 from peftc.recognition.analysis import Analysis, ModelLike
@@ -160,7 +161,7 @@ class CompiledModel:
         if stored is None and self.storage is not None:
             self.storage.write(compilation, self.analysis.table)
             self.storage = None
-        reinstall(
+        modules = reinstall(
             self.module,
             specs,
             compilation,
@@ -173,14 +174,14 @@ class CompiledModel:
             journal=journal,
         )
         if stored is None:
-            self.keep_analysis()
+            self.keep_analysis(modules)
         return self.module
 
-    def keep_analysis(self) -> None:
-        """Keeps the analysis for later changes."""
+    def keep_analysis(self, modules: Named | None) -> None:
+        """Keeps the analysis for later changes. `modules`: as in `CachedAnalysis.after_edits`."""
         if self.analysis.structure.model is not self.module:
             known = (self.module, self.analysis, self.sample)
-            self.installation.analysis = CachedAnalysis.after_edits(*known, self.state)
+            self.installation.analysis = CachedAnalysis.after_edits(*known, self.state, modules)
             self.state = None  # from now on something may change the module
 
 

@@ -3,21 +3,28 @@
 Modules with equal contents are described once, wherever they are: names are those of children in
 their parents, and a tensor that nothing before has is new, without a number of its own. Of a layer
 that is like another one, the description is a number.
+
+For other processes a state is a text. Only models of torch's and transformers' own classes have
+one: other code may change without a trace.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
 
+from peftc.cache.environment import LIBRARIES, library_folders
 from peftc.concurrency.context import CHOICE
 from peftc.modules.memory import storage_id
 from peftc.modules.torch_attributes import ATTRIBUTES
+from peftc.modules.walk import Named, all_named_modules
 from peftc.rewriting.edits import CONTAINER, SHARED
 from peftc.tracing.bytecode import reachable_code
 
@@ -26,6 +33,7 @@ HOOKS = [key for key in ATTRIBUTES if key.endswith(("_hooks", "_called"))]
 PEFTC = frozenset({"_peftc", CHOICE, "peftc_originals", "peftc_completeness"})
 _NO_ATTRIBUTES = ATTRIBUTES | PEFTC
 _SIMPLE = frozenset({bool, int, float, str, type(None)})
+_PRINTED = frozenset({*_SIMPLE, torch.Size, torch.dtype, torch.device})  # whose texts are equal for equal values
 _TENSORS = frozenset({torch.Tensor, nn.Parameter})
 
 Node = tuple[Any, ...]  # a module: its class, attributes, tensors, children
@@ -60,20 +68,20 @@ def state_of(model: nn.Module) -> ModelState | None:
         return None
 
 
-def flags_of(model: nn.Module) -> tuple[bool, ...]:
-    """`ModelState.flags` alone."""
+def flags_of(modules: Named) -> tuple[bool, ...]:
+    """`ModelState.flags` of a model with these modules, without those of edits."""
     flags: list[bool] = []
-    _collect_flags(model, (CONTAINER, SHARED), set(), flags)
+    for module in {id(module): module for _, module in modules}.values():
+        own = vars(module)
+        if own["_parameters"] or own["_buffers"]:
+            flags += [tensor.requires_grad for _, tensor in _tensors_of(own) if tensor is not None]
     return tuple(flags)
 
 
-def _collect_flags(module: nn.Module, without: tuple[str, ...], seen: set[int], flags: list[bool]) -> None:
-    seen.add(id(module))
-    own = vars(module)
-    flags += [tensor.requires_grad for _, tensor in _tensors_of(own) if tensor is not None]
-    for name, child in own["_modules"].items():
-        if child is not None and name not in without and id(child) not in seen:
-            _collect_flags(child, (CONTAINER,), seen, flags)
+def own_modules(model: nn.Module) -> Named:
+    """The modules of a model without those of edits."""
+    modules = all_named_modules(model, CONTAINER)
+    return [pair for pair in modules if not pair[0].startswith(SHARED) or pair[0].split(".")[0] != SHARED]
 
 
 def _tensors_of(own: dict[str, Any]) -> Iterable[tuple[str, Tensor | None]]:
@@ -212,3 +220,60 @@ def comparable(value: Any) -> Any:
     if library and callable(value) and "<" not in getattr(value, "__qualname__", "<"):
         return value  # one of its functions
     raise NotComparable
+
+
+# As a text ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StateText:
+    """The sha256 of a state's text, and the classes of the model."""
+
+    sha256: str
+    classes: frozenset[type]
+
+
+def state_text(state: ModelState) -> StateText:
+    """Raises: NotComparable for a state with code that is in no file of the libraries."""
+    writer = _Writer()
+    text = f"{state.modules} {writer.text(state.parts)} {state.flags} {torch.get_default_dtype()}"
+    return StateText(hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest(), frozenset(writer.classes))
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.folders = library_folders()
+        self.classes: dict[type, str] = {}
+        self.functions: dict[FunctionType | CodeType, str] = {}
+
+    def text(self, value: Any) -> str:
+        """A text that is equal in another process exactly for an equal value."""
+        kind = type(value)
+        if kind in _PRINTED:
+            return repr(value)
+        if kind is tuple:
+            return f"({','.join(map(self.text, value))})"
+        if isinstance(value, type):
+            return self.classes.get(value) or self.of_class(value)
+        if kind is FunctionType or kind is CodeType:
+            return self.functions.get(value) or self.of_function(value)
+        if kind is frozenset:
+            return f"{{{','.join(sorted(map(self.text, value)))}}}"
+        if kind is BuiltinFunctionType:
+            return f"{value.__module__}.{value.__qualname__}"
+        raise NotComparable
+
+    def of_class(self, cls: type[Any]) -> str:
+        library = cls.__module__.partition(".")[0]
+        if library not in LIBRARIES and cls.__module__ != "builtins":
+            raise NotComparable
+        if library in LIBRARIES:
+            self.classes[cls] = f"{cls.__module__}.{cls.__qualname__}"
+        return f"{cls.__module__}.{cls.__qualname__}"
+
+    def of_function(self, function: FunctionType | CodeType) -> str:
+        code = function if isinstance(function, CodeType) else function.__code__
+        if not code.co_filename.startswith(self.folders):
+            raise NotComparable
+        self.functions[function] = text = f"{code.co_filename}:{code.co_firstlineno}:{code.co_qualname}"
+        return text

@@ -27,7 +27,7 @@ from peftc.installation.edited_classes import (
 from peftc.installation.journal import Journal, transaction
 from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed
 from peftc.modules.offload import offloaded_error, offloaded_parameters
-from peftc.modules.walk import all_named_modules, named_modules, named_parameters
+from peftc.modules.walk import Named, all_named_modules, named_modules, named_parameters
 from peftc.planning.planner import PlanResult
 from peftc.rewriting.edits import SHARED
 from peftc.rewriting.legality.preconditions import missing_values
@@ -118,11 +118,13 @@ def reinstall(
     finish: Step | None = None,
     draw: bool = True,
     journal: Journal | None = None,
-) -> None:
+) -> Named | None:
     """Leaves the model with `specs`, planned together in `compilation`, and with no other edits.
 
     The first spec freezes the base. `finish` may be interrupted; it writes new parameters: all of
     them if they are not drawn.
+
+    Returns: the modules of the model before its first spec, by all of their names.
     """
     before, planned = Snapshot(model), compilation.planned
     trained = TrainedParameters(before, planned)
@@ -147,6 +149,7 @@ def reinstall(
         default = chosen.variable.default
         if default.task is not None and default.task not in chosen.names:  # takes back `set_task`
             chosen.variable.default = replace(default, task=None)
+    return before.base_modules if finish is None else None  # a step may have replaced some
 
 
 def uninstall(

@@ -21,8 +21,7 @@ from peftc.cache.location import cache_folder
 from peftc.cache.table_json import decode, decode_table, encode, encode_table
 from peftc.installation.cached_analysis import keep_latest
 from peftc.installation.compilations import Compilation
-from peftc.installation.model_state import ModelState, NotComparable
-from peftc.installation.state_text import StateText, state_text
+from peftc.installation.model_state import ModelState, NotComparable, StateText, state_text
 from peftc.models.sources import ModelSource
 from peftc.planning import ir
 from peftc.planning.on_table import needs_graphs, plan_on_table
