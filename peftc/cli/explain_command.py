@@ -2,18 +2,19 @@
 
 import re
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from peftc.cli.output import report_error
 from peftc.cli.spec_files import Unusable, display_path, read
 from peftc.diagnostics import PeftcError
 from peftc.diagnostics.codes import CODES
 from peftc.diagnostics.suggestions import did_you_mean
-from peftc.equations.table import forms_of
+from peftc.equations.table import form_errors, forms_of
 from peftc.forms import FORMS
 from peftc.forms.registry import Form
 from peftc.semantics.arguments import interval, signature
 from peftc.semantics.form_facts import default_of, facts_of
+from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 
 
@@ -24,7 +25,7 @@ def run_explain(args: Namespace) -> int:
     if re.fullmatch(r"[Pp]\d+", args.code) and args.spec is None:
         return _explain_code(args.code)
     try:
-        forms = FORMS if args.spec is None else forms_of(parse_text(read(args.spec), display_path(args.spec)))
+        forms = FORMS if args.spec is None else _forms(parse_text(read(args.spec), display_path(args.spec)))
     except PeftcError as error:
         return report_error(error, "text")
     if args.code not in forms:
@@ -33,6 +34,13 @@ def run_explain(args: Namespace) -> int:
         raise Unusable(f"there is no form and no code {args.code}; {help_}")
     print("\n".join(_form_lines(forms[args.code])))
     return 0
+
+
+def _forms(spec: ast.Spec) -> Mapping[str, Form]:
+    """The forms of a spec. Raises: PeftcError for errors in their texts."""
+    if errors := [error.with_source(spec.source) for error in form_errors(spec)]:
+        raise PeftcError(errors)
+    return forms_of(spec)
 
 
 def _explain_code(word: str) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from struct import pack, unpack
 from typing import Any
 
 from peftc.equations.primitives import FUNCTIONS, INITIAL_VALUES, NUMBERS, OPERATORS, SIZES, Primitive
@@ -15,11 +15,11 @@ from peftc.equations.rules import Mismatch, Operand
 from peftc.equations.values import FormError, Number, Type, Value, type_of
 from peftc.forms.arguments import ACTIVATIONS
 from peftc.forms.registry import Args, Dims
-from peftc.forms.shapes import Vector, Weight
+from peftc.forms.shapes import Tokens, Vector, Weight
 from peftc.syntax import ast
 from peftc.syntax.numbers import numeric_value
 from peftc.syntax.printer import print_expression
-from peftc.syntax.walk import children
+from peftc.syntax.walk import children, names_in
 
 OUT = "out"  # the name of the state that the equation writes, in sizes
 TOKENS = "tokens"  # `mean(x, tokens)`
@@ -29,6 +29,7 @@ _ARITHMETIC: Mapping[str, Callable[[Any, Any], Any]] = {
     "*": operator.mul,
     "/": operator.truediv,
 }
+_MOST = 2**40  # of a size
 _DIMENSIONS = {"kaiming": 1, "orthogonal": 2, "identity": 2}  # that a first value needs
 _COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
@@ -68,7 +69,10 @@ class Place:
         """The value of the form."""
         assert self.result is not None
         value = self.operand(self.result)
-        return value if isinstance(value, Value) else Value(Type(()), float(value), shifted=value != 0)
+        if isinstance(value, Value):
+            return value
+        message = f"the value of `{self.form.name}` is the number {_shown(value)}: it has no parameter and no input"
+        raise FormError("P301", message, self.result)
 
     @property
     def flops(self) -> int:
@@ -124,10 +128,20 @@ class Place:
                 if _real(self.number(part), part) < 0:
                     raise FormError("P106", f"`{print_expression(part)}` is a deviation or a bound, and below 0", part)
             return
+        if others := [name for name in self._names(node) if name in self.sizes]:
+            message = f"a first value is computed from numbers and weights of the base, not from `{others[0]}`"
+            raise FormError("P318", message, node)
         value = self.operand(node)
-        if isinstance(value, Value) and (value.type.batch or value.type.entries != prod(sizes)):
+        if not isinstance(value, Value):
+            _real(value, node)
+        elif value.type.batch or _without_ones(value.type.size) != _without_ones(sizes):
             message = f"`{line.name}` is {Type(sizes)}, and its first value `{print_expression(node)}` is {value.type}"
             raise FormError("P318", message, node)
+
+    def _names(self, node: ast.Expr) -> set[str]:
+        """The names in an expression, and in the parts that it names."""
+        names = set(names_in(node))
+        return names.union(*(self._names(self.lets[name]) for name in names & self.lets.keys()))
 
     # Numbers
 
@@ -141,7 +155,8 @@ class Place:
     def size(self, node: ast.Expr) -> int:
         """A dimension of a parameter. Raises: FormError P318."""
         value = self.number(node)
-        whole = int(value) if isinstance(value, int | float) and not isinstance(value, bool) else -1
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST
+        whole = int(value) if is_number else -1
         if whole != value or whole < 1:
             text = f"the size `{print_expression(node)}` of a parameter is {_shown(value)}"
             raise FormError("P318", f"{text}, not a whole number above 0", node)
@@ -198,10 +213,8 @@ class Place:
     def initial(self, parameter: ast.Parameter) -> float | None:
         """The number that a parameter starts as; None for other values."""
         match parameter.value:
-            case ast.Name("zeros"):
-                return 0.0
-            case ast.Name("ones"):
-                return 1.0
+            case ast.Name("zeros" | "ones" as name) if name not in self.numbers:
+                return float(name == "ones")
             case ast.Name(name) if name not in self.numbers:
                 return None
             case value:
@@ -212,6 +225,9 @@ class Place:
 
     def _binary(self, node: ast.Binary, op: str, left: Operand, right: Operand) -> Operand:
         if isinstance(left, Value) or isinstance(right, Value):
+            for side, part in ((left, node.left), (right, node.right)):
+                if not isinstance(side, Value):
+                    _real(side, part)
             if op in "+-" and not isinstance(right, Value) and right == 0:
                 return left
             if op == "+" and not isinstance(left, Value) and left == 0:
@@ -233,7 +249,13 @@ class Place:
             return self._apply(FUNCTIONS["token_mean"], (self.operand(node.args[0]),), node)
         operands = tuple(map(self.operand, node.args))
         if function in NUMBERS and not any(isinstance(value, Value) for value in operands):
-            return NUMBERS[function](*[_real(value, arg) for value, arg in zip(operands, node.args, strict=True)])
+            numbers = [_real(value, arg) for value, arg in zip(operands, node.args, strict=True)]
+            try:
+                return NUMBERS[function](*numbers)
+            except (TypeError, ValueError, ArithmeticError):
+                raise FormError("P120", f"`{print_expression(node)}` cannot be computed", node) from None
+        if function in NUMBERS:
+            raise FormError("P105", f"`{function}` is a function of numbers", node)
         primitive = FUNCTIONS.get(function)
         if primitive is None:
             raise FormError("P101", f"there is no function `{function}`", node)
@@ -290,6 +312,9 @@ class Place:
             parts = children(node)
             at = parts[error.operand] if error.operand is not None and error.operand < len(parts) else node
             raise FormError(error.code, f"`{print_expression(node)}`: {error.message}", at, error.help) from None
+        if primitive.name == "/" and _initial_number(operands[1]) == 0:
+            when = "" if not isinstance(operands[1], Value) else " when training starts"
+            raise FormError("P120", f"`{print_expression(node)}` divides by zero{when}", node)
         self.costs[id(node)] = primitive.flops(types, type_) if primitive.flops is not None else 0
         varying = [operand for operand in operands if isinstance(operand, Value) and operand.varies]
         rank = primitive.rank(operands) if primitive.rank is not None else None
@@ -322,18 +347,28 @@ class Place:
 
 def _initial_value(primitive: Primitive, operands: Sequence[Operand]) -> float | None:
     """What a value equals when training starts."""
-    numbers = [operand.initial if isinstance(operand, Value) else operand for operand in operands]
-    numbers = [float(number) if isinstance(number, int | float) else None for number in numbers]
-    if primitive.name in ("*", "@", "kron") and 0.0 in numbers:
-        return 0.0
-    if primitive.name == "/" and numbers[0] == 0.0:
-        return 0.0
-    if primitive.initial is None or None in numbers:
-        return None
     try:
-        return primitive.initial(*numbers)
+        numbers = [_initial_number(operand) for operand in operands]
+        if primitive.name in ("*", "@", "kron") and 0.0 in numbers:
+            return 0.0
+        if primitive.name == "/" and numbers[0] == 0.0:
+            return 0.0  # `_apply` refuses a divisor that is 0
+        if primitive.initial is None or None in numbers:
+            return None
+        result = primitive.initial(*numbers)
+        return result if all(map(_is_exact, (*numbers, result))) else None
     except (ArithmeticError, ValueError):
         return None
+
+
+def _initial_number(operand: Operand) -> float | None:
+    number = operand.initial if isinstance(operand, Value) else operand
+    return float(number) if isinstance(number, int | float) else None
+
+
+def _is_exact(number: float | None) -> bool:
+    """Whether float32 holds a number: what it rounds, the plan does not promise."""
+    return number is not None and abs(number) < 1e38 and unpack("f", pack("f", number))[0] == number
 
 
 def _shifts(primitive: Primitive, operands: Sequence[Operand]) -> bool:
@@ -352,6 +387,10 @@ def _shifts(primitive: Primitive, operands: Sequence[Operand]) -> bool:
             return True
 
 
+def _without_ones(size: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(n for n in size if n != 1)
+
+
 def _real(value: Operand, node: ast.Expr) -> int | float:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value
@@ -360,6 +399,18 @@ def _real(value: Operand, node: ast.Expr) -> int | float:
 
 def _shown(value: Number) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _check_second(form: ast.Form, inputs: tuple[str, ...], dims: Dims) -> None:
+    """Raises: FormError for a second input that is missing, of other tokens, or beside a weight."""
+    at = next(param for param in form.params if param.name == inputs[1])
+    if dims.second is None:
+        raise FormError("P108", f"`{form.name}` reads `{inputs[0]}` and `{inputs[1]}`: give both", at)
+    if isinstance(dims.target, Weight | Vector):
+        raise FormError("P310", "a form of two inputs reads hidden states, and this edit writes a weight", at)
+    tokens = [shape.of for shape in (dims.input, dims.second) if isinstance(shape, Tokens)]
+    if len(set(tokens)) > 1:
+        raise FormError("P301", f"its inputs are of different tokens: {dims.input} and {dims.second}", at)
 
 
 def place_of(form: ast.Form, inputs: tuple[str, ...], args: Args, dims: Dims) -> Place:
@@ -372,6 +423,8 @@ def place_of(form: ast.Form, inputs: tuple[str, ...], args: Args, dims: Dims) ->
         if type_ is None:
             raise FormError("P310", f"the equation of `{form.name}` has no values like {shape}", form)
         types[name] = type_
+    if len(inputs) > 1:
+        _check_second(form, inputs, dims)
     if isinstance(dims.target, Weight | Vector):
         types.setdefault("w" if isinstance(dims.target, Weight) else "b", types[OUT])
     numbers: dict[str, Number] = {}

@@ -9,6 +9,7 @@ from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.equations.analysis import OUT, TOKENS
 from peftc.equations.definition import RESULT, SCOPES, inputs_of
 from peftc.equations.primitives import FUNCTIONS, INITIAL_VALUES, NUMBERS, SIZES
+from peftc.equations.reserved import is_reserved
 from peftc.forms import FORMS
 from peftc.forms.arguments import ACTIVATIONS
 from peftc.syntax import ast
@@ -39,6 +40,8 @@ class _FormChecker:
         if name in FORMS or name in (*FROZEN_MODULES, CONCAT, SHARED):
             kind = "built-in form" if name in FORMS else "function of the language"
             yield Diagnostic("P111", f"there is a {kind} `{name}`", at, help="use another name")
+        elif name in FUNCTIONS or name in NUMBERS or name in SIZES:
+            yield Diagnostic("P111", f"equations have a function `{name}`", at, help="use another name")
         elif name in STATES:
             yield Diagnostic("P121", f"`{name}` is reserved: it is {STATES[name]}", at, help="use another name")
         yield from self._params()
@@ -64,6 +67,11 @@ class _FormChecker:
             yield Diagnostic("P111", f"the form `{name}` has two values", line.target_span, help="remove one of them")
         if results:
             yield from self._unused()
+        scopes = {line.scope: line for line in self.form.body if isinstance(line, ast.Parameter)}
+        if {"group", "edit"} <= scopes.keys():
+            message = f"`{name}` has parameters `per group` and `per edit`"
+            help_ = "choose one of them for all of its common parameters"
+            yield Diagnostic("P111", message, scopes["group"].name_span, help=help_)
 
     def _params(self) -> Iterator[Diagnostic]:
         for param in self.form.params:
@@ -104,6 +112,9 @@ class _FormChecker:
                 yield from (error for arg in args for error in self._expression(arg))
             case value:
                 yield from self._expression(value, of_weights=True)
+        if is_reserved(line.name):
+            message = f"no parameter can be named `{line.name}`: the module of a form has that name"
+            yield Diagnostic("P121", message, line.name_span, help="use another name")
         yield from self._define(line.name, line.name_span)
 
     def _expression(self, value: ast.Expr, of_weights: bool = False) -> Iterator[Diagnostic]:

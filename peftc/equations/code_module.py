@@ -129,6 +129,9 @@ class Code:
         match primitive.name:
             case "none":
                 return operations[0]
+            case "token_mean":
+                size = self._type(args[0]).size
+                return self.graph.call_function(functions.token_mean, (operations[0], len(size)))
             case "dropout":
                 value, p = operations
                 type_ = self._type(args[0])

@@ -79,6 +79,7 @@ class Definition:
             paper=notes,
             common=self.common,
             common_count=self.common_count if self._has_both_scopes() else None,
+            apart=self._has_both_scopes() and any(not line.fixed and line.scope for line in self._parameters()),
             rank=self.rank,
             second=self.inputs[1] if len(self.inputs) > 1 else "",
             definition=self,
@@ -130,6 +131,8 @@ class Definition:
             return self.place(tuple(sorted(args.items(), key=lambda item: item[0])), dims)
         except FormError as error:
             raise self.illegal(error) from None
+        except RecursionError:
+            raise self.illegal(FormError("P018", "its equation is nested too deeply", self.form)) from None
 
     def illegal(self, error: FormError) -> Illegal:
         related = (Related(error.node.span, self.source, error.message),) if self.source is not None else ()
@@ -144,22 +147,7 @@ class Definition:
         node = place.result or self.form
         if shape is None:
             raise self.illegal(FormError("P301", f"its value is {value.type}, and no state is", node))
-        self._check_common_sizes(args, dims)
         return shape
-
-    def _check_common_sizes(self, args: Args, dims: Dims) -> None:
-        """Raises: Illegal P305 if sites of several sizes share parameters of their sizes."""
-        others = {(spot.d_in, spot.d_out) for spot in dims.spots}
-        if len(others) < 2 or self.common(args) is None:
-            return
-        place = self.at(args, dims)
-        for name, parameter in place.parameters.items():
-            called = {node for size in parameter.sizes for node in names_in(size)}
-            if scope_of(parameter) != "site" and not called.isdisjoint(("d", "rows", "cols", "heads", "d_head")):
-                sizes = " and ".join(f"{d_in} → {d_out}" for d_in, d_out in sorted(others))
-                message = f"`{name}` is common to sites of different sizes: {sizes}"
-                help_ = "write an edit for each size"
-                raise self.illegal(FormError("P305", message, parameter, help_))
 
     def count(self, args: Args, dims: Dims) -> Count:
         place = self.at(args, dims)
@@ -174,8 +162,11 @@ class Definition:
         parameters = place.parameters.items()
         return sum(prod(place.sizes[n]) for n, line in parameters if not line.fixed and scope_of(line) in scopes)
 
+    def _parameters(self) -> list[ast.Parameter]:
+        return [line for line in self.form.body if isinstance(line, ast.Parameter)]
+
     def _scopes(self) -> set[str]:
-        return {scope_of(line) for line in self.form.body if isinstance(line, ast.Parameter)}
+        return set(map(scope_of, self._parameters()))
 
     def _has_both_scopes(self) -> bool:
         return "site" in self._scopes() and len(self._scopes()) > 1
@@ -188,7 +179,15 @@ class Definition:
         return self.at(args, dims).value.initial
 
     def not_affine(self, args: Args, dims: Dims) -> str | None:
-        return self.at(args, dims).value.reason
+        value = self.at(args, dims).value
+        if len(self.inputs) > 1:
+            return "it reads two states"
+        return value.reason if value.varies or not self.inputs else "its value does not depend on its input"
+
+    def common_sizes(self, args: Args, dims: Dims) -> tuple[object, ...]:
+        """The sizes of the parameters that sites share, by name: all sites need the same."""
+        place = self.at(args, dims)
+        return tuple((n, place.sizes[n]) for n, line in place.parameters.items() if scope_of(line) != "site")
 
     def shifts(self, args: Args, dims: Dims) -> bool:
         return self.at(args, dims).value.shifted

@@ -82,8 +82,8 @@ class EquationModule(FormModule):
     @property
     def dtype(self) -> torch.dtype:
         """Of the parameters, in which the equation is computed."""
-        own = next(iter(self._parameters.values()), None)
-        return self._options[0] if own is None else own.dtype
+        tensors = iter(self._parameters.values() or self.values().values())
+        return next((t.dtype for t in tensors if t is not None and t.is_floating_point()), self._options[0])
 
     def _forwards(self) -> tuple[Forward, Forward]:
         """The code of the equation in evaluation and in training."""

@@ -30,9 +30,17 @@ def mean(x: Tensor) -> Tensor:
     return x.mean(-1, keepdim=True)
 
 
-def token_mean(x: Tensor) -> Tensor:
-    """The mean over the tokens: (batch, tokens, …) to (batch, 1, …)."""
-    return x.mean(1, keepdim=True)
+def token_mean(x: Tensor, dimensions: int) -> Tensor:
+    """The mean over the tokens: (batch, tokens, *size) to (batch, 1, *size); x without tokens.
+
+    `dimensions`: of size.
+    """
+    return x.mean(1, keepdim=True) if x.ndim > dimensions + 1 else x
+
+
+def kron(a: Tensor, b: Tensor) -> Tensor:
+    """The Kronecker product. torch's takes contiguous tensors alone."""
+    return torch.kron(a.contiguous(), b.contiguous())
 
 
 def layer_norm(x: Tensor) -> Tensor:

@@ -231,7 +231,7 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 "kron(A, B)",
                 "the Kronecker product",
                 rules.kronecker,
-                "torch.kron",
+                "peftc.equations.functions_module.kron",
                 float.__mul__,
                 "product",
                 rules.product_of_ranks,

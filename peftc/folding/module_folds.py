@@ -208,6 +208,8 @@ def _apply(fold: Fold, parameters: UnroundedParameters, side: str) -> None:
         parameters.write(target.weight, folded[0])
     if folded[1] is not None:
         parameters.write(bias or parameters.create_bias(fold), folded[1])
+    elif bias is not None and values[1] is not None and side != "weight":
+        parameters.write(bias, torch.zeros_like(values[1]))  # the edit has replaced what had it
 
 
 @dataclass(frozen=True)

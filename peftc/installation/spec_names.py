@@ -14,6 +14,7 @@ from peftc.installation.record import Installation, InstalledSpec
 from peftc.planning.planner import PlanResult
 from peftc.semantics.applied_method import prefix_names
 from peftc.syntax import ast
+from peftc.syntax.upgrade import check_keywords
 
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 _DICT = nn.ModuleDict()  # no task may have the name of one of its attributes
@@ -56,6 +57,10 @@ def with_note(note: str) -> Generator[None]:
 def check_spec_conflicts(record: Installation, flat: ast.Spec, trained: Iterable[str]) -> None:
     """Raises: P412 if two specs have edits of one name, P414 if both train a base parameter."""
     errors: list[Diagnostic] = []
+    versions = {flat.version, *(spec.spec.version for spec in record.specs)}
+    if len(versions) > 1:  # an adapter of both is written in the later one
+        for spec in (flat, *(one.spec for one in record.specs)):
+            check_keywords(spec.statements, flat.source)
     first = {name: spec.name for spec in record.specs for name in _names(spec.spec)}
     if same := [name for name in _names(flat) if name in first]:
         note = f"its spec `{first[same[0]]}` and this one both have {join_names(same)}"
@@ -63,6 +68,13 @@ def check_spec_conflicts(record: Installation, flat: ast.Spec, trained: Iterable
         message = f"the model has an edit `{same[0]}` already"
         errors.append(Diagnostic("P412", message, source=flat.source, notes=(note,), help=help_))
     forms = {s.name: s for spec in record.specs for s in spec.spec.statements if isinstance(s, ast.Form)}
+    shared = {s.name for spec in record.specs for s in spec.spec.statements if isinstance(s, ast.Let)}
+    for let in (s for s in flat.statements if isinstance(s, ast.Let) and s.name in forms):
+        message = f"the model has a form named `{let.name}`"
+        errors.append(Diagnostic("P412", message, let.span, let.origin or flat.source, help="use another name"))
+    for form in (s for s in flat.statements if isinstance(s, ast.Form) and s.name in shared):
+        message = f"the model has shared parameters named `{form.name}`"
+        errors.append(Diagnostic("P412", message, form.name_span, form.origin or flat.source, help="use another name"))
     for form in (s for s in flat.statements if isinstance(s, ast.Form) and forms.get(s.name, s) != s):
         message = f"the model has another form named `{form.name}`"
         help_ = "give one of them another name"

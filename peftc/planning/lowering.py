@@ -245,6 +245,9 @@ class TermLowering:
             shape = form.shape(bound.args, instance.dims)
         except Illegal as illegal:
             raise self._illegal(illegal, use, bound.second if illegal.argument == "second" else bound.input) from None
+        if form.definition is not None and instance.owner is not None:
+            sizes = form.definition.common_sizes(bound.args, instance.dims)
+            self.context.check_common_sizes(instance.owner, sizes, use.span)
         if owner is not None:
             # A form of any shape has parameters for each site, which may use them twice.
             scope = f"{owner} at {self.site.path}" if form.anywhere else owner

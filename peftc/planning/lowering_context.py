@@ -40,6 +40,7 @@ class LoweringContext:
     shared: Mapping[str, ast.Call] = field(default_factory=dict[str, ast.Call])  # `let NAME = shared(form(…))`
     sharers: Mapping[str, Sequence[Sharer]] = field(default_factory=dict[str, Sequence[Sharer]])  # by owner
     groups: Mapping[str, Mapping[tuple[str, str, Shape], Sequence[str]]] = field(default_factory=dict)  # by edit
+    sizes: dict[str, tuple[object, ...]] = field(default_factory=dict[str, tuple[object, ...]])
     owners: dict[str, tuple[Form, Shape, Shape | None]] = field(default_factory=dict)
 
     @cached_property
@@ -57,6 +58,15 @@ class LoweringContext:
         prefixes = accumulate(sharer.module.split("."), lambda parent, part: f"{parent}.{part}")
         home = next((self._layers[name] for name in prefixes if name in self._layers), sharer.module)
         return path_spot(sharer.path, *sharer.features)._replace(home=home)
+
+    def check_common_sizes(self, owner: str, sizes: tuple[object, ...], span: Span) -> None:
+        """Raises: P305 if common parameters of an equation need other sizes than at first."""
+        first = self.sizes.setdefault(owner, sizes)
+        if first != sizes:
+            pairs = [pair for pair in zip(first, sizes, strict=True) if pair[0] != pair[1]]
+            notes = tuple(f"first {before}, here {here}" for before, here in pairs)
+            message = "sites of different sizes share parameters of these sizes"
+            raise PeftcError(Diagnostic("P305", message, span, notes=notes, help="write an edit for each size"))
 
     def check_shared_shapes(self, name: str, owner: str, form: Form, dims: Dims, span: Span) -> None:
         """Raises: P305 if shared parameters need another shape than at their first use."""

@@ -33,6 +33,7 @@ from peftc.semantics.substitute import (
 from peftc.syntax import ast
 from peftc.syntax.lexer import excerpt
 from peftc.syntax.printer import print_expression, print_statement
+from peftc.syntax.upgrade import check_keywords
 from peftc.syntax.walk import is_shared, names_in, names_in_statements, values, walk
 
 BUDGET = 1_000  # statements of an expanded spec
@@ -64,6 +65,8 @@ def expand(spec: ast.Spec, settings: Mapping[str, ast.Expr] | None = None, inclu
     errors = [error for error in diagnostics if error.severity == "error" and error.code not in _ABOUT_MODEL]
     if errors:
         raise PeftcError(errors)
+    if expanded.version != spec.version:
+        check_keywords(expanded.statements, spec.source)
     return expanded
 
 

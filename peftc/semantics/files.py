@@ -179,7 +179,7 @@ class ScopeReader:
 
     def _add_form(self, form: ast.Form, at: ast.Statement, scope: Scope) -> None:
         """Makes a form known in a file; its errors are those of the file that defines it."""
-        if form.name in scope.forms and isinstance(at, ast.Use):
+        if form.name in scope.forms and scope.forms[form.name].origin is not form.origin:
             message = f"there are two forms named `{form.name}`"
             self.errors.append(Diagnostic("P111", message, at.span, scope.spec.source))
         scope.forms[form.name] = form

@@ -17,6 +17,8 @@ OTHER = 8  # and what they take for arguments of other names
 
 def facts_of(form: Form) -> dict[str, str]:
     """Shapes, the value at first, whether it folds, and counts, for d = 768 and 12 sites."""
+    if next(stands(form), None) is None:
+        return {"Shapes": "none of those of the manual, such as […, 768] to […, 3072], with r=8"}
     facts = {"Shapes": shapes_of(form), "At first": first_of(form), "Folds": folds_of(form), "Costs": costs_of(form)}
     if form.definition is not None:
         facts["Computes"] = f"{form.definition.flops(example_args(form), next(stands(form))[0]):,} FLOPs for one token"

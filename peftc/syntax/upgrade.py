@@ -1,10 +1,22 @@
 """From version 1 of the language to version 2, which has more keywords and the same meaning."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.syntax import ast
 from peftc.syntax.lexer import Lexemes, keywords, unknown_terminals
+from peftc.syntax.printer import print_statement
+
+
+def check_keywords(statements: Iterable[ast.Statement], source: Source) -> None:
+    """Raises: PeftcError P029 if statements of version 1 have names that version 2 cannot print."""
+    old = tuple(statement for statement in statements if not isinstance(statement, ast.Form))
+    words = {text for terminal, text in keywords().items() if terminal in unknown_terminals("1")}
+    tokens = Lexemes("peft 1\n" + "\n".join(map(print_statement, old))).tokens
+    if names := [token.text for token in tokens if token.type == "NAME" and token.text in words]:
+        message = f"`{names[0]}` is a keyword of version 2, in which the forms of this spec are written"
+        raise PeftcError(Diagnostic("P029", message, source=source, help="use another name"))
 
 
 def upgraded(spec: ast.Spec) -> ast.Spec:

@@ -18,6 +18,7 @@ from peftc.cli.main import main
 from peftc.diagnostics import PeftcError
 from peftc.equations.equation_module import EquationModule
 from peftc.equations.primitives import FUNCTIONS, INITIAL_VALUES, NUMBERS, SIZES
+from peftc.equations.reserved import is_reserved
 from peftc.installation.record import is_installed
 from tests import zoo
 
@@ -363,3 +364,114 @@ def test_what_belongs_to_version_2(text: str, code: str) -> None:
     with pytest.raises(PeftcError) as error:
         peftc.plan(text, zoo.build("bert", torch.float64))
     assert code in {d.code for d in error.value.diagnostics}
+
+
+# What a review showed: wrong in silence, or an exception of Python
+
+
+def outputs(spec: str, model: str = "bert", **options: Any) -> tuple[nn.Module, Tensor]:
+    one = zoo.build(model, torch.float64).eval()
+    peftc.compile(spec, one, seed=0, **options)
+    for parameter in peftc.parameters(one).values():
+        nn.init.normal_(parameter)
+    return one, run(one, model)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "form g(x, h) { param A[d(out), d(x)] = 0 param v[d(h)] = 0 f = A @ x + v * h } "
+        "edit e at layer[*].attn.q { h += g(x, h) }",
+        "form g(x) { param v[d(x)] = 0 f = v } edit e at layer[*].attn.q { h += g(x) }",
+        "form g(x) { param A[d(x)] = 1 f = A * x } edit e at layer[*].attn.q { h = g(x) }",
+        "form g(h) { param A = 1 f = A * mean(h, tokens) + h } edit e at layer[*].ffn { h = g(h) }",
+    ],
+)
+def test_a_fold_changes_nothing(spec: str) -> None:
+    model, value = outputs(f"peft 2 {spec}")
+    peftc.fold(model)
+    torch.testing.assert_close(run(model, "bert"), value, rtol=0, atol=1e-9)
+
+
+def test_tasks_share_nothing_that_is_trained() -> None:
+    form = "form g(x, r = 2) { param A[r, d(x)] per edit = normal param B[d(out), r] = normal f = B @ A @ x }"
+    model, _ = outputs(f"peft 2 {form} edit e at layer[*].attn.q per task {{ h += g(x) }}", tasks=["a", "b"])
+    names = set(peftc.parameters(model))
+    assert all(".tasks." in name for name in names)
+    assert len({name for name in names if name.endswith(".A")}) == 2
+
+
+@pytest.mark.parametrize("value", ["a / a * x", "a * (1 / a) * x", "x / b"])
+def test_a_divisor_that_is_zero_at_first(value: str) -> None:
+    form = f"form g(x, on = false) {{ param a[d(x)] = 0 param b[d(x)] = 1 if on f = a * x + {value} + 0 * b * x }}"
+    (diagnostic,) = check(form, "h += g(x)")
+    assert diagnostic.code == "P120"
+
+
+def test_an_inexact_constant_is_no_identity() -> None:
+    text = "peft 2 form g() { param a = 1 / 41 f = a * 41 } edit e at layer[*].attn.q { h *= g() } expect identity(e)"
+    assert not peftc.plan(text, zoo.build("bert", torch.float64)).expectations[0].holds
+
+
+@pytest.mark.parametrize(
+    ("form", "equation", "code"),
+    [
+        ("form g(x) { param A[d(x)] per edit = 1 param C[d(x)] per group = 1 f = A * C * x }", "h += g(x)", "P111"),
+        ("form g(x) { param half[d(x)] = 0 f = half * x }", "h += g(x)", "P121"),
+        ("form g(x) { param lambda[d(x)] = 0 f = lambda * x }", "h += g(x)", "P121"),
+        ("form g(x, h) { param v[d(x)] = 1 f = v * x + h }", "h += g(x)", "P108"),
+        ("form g() { f = 1 }", "h *= g()", "P301"),
+        ("form g(act = relu) { f = act }", "h *= g()", "P301"),
+        ("form g(x) { param A[d(x)] = kaiming param C[d(x)] = A f = A * C * x }", "h += g(x)", "P318"),
+        ("form g(x) { param A[d(x)] = relu f = A * x }", "h += g(x)", "P105"),
+        ("form g(x) { param A[d(x)] = 0 f = A * relu * x }", "h += g(x)", "P105"),
+        ("form g(x) { param A[d(x)] = sqrt(1 - 2) f = A * x }", "h += g(x)", "P120"),
+        ("form g(x) { param A[1e300 * 1e300] = 0 f = A * x }", "h += g(x)", "P318"),
+        ("form relu(x) { param A[d(x)] = 0 f = A * x }", "h += relu(x)", "P111"),
+    ],
+)
+def test_what_has_no_meaning_has_a_code(form: str, equation: str, code: str) -> None:
+    assert code in {diagnostic.code for diagnostic in check(form, equation)}
+
+
+def test_a_first_value_is_not_reshaped() -> None:
+    (diagnostic,) = check("form g() { param A[cols(out), rows(out)] = w f = t(A) }", "w = g()", "layer[0].ffn.up")
+    assert diagnostic.code == "P318"
+
+
+def test_an_argument_named_zeros() -> None:
+    model = zoo.build("bert", torch.float64)
+    form = "form g(x, zeros = 5) { param A[d(x)] = zeros f = A * x }"
+    peftc.compile(f"peft 2 {form} edit e at layer[0].attn.q {{ h += g(x) }}", model)
+    (parameter,) = peftc.parameters(model).values()
+    assert torch.equal(parameter, torch.full_like(parameter, 5.0))
+
+
+def test_sites_of_other_sizes_share_nothing_of_their_size() -> None:
+    form = "form g(x, r = 2) { let n = d(x) param A[r, n] per edit = kaiming param B[d(out), r] = 0 f = B @ A @ x }"
+    (diagnostic,) = check(form, "h += g(x)", "layer[*].ffn.up | layer[*].ffn.down")
+    assert diagnostic.code == "P305"
+    same = f"peft 2 {form} edit e at layer[*].attn.q | layer[*].ffn.up {{ h += g(x) }}"
+    assert peftc.plan(same, zoo.build("bert", torch.float64)).edits
+
+
+def test_dtypes_after_compile() -> None:
+    form = "form g(x) { fixed n[d(out), d(x)] = normal(0.1) f = n @ x }"
+    model = zoo.build("bert", torch.float32).eval()
+    peftc.compile(f"peft 2 {form} edit e at layer[*].attn.q {{ h += g(x) }}", model)
+    assert run(model.double(), "bert").dtype == torch.float64
+
+
+def test_every_name_of_the_module_is_reserved() -> None:
+    model, _ = outputs("peft 2 form g(x) { param A[d(x)] = 0 f = A * x } edit e at layer[0].attn.q { h += g(x) }")
+    form = next(m for m in model.modules() if isinstance(m, EquationModule))
+    own = {*dir(form), *vars(form)} - {"A"}
+    assert not {name for name in own if not is_reserved(name)}
+
+
+def test_keywords_of_version_2_in_joint_specs() -> None:
+    model = zoo.build("bert", torch.float64)
+    peftc.compile("peft 1 edit form at layer[*].attn.v { h += lora(x, r=2) }", model, name="a")
+    with pytest.raises(PeftcError) as error:
+        peftc.compile("peft 2 edit e at layer[*].attn.q { h += lora(x, r=2) }", model, name="b")
+    assert [d.code for d in error.value.diagnostics] == ["P029"]
