@@ -7,9 +7,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from struct import pack, unpack
 from typing import Any
 
+from peftc.equations.initial_numbers import initial_number, initial_value, shifts
 from peftc.equations.primitives import FUNCTIONS, INITIAL_VALUES, NUMBERS, OPERATORS, SIZES, Primitive
 from peftc.equations.rules import Mismatch, Operand
 from peftc.equations.values import FormError, Number, Type, Value, type_of
@@ -312,7 +312,7 @@ class Place:
             parts = children(node)
             at = parts[error.operand] if error.operand is not None and error.operand < len(parts) else node
             raise FormError(error.code, f"`{print_expression(node)}`: {error.message}", at, error.help) from None
-        if primitive.name == "/" and _initial_number(operands[1]) == 0:
+        if primitive.name == "/" and initial_number(operands[1]) == 0:
             when = "" if not isinstance(operands[1], Value) else " when training starts"
             raise FormError("P120", f"`{print_expression(node)}` divides by zero{when}", node)
         self.costs[id(node)] = primitive.flops(types, type_) if primitive.flops is not None else 0
@@ -320,10 +320,10 @@ class Place:
         rank = primitive.rank(operands) if primitive.rank is not None else None
         return Value(
             type_,
-            _initial_value(primitive, operands),
+            initial_value(primitive, operands),
             bool(varying),
             next((value.reason for value in varying if value.reason), None) or self._reason(primitive, operands, node),
-            _shifts(primitive, operands),
+            shifts(primitive, operands),
             rank,
         )
 
@@ -343,48 +343,6 @@ class Place:
                 return f"`{text}` divides by a value that depends on the input" if varying[1] else None
             case "nonlinear":
                 return f"`{text}`{choice} is not linear in the input"
-
-
-def _initial_value(primitive: Primitive, operands: Sequence[Operand]) -> float | None:
-    """What a value equals when training starts."""
-    try:
-        numbers = [_initial_number(operand) for operand in operands]
-        if primitive.name in ("*", "@", "kron") and 0.0 in numbers:
-            return 0.0
-        if primitive.name == "/" and numbers[0] == 0.0:
-            return 0.0  # `_apply` refuses a divisor that is 0
-        if primitive.initial is None or None in numbers:
-            return None
-        result = primitive.initial(*numbers)
-        return result if all(map(_is_exact, (*numbers, result))) else None
-    except (ArithmeticError, ValueError):
-        return None
-
-
-def _initial_number(operand: Operand) -> float | None:
-    number = operand.initial if isinstance(operand, Value) else operand
-    return float(number) if isinstance(number, int | float) else None
-
-
-def _is_exact(number: float | None) -> bool:
-    """Whether float32 holds a number: what it rounds, the plan does not promise."""
-    return number is not None and abs(number) < 1e38 and unpack("f", pack("f", number))[0] == number
-
-
-def _shifts(primitive: Primitive, operands: Sequence[Operand]) -> bool:
-    """Whether a value may differ from zero where the input is zero."""
-    nonzero = [operand.shifted if isinstance(operand, Value) else operand != 0 for operand in operands]
-    match primitive.affinity:
-        case "linear":
-            return nonzero[0]
-        case "product":
-            return all(nonzero)
-        case "quotient":
-            return nonzero[0]
-        case "sum":
-            return any(nonzero)
-        case "nonlinear":
-            return True
 
 
 def _without_ones(size: tuple[int, ...]) -> tuple[int, ...]:

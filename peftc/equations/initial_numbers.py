@@ -1,0 +1,52 @@
+"""What the value of a primitive is when training starts, and whether a zero input gives zero."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from struct import pack, unpack
+
+from peftc.equations.primitives import Primitive
+from peftc.equations.rules import Operand
+from peftc.equations.values import Value
+
+
+def initial_value(primitive: Primitive, operands: Sequence[Operand]) -> float | None:
+    """What a value equals when training starts."""
+    try:
+        numbers = [initial_number(operand) for operand in operands]
+        if primitive.name in ("*", "@", "kron") and 0.0 in numbers:
+            return 0.0
+        if primitive.name == "/" and numbers[0] == 0.0:
+            return 0.0  # `_apply` refuses a divisor that is 0
+        if primitive.initial is None or None in numbers:
+            return None
+        result = primitive.initial(*numbers)
+        return result if all(map(_is_exact, (*numbers, result))) else None
+    except (ArithmeticError, ValueError):
+        return None
+
+
+def initial_number(operand: Operand) -> float | None:
+    number = operand.initial if isinstance(operand, Value) else operand
+    return float(number) if isinstance(number, int | float) else None
+
+
+def _is_exact(number: float | None) -> bool:
+    """Whether float32 holds a number: what it rounds, the plan does not promise."""
+    return number is not None and abs(number) < 1e38 and unpack("f", pack("f", number))[0] == number
+
+
+def shifts(primitive: Primitive, operands: Sequence[Operand]) -> bool:
+    """Whether a value may differ from zero where the input is zero."""
+    nonzero = [operand.shifted if isinstance(operand, Value) else operand != 0 for operand in operands]
+    match primitive.affinity:
+        case "linear":
+            return nonzero[0]
+        case "product":
+            return all(nonzero)
+        case "quotient":
+            return nonzero[0]
+        case "sum":
+            return any(nonzero)
+        case "nonlinear":
+            return True
