@@ -4,8 +4,7 @@ its primitives.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,28 +16,14 @@ from peftc.forms.arguments import ACTIVATIONS
 from peftc.forms.registry import Args, Dims
 from peftc.forms.shapes import Tokens, Vector, Weight
 from peftc.syntax import ast
-from peftc.syntax.numbers import numeric_value
+from peftc.syntax.numbers import ARITHMETIC, COMPARISONS, numeric_value
 from peftc.syntax.printer import print_expression
 from peftc.syntax.walk import children, names_in
 
 OUT = "out"  # the name of the state that the equation writes, in sizes
 TOKENS = "tokens"  # `mean(x, tokens)`
-_ARITHMETIC: Mapping[str, Callable[[Any, Any], Any]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
-}
 _MOST = 2**40  # of a size
 _DIMENSIONS = {"kaiming": 1, "orthogonal": 2, "identity": 2}  # that a first value needs
-_COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
 
 
 @dataclass
@@ -105,7 +90,7 @@ class Place:
         a, b = self.number(left), self.number(right)
         if op not in ("==", "!="):
             a, b = _real(a, left), _real(b, right)
-        if not _COMPARISONS[op](a, b):
+        if not COMPARISONS[op](a, b):
             texts = [
                 f"`{print_expression(side)}` is {_shown(value)}"
                 for side, value in ((left, a), (right, b))
@@ -238,7 +223,7 @@ class Place:
             raise FormError("P301", "`@` multiplies tensors, not numbers", node)
         if op == "/" and b == 0:
             raise FormError("P120", f"`{print_expression(node)}` divides by zero", node)
-        value = _ARITHMETIC[op](a, b)
+        value = ARITHMETIC[op](a, b)
         return int(value) if op == "/" and isinstance(a, int) and isinstance(b, int) and a % b == 0 else value
 
     def _call(self, node: ast.Call, function: str) -> Operand:

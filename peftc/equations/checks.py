@@ -156,7 +156,7 @@ class _FormChecker:
                 yield Diagnostic("P101", "write `mean(x, tokens)`", call.function_span)
             return
         known = [*FUNCTIONS, *NUMBERS, *SIZES]
-        help_ = did_you_mean(function, known) or "`peftc explain form` lists the functions"
+        help_ = did_you_mean(function, known) or f"the functions are {join_names(sorted(known))}"
         if function in FORMS:
             help_ = "a form is called in an edit; write its equation here"
         yield Diagnostic("P101", f"there is no function `{function}` in a form", call.function_span, help=help_)

@@ -73,8 +73,8 @@ class Definition:
             params=(*self.params(), DTYPE),
             shape=self.shape,
             count=self.count,
-            at_init=lambda args: None,
-            affine=lambda args: None,
+            at_init=_ask_at_a_place,
+            affine=_ask_at_a_place,
             module=MODULE,
             paper=notes,
             common=self.common,
@@ -201,6 +201,11 @@ class Definition:
         return min(bounds, default=None)
 
 
+def _ask_at_a_place(args: Args) -> None:
+    """Of an equation, sizes may decide: `Form.initial` and `Form.not_affine` have them."""
+    raise TypeError("what a form of a text computes depends on its place")
+
+
 def scope_of(parameter: ast.Parameter) -> str:
     return parameter.scope or "site"
 
@@ -209,7 +214,7 @@ _ROWS: dict[tuple[ast.Form, str, Span], Form] = {}
 
 
 def form_row(form: ast.Form, source: Source | None = None) -> Form:
-    """The row of a form in a text, the same for the same text."""
+    """The row of a form in a text: one object for a text at one place of a file."""
     own = form.origin or source
     key = (form, "" if own is None else own.path, form.span)
     if key not in _ROWS:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from peftc.equations.code_module import Forward, evaluate, forward_of
+from peftc.equations.definition import scope_of
 from peftc.equations.fold_module import Fold
 from peftc.equations.initial_module import draw_of, write_initial
 from peftc.forms.affine_module import Affine
@@ -45,7 +46,7 @@ class EquationModule(FormModule):
         self.arity = len(place.inputs)
         for name, size in place.sizes.items():
             line = place.parameters[name]
-            if (line.scope or "site") in scopes:
+            if scope_of(line) in scopes:
                 (self.fixed if line.fixed else self.parameter)(name, *size)
 
     @property
@@ -65,7 +66,7 @@ class EquationModule(FormModule):
 
     def own_names(self) -> list[str]:
         """The parameters and fixed values that this module has."""
-        return [name for name, line in self.place.parameters.items() if (line.scope or "site") in self.scopes]
+        return [name for name, line in self.place.parameters.items() if scope_of(line) in self.scopes]
 
     def values(self) -> dict[str, Tensor]:
         """The parameters and fixed values of the equation, by name."""

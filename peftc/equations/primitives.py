@@ -33,7 +33,6 @@ class Primitive:
             or "nonlinear".
         rank: the most rank of its value, of the ranks and types of its operands.
         flops: for one token, of the types of operands and value.
-        saves: the operands that training keeps for the gradient, or -1 for the value.
         least, most: how many operands it takes.
     """
 
@@ -46,7 +45,6 @@ class Primitive:
     affinity: Affinity = "nonlinear"
     rank: Callable[[Sequence[Operand]], int | None] | None = None
     flops: Callable[[Types, Type], int] | None = None
-    saves: tuple[int, ...] = ()
     least: int = 1
     most: int = 1
 
@@ -54,7 +52,7 @@ class Primitive:
 # The table
 
 
-def gelu(value: float) -> float:
+def _gelu(value: float) -> float:
     return value * (1 + math.erf(value / math.sqrt(2))) / 2
 
 
@@ -77,7 +75,6 @@ OPERATORS: Mapping[str, Primitive] = {
         affinity="product",
         rank=rules.least_rank,
         flops=rules.matmul_flops,
-        saves=(0, 1),
         least=2,
         most=2,
     ),
@@ -117,7 +114,6 @@ OPERATORS: Mapping[str, Primitive] = {
         "product",
         rules.product_of_ranks,
         rules.entries,
-        (0, 1),
         least=2,
         most=2,
     ),
@@ -131,17 +127,16 @@ OPERATORS: Mapping[str, Primitive] = {
         "quotient",
         rules.quotient_rank,
         rules.entries,
-        (0, 1),
         least=2,
         most=2,
     ),
 }
 
 ACTIVATIONS: Mapping[str, Primitive] = {
-    name: Primitive(name, f"{name}(x)", doc, rules.same, torch, initial, flops=rules.entries, saves=(0,))
+    name: Primitive(name, f"{name}(x)", doc, rules.same, torch, initial, flops=rules.entries)
     for name, doc, torch, initial in (
         ("relu", "max(x, 0)", f"{_F}.relu", lambda x: max(x, 0.0)),
-        ("gelu", "x Φ(x)", f"{_F}.gelu", gelu),
+        ("gelu", "x Φ(x)", f"{_F}.gelu", _gelu),
         ("gelu_tanh", "gelu, approximated by tanh", "peftc.equations.functions_module.gelu_tanh", _gelu_tanh),
         ("silu", "x σ(x)", f"{_F}.silu", lambda x: x * _sigmoid(x)),
         ("leaky_relu", "x, or x / 100 below zero", f"{_F}.leaky_relu", lambda x: max(x, 0.01 * x)),
@@ -164,7 +159,6 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 rules.same,
                 "peftc.equations.functions_module.softmax",
                 flops=rules.entries,
-                saves=(-1,),
             ),
             Primitive(
                 "norm",
@@ -173,7 +167,6 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 rules.last_of_each,
                 "peftc.equations.functions_module.norm",
                 flops=lambda operands, result: 2 * rules.tensor(operands).entries,
-                saves=(0, -1),
             ),
             Primitive(
                 "mean",
@@ -201,7 +194,6 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 rules.same,
                 "peftc.equations.functions_module.layer_norm",
                 flops=rules.entries,
-                saves=(0,),
             ),
             Primitive(
                 "dropout",
@@ -236,7 +228,6 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 "product",
                 rules.product_of_ranks,
                 rules.entries,
-                (0, 1),
                 least=2,
                 most=2,
             ),
@@ -255,7 +246,6 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 rules.square,
                 "torch.linalg.inv",
                 flops=lambda operands, result: 2 * result.entries * result.size[-1],
-                saves=(-1,),
             ),
         )
     },

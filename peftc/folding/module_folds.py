@@ -18,9 +18,10 @@ from peftc.forms.affine_module import Affine
 from peftc.forms.module import FormModule, has_values
 from peftc.forms.shapes import Tokens
 from peftc.planning.foldability.affine import FoldTarget, NotAffine, Side, is_linear, is_table, show_term
-from peftc.planning.ir import ARITHMETIC, Arithmetic, Constant, FormCall, Read, SiteEdit, Term, subterms
+from peftc.planning.ir import Arithmetic, Constant, FormCall, Read, SiteEdit, Term, subterms
 from peftc.rewriting.node_builder import row_arguments
 from peftc.runtime.parameters import as_matrix, as_stored, blocks_of, dense, stacked_slice
+from peftc.syntax.numbers import ARITHMETIC
 
 Value = Affine | Tensor  # a Tensor is constant: a number, a vector (d_out,), or a weight in equations of w
 

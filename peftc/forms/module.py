@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from math import sqrt
-from typing import TYPE_CHECKING, Protocol, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
@@ -222,7 +222,8 @@ def build(instance: Placement, *, dtype: torch.dtype, device: torch.device | str
     """The module of an instance with the parameters of its site, uninitialised; `dtype` is the base's at the site."""
     args = instance.form.fill(instance.args)
     if (definition := instance.form.definition) is not None:
-        return _of_equation(definition, args, instance.dims, parameter_dtype(args, dtype), device, "site")
+        cls: Any = _class_of(instance.form)
+        return cls(args, instance.dims, parameter_dtype(args, dtype), device, definition, definition.scopes_of("site"))
     return _class_of(instance.form)(args, instance.dims, parameter_dtype(args, dtype), device)
 
 
@@ -230,7 +231,10 @@ def build_owner(instance: Placement, *, dtype: torch.dtype, device: torch.device
     """The module that holds what all sites of `instance.owner` have in common, uninitialised; registered once, at the root."""
     args = instance.form.fill(instance.args)
     if (definition := instance.form.definition) is not None:
-        return _of_equation(definition, args, instance.dims, parameter_dtype(args, dtype), device, "common")
+        cls: Any = _class_of(instance.form)
+        return cls(
+            args, instance.dims, parameter_dtype(args, dtype), device, definition, definition.scopes_of("common")
+        )
     return _class_of(instance.form).owner(args, instance.dims, parameter_dtype(args, dtype), device)
 
 
@@ -299,13 +303,6 @@ def _is_plain(value: object) -> bool:
 
 def has_values(tensor: Tensor) -> bool:
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
-
-
-def _of_equation(
-    definition: EquationForm, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None, part: str
-) -> FormModule:
-    module = import_module("peftc.equations.equation_module")
-    return module.EquationModule(args, dims, dtype, device, definition, definition.scopes_of(part))
 
 
 def _class_of(form: Form) -> type[FormModule]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from peftc.addressing.sites import Slice
 from peftc.diagnostics import Diagnostic
 from peftc.planning.ir import (
-    ARITHMETIC,
     Arithmetic,
     Assign,
     Concat,
@@ -19,6 +18,7 @@ from peftc.planning.ir import (
     Term,
 )
 from peftc.syntax import ast
+from peftc.syntax.numbers import ARITHMETIC
 
 _Assignment = tuple[SiteEdit, Assign, Slice | None]  # with the rows that it assigns
 

@@ -1,27 +1,15 @@
 """Evaluates `expect`: budgets and facts about a plan."""
 
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.planning.ir import ARITHMETIC
 from peftc.planning.report.plan import Plan, percent
 from peftc.semantics.checks.spec import check_expect
 from peftc.syntax import ast
-from peftc.syntax.numbers import numeric_value
+from peftc.syntax.numbers import ARITHMETIC, COMPARISONS, numeric_value
 from peftc.syntax.printer import print_expression
 from peftc.syntax.vocabulary import PLAN_COUNTS
-
-COMPARISONS: dict[str, Callable[[float, float], bool]] = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
 
 
 @dataclass(frozen=True)

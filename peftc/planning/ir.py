@@ -7,24 +7,16 @@ folding and rewriting read this IR.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Any, Literal
+from typing import Literal
 
 from peftc.addressing.renaming import with_changes
 from peftc.addressing.sites import Site
 from peftc.forms.registry import Args, Count, Dims, Form
 from peftc.forms.shapes import Ids, KeyValue, Scalar, Shape, Tokens, Vector, Weight
 from peftc.syntax import ast
-
-ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
-}
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,6 @@ from peftc.forms import Dims, Form, Illegal
 from peftc.forms.prompt import PROMPT
 from peftc.forms.shapes import KeyValue, Scalar, Tokens
 from peftc.planning.ir import (
-    ARITHMETIC,
     Arithmetic,
     Assign,
     Concat,
@@ -30,7 +29,7 @@ from peftc.planning.repeated_calls import check_calls_of_weight
 from peftc.planning.selection.module_sites import body_at
 from peftc.semantics.arguments import bind
 from peftc.syntax import ast
-from peftc.syntax.numbers import numeric_value
+from peftc.syntax.numbers import ARITHMETIC, numeric_value
 from peftc.syntax.printer import print_expression
 from peftc.syntax.vocabulary import FROZEN_MODULES
 from peftc.syntax.walk import names_in

@@ -15,7 +15,6 @@ from peftc.dataflow.operations import Op
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.shapes import Ids, KeyValue
 from peftc.planning import ir
-from peftc.planning.ir import ARITHMETIC
 from peftc.rewriting.anchors import Anchor
 from peftc.rewriting.attention import AttentionCall, ManualAttention
 from peftc.rewriting.boundary import base_call, wrap_base_call
@@ -43,6 +42,7 @@ from peftc.runtime.layouts import (
 from peftc.runtime.parameters import as_matrix, as_stored, full_precision, stored_as
 from peftc.runtime.positions import forward_with_positions
 from peftc.runtime.prompts import batch_like
+from peftc.syntax.numbers import ARITHMETIC
 from peftc.tracing.region_trace import RegionTrace
 
 

@@ -1,8 +1,26 @@
 """The values of numbers in a text, exact for decimal fractions."""
 
+import operator
+from collections.abc import Callable
 from decimal import Decimal
+from typing import Any
 
 from peftc.syntax import ast
+
+ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+}
+COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
 
 UNITS = {"": Decimal(1), "%": Decimal("0.01"), "K": Decimal(1000), "M": Decimal(10**6), "B": Decimal(10**9)}
 

@@ -58,7 +58,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "mean": of_rows(lambda x: (x.sum() / len(x)).reshape(1)),
     "layer_norm": of_rows(lambda x: (x - x.mean()) / ((x - x.mean()).square().mean() + 1e-5).sqrt()),
     "dropout": lambda x, p: x,
-    "frozen": lambda x: x,
+    "frozen": lambda x: x.detach(),
     "t": lambda a: torch.stack([a[:, i] for i in range(a.shape[1])]),
     "kron": kron,
     "blocks": blocks,
