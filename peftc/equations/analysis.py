@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peftc.equations.initial_numbers import initial_number, initial_value, shifts
-from peftc.equations.primitives import FUNCTIONS, INITIAL_VALUES, NUMBERS, OPERATORS, SIZES, Primitive
+from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, INITIAL_VALUES, NUMBERS, OPERATORS, SIZES, Primitive
 from peftc.equations.rules import Mismatch, Operand
 from peftc.equations.values import FormError, Number, Type, Value, type_of
-from peftc.forms.arguments import ACTIVATIONS
 from peftc.forms.registry import Args, Dims
 from peftc.forms.shapes import Tokens, Vector, Weight
 from peftc.syntax import ast

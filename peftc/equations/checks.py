@@ -8,10 +8,9 @@ from peftc.diagnostics import Diagnostic, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.equations.analysis import OUT, TOKENS
 from peftc.equations.definition import RESULT, SCOPES, inputs_of
-from peftc.equations.primitives import FUNCTIONS, INITIAL_VALUES, NUMBERS, SIZES
+from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, INITIAL_VALUES, NUMBERS, SIZES
 from peftc.equations.reserved import is_reserved
 from peftc.forms import FORMS
-from peftc.forms.arguments import ACTIVATIONS
 from peftc.syntax import ast
 from peftc.syntax.vocabulary import CONCAT, FROZEN_MODULES, SHARED, STATES
 from peftc.syntax.walk import children

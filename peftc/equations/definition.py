@@ -9,8 +9,9 @@ from typing import Any
 
 from peftc.diagnostics import Related, Source, Span
 from peftc.equations.analysis import Place, place_of
+from peftc.equations.primitives import ACTIVATIONS
 from peftc.equations.values import FormError, shape_of
-from peftc.forms.arguments import ACTIVATIONS, DTYPE
+from peftc.forms.arguments import DTYPE
 from peftc.forms.projected import SEED
 from peftc.forms.registry import Args, AtInit, Count, Dims, Form, Illegal, Param, Scope
 from peftc.forms.shapes import Ids, Shape, Tokens
@@ -101,7 +102,7 @@ class Definition:
                 case ast.Boolean(value):
                     yield Param(param.name, "bool", doc, value)
                 case ast.Name(name) if name in ACTIVATIONS:
-                    yield Param(param.name, "choice", doc, name, choices=ACTIVATIONS)
+                    yield Param(param.name, "choice", doc, name, choices=tuple(ACTIVATIONS))
                 case ast.Number() as number:
                     value = Place(self.form, {}, {}, ()).number(number)
                     assert not isinstance(value, str)

@@ -14,7 +14,7 @@ import peftc
 from peftc.cli.main import main
 from peftc.diagnostics import PeftcError
 from peftc.equations.equation_module import EquationModule
-from peftc.equations.primitives import FUNCTIONS, INITIAL_VALUES, NUMBERS, SIZES
+from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, INITIAL_VALUES, NUMBERS, SIZES
 from peftc.equations.reserved import is_reserved
 from tests import zoo
 from tests.equations.models import PAPERS, compiled, run
@@ -191,6 +191,15 @@ def test_what_has_no_meaning_has_a_code(form: str, equation: str, code: str) -> 
 def test_a_first_value_is_not_reshaped() -> None:
     (diagnostic,) = check("form g() { param A[cols(out), rows(out)] = w f = t(A) }", "w = g()", "layer[0].ffn.up")
     assert diagnostic.code == "P318"
+
+
+def test_every_activation_is_a_choice() -> None:
+    form = "form g(x, act = exp) { param A[d(out), d(x)] = kaiming f = act(A @ x) }"
+    for name in ACTIVATIONS:
+        plan = peftc.plan(
+            f"peft 2 {form} edit e at layer[*].attn.q {{ h += g(x, act={name}) }}", zoo.build("bert", torch.float64)
+        )
+        assert plan.edits[0].reason.startswith("`g(x)`: `act(A @ x)`") == (name != "none")
 
 
 def test_an_argument_named_zeros() -> None:
