@@ -36,6 +36,8 @@ from peftc.syntax import ast, parse_text, print_spec
 from tests.laws.harness import randomise
 from tests.laws.test_specs import CASES, CHOSEN, SMALL, method
 
+FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # since Python 3.11.4
+
 SAVED = Path(__file__).parent / "saved"
 VOCABULARY, TOKENS = 29, 7
 PLANNED = ("facebook/bart-large", "meta-llama/Meta-Llama-3-8B")
@@ -140,7 +142,7 @@ def folder(version: str) -> Path:
     """The unpacked corpus of a version."""
     where = Path(_unpacked().name)
     with tarfile.open(SAVED / f"{version}.tar.xz") as archive:
-        archive.extractall(where, filter="data")
+        archive.extractall(where, **FILTER)
     return where / version
 
 

@@ -55,6 +55,7 @@ CHANGES: dict[str, Any] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
 @pytest.mark.parametrize("place", ["attn.q", "attn.o", "ffn.down"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_folded_model_computes_the_same(change: str, place: str) -> None:
