@@ -84,10 +84,11 @@ def contenders(base: nn.Module, adapters: str | None = None) -> dict[str, nn.Mod
 
 def forward(model: nn.Module, shape: Shape) -> Work:
     ids = tokens(model, shape, shape.tokens)
+    model.eval()
 
     def run() -> object:
         with torch.no_grad():
-            return model.eval()(input_ids=ids, use_cache=False).logits
+            return model(input_ids=ids, use_cache=False).logits
 
     return run
 
@@ -99,10 +100,11 @@ def train(model: nn.Module, shape: Shape) -> Work:
     with torch.no_grad():
         embedded = own.get_input_embeddings()(ids)
     embedded.requires_grad_()
+    model.train()
 
     def run() -> object:
         embedded.grad = None
-        loss = model.train()(inputs_embeds=embedded, labels=ids, use_cache=False).loss
+        loss = model(inputs_embeds=embedded, labels=ids, use_cache=False).loss
         loss.backward()
         return loss
 
@@ -132,7 +134,6 @@ def decode(model: nn.Module, shape: Shape) -> Work:
         cache = model.eval()(input_ids=ids, use_cache=True).past_key_values
 
     def run() -> object:
-        model.eval()
         with torch.no_grad():
             for _ in range(shape.decoded):
                 model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)

@@ -26,6 +26,7 @@ STAGES = (
     "peftc.syntax",
     "peftc.forms",
     "peftc.equations",
+    "peftc.equation_code",
     "peftc.models",
     "peftc.semantics",
     "peftc.tracing",

@@ -7,8 +7,8 @@ from types import ModuleType
 import pytest
 
 import peftc
+from peftc.equations.table import FORMS
 from peftc.filesystem import resources
-from peftc.forms import FORMS
 from peftc.semantics.form_facts import costs_of, folds_of
 from tools import forms_page, python_api_page
 from tools.forms_page import page
@@ -31,7 +31,10 @@ def test_every_form_and_recipe_is_on_the_page() -> None:
 
 def test_costs_and_folding_on_the_page_are_those_of_plans() -> None:
     assert costs_of(FORMS["lora"]) == "with `r=8`, `[…, 768]` to `[…, 768]`: 12,288 trained and stored for each site"
-    assert folds_of(FORMS["adapter"]) == "no: its activation relu is not linear; yes with `act=none`"
+    assert (
+        folds_of(FORMS["adapter"])
+        == "no: `act(down @ z + down_bias)` is not linear with `act=relu`; yes with `act=none`"
+    )
     assert folds_of(FORMS["magnitude"]) == "yes, it is a change of the weight"
     plan = peftc.plan("peft 1\nedit e at layer[*].attn.q { h += lora(x, r=8) }\n", "bert-base-uncased")
     assert plan.totals.trained == 12 * 12_288

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from peftc.equations.table import FORMS
 from peftc.filesystem import resources
-from peftc.forms import FORMS, Form, Param
+from peftc.forms import Form, Param
 from peftc.semantics.arguments import interval, signature
 from peftc.semantics.form_facts import SITES, D, default_of, facts_of
 from peftc.syntax import ast
@@ -97,7 +98,8 @@ def page() -> str:
 
 def form_section(form: Form) -> str:
     """One form: how it is called, its equation, its arguments, its paper."""
-    lines = [f"### `{form.name}`", "", f"`{signature(form)}`", "", f"{form.equation}", ""]
+    text = form.equation if form.definition is None else f"```\n{form.definition.text}\n```"
+    lines = [f"### `{form.name}`", "", f"`{signature(form)}`", "", text, ""]
     lines += ["| argument | | default |", "|---|---|---|", *map(argument_row, form.params), ""]
     lines += [*(f"- {name}: {fact}" for name, fact in facts_of(form).items()), ""]
     return "\n".join([*lines, f"Source: {form.paper}", ""])

@@ -14,6 +14,7 @@ from peftc.adapters.base import Distance, differences, distance_from, dtype_name
 from peftc.adapters.files import listed_tensors, path_of, read
 from peftc.adapters.metadata import METADATA, Adapter, Base, changed_edits
 from peftc.diagnostics import Diagnostic, PeftcError, warn
+from peftc.equations.table import with_built_in
 from peftc.forms.module import FormModule, build, build_of_all, build_owner
 from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.contents import parameters, states
@@ -96,8 +97,13 @@ def load(
 @torch.no_grad()
 def _fill(model: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> None:
     for saved, tensor in {**parameters(model, name), **states(model, name)}.items():
-        tensor.copy_(tensors[saved])
+        tensor.copy_(tensors[saved].reshape(tensor.shape))
     notify_forms(model)
+
+
+def _without_ones(shape: torch.Size) -> list[int]:
+    """The sizes of which the order of entries depends: earlier versions have had others of one."""
+    return [size for size in shape if size != 1]
 
 
 def notify_forms(model: nn.Module) -> None:
@@ -155,7 +161,8 @@ def check_tensors(
     pairs = [(n, tensors[n], like) for n, like in expected.items() if n in tensors]
     notes = [f"{len(missing)} are missing, such as `{missing[0]}`"] if missing else []
     notes += [f"{len(unknown)} are unknown, such as `{unknown[0]}`"] if unknown else []
-    shapes = [(n, list(tensor.shape), list(like.shape)) for n, tensor, like in pairs if tensor.shape != like.shape]
+    differ = ((n, tensor.shape, like.shape) for n, tensor, like in pairs)
+    shapes = [(n, list(own), list(like)) for n, own, like in differ if _without_ones(own) != _without_ones(like)]
     others = [(n, t, like) for n, t, like in pairs if not (t.is_floating_point() and like.is_floating_point())]
     dtypes = [(n, dtype_name(t), dtype_name(like)) for n, t, like in others if t.dtype != like.dtype]
     notes += [f"`{n}` is {actual}, expected {like}" for n, actual, like in (*shapes[:3], *dtypes[:3])]
@@ -209,7 +216,8 @@ def adapter_tasks(adapter: Adapter, directory: Path) -> tuple[str, ...]:
 def expanded_spec(adapter: Adapter, directory: Path) -> ast.Spec:
     """The spec of an adapter, which may not include files. Raises: P525."""
     with _planning_errors():
-        return expand(parse_text(adapter.spec, f"{directory / METADATA}: spec"), include=None)
+        spec = parse_text(adapter.spec, f"{directory / METADATA}: spec")
+        return expand(with_built_in(spec, adapter.forms), include=None)
 
 
 def plan_adapter(

@@ -1,7 +1,7 @@
 """The format of `adapter.json`, which describes a saved adapter and names its file of tensors."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
 
 from pydantic import Field, NonNegativeInt, ValidationError
@@ -13,8 +13,9 @@ from peftc.planning.ir import SiteEdit
 from peftc.planning.report.plan import Plan, Record
 
 # 1.0 has its tensors in `adapter.safetensors` and no key `file`; plans have version 2.0 since 1.2.
-# Later ones are of adapters with edits whose meaning has changed (`CHANGES`); all others have 1.2.
-Format = Literal["1.0", "1.1", "1.2", "1.3", "1.4"]
+# 1.3 and 1.4 are of adapters with edits whose meaning has changed (`CHANGES`); 1.5 has the texts of
+# built-in forms. All others have 1.2.
+Format = Literal["1.0", "1.1", "1.2", "1.3", "1.4", "1.5"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 FORMAT: Format = "1.2"
 METADATA, TENSORS = "adapter.json", "adapter.safetensors"
@@ -70,6 +71,7 @@ class Adapter(Record):
     peftc: str
     spec: str  # the expanded spec of the saved parameters, in export form and without expectations
     source: str  # the expanded spec that was compiled
+    forms: dict[str, str] = Field(default_factory=dict)  # the texts of the built-in forms of `spec`, by name
     plan: Plan  # of `source`
     base: Base
     weights_digest: WeightsDigest | None = None  # format 1.0 has none
@@ -116,10 +118,11 @@ CHANGES = (
 )
 
 
-def format_of(site_edits: Iterable[SiteEdit]) -> Format:
-    """The format of an adapter with these edits."""
+def format_of(site_edits: Iterable[SiteEdit], forms: Mapping[str, str]) -> Format:
+    """The format of an adapter with these edits and texts of built-in forms."""
     edits = list(site_edits)
-    return max([FORMAT, *(c.format for c in CHANGES if any(map(c.concerns, edits)))], key=FORMATS.index)
+    first: Format = "1.5" if forms else FORMAT
+    return max([first, *(c.format for c in CHANGES if any(map(c.concerns, edits)))], key=FORMATS.index)
 
 
 def changed_edits(adapter: Adapter, site_edits: Iterable[SiteEdit]) -> Iterator[tuple[SiteEdit, Change]]:

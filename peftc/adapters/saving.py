@@ -19,7 +19,7 @@ from peftc.adapters.base import base_of, digest_of, elect_writer, require_values
 from peftc.adapters.files import listing, path_of, write
 from peftc.adapters.metadata import Adapter, format_of, tensors_name
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.forms import FORMS
+from peftc.equations.table import FORMS, built_in_texts
 from peftc.forms.fusion_module import Fusion
 from peftc.forms.lines_module import Lines
 from peftc.forms.module import FormModule
@@ -68,7 +68,8 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
     for edit in dict.fromkeys(edit for part in parts for edit in part.edits):
         _require_initialized(model, record, edit)
     source = joint_spec(part.spec for part in parts)
-    spec, base = stored_spec(source), base_of(model, record)
+    stored = stored_statements(source)
+    spec, forms, base = print_spec(stored), built_in_texts(stored), base_of(model, record)
     tensors = {key: whole(tensor) for key, tensor in stored_tensors(model, record, name).items()}
     edits = {edit for part in parts for edit in part.edits}
     own = [p for p in record.site_edits if p.edit in edits]
@@ -76,10 +77,11 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
 
     def describe(sha256: str) -> Adapter:
         return Adapter(
-            format_version=format_of(own),
+            format_version=format_of(own, forms),
             peftc=version("peftc"),
             spec=spec,
             source=print_spec(source),
+            forms=forms,
             plan=plan,
             base=base,
             weights_digest=digest_of(base.tensors),
@@ -151,6 +153,11 @@ def stored_tensors(model: nn.Module, record: Installation, name: str | None = No
 
 
 def stored_spec(spec: ast.Spec) -> str:
+    """The text of `stored_statements`."""
+    return print_spec(stored_statements(spec))
+
+
+def stored_statements(spec: ast.Spec) -> ast.Spec:
     """The spec whose parameters `stored_tensors` are, without expectations.
 
     A `shared` binding is inlined unless its export form has shared parameters, too. Raises: P528.
@@ -168,7 +175,7 @@ def stored_spec(spec: ast.Spec) -> str:
         elif isinstance(statement, ast.Let):
             statement = replace(statement, value=_export(statement.value, inlined))
         statements.append(statement)
-    return print_spec(replace(spec, statements=tuple(statements)))
+    return replace(spec, statements=tuple(statements))
 
 
 def _exports(record: Installation, site_edit: SiteEdit) -> Iterator[Export]:

@@ -91,7 +91,7 @@ def warm_start(
         help_ = f'name the task to initialize: task="{record.task.names[0]}"' if needs_task else None
         message = f"the adapter in {directory} does not fit {join_names(names)} of the model"
         check_tensors(selected, expected, message, help_)
-    pairs = ((value, selected[name]) for name, values in targets.items() for value in values)
+    pairs = ((value, selected[name].reshape(value.shape)) for name, values in targets.items() for value in values)
     copy_all(pairs, partial(notify_forms, model))
     return tuple(names)
 

@@ -9,8 +9,7 @@ from peftc.cli.spec_files import Unusable, display_path, read
 from peftc.diagnostics import PeftcError
 from peftc.diagnostics.codes import CODES
 from peftc.diagnostics.suggestions import did_you_mean
-from peftc.equations.table import form_errors, forms_of
-from peftc.forms import FORMS
+from peftc.equations.table import FORMS, form_errors, forms_of
 from peftc.forms.registry import Form
 from peftc.semantics.arguments import interval, signature
 from peftc.semantics.form_facts import default_of, facts_of

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator
 
 from peftc.diagnostics import Diagnostic, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
-from peftc.equations.analysis import OUT, TOKENS
 from peftc.equations.definition import RESULT, SCOPES, inputs_of
+from peftc.equations.operands import OUT, TOKENS
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, INITIAL_VALUES, NUMBERS, SIZES
 from peftc.equations.reserved import is_reserved
-from peftc.forms import FORMS
+from peftc.equations.table import FORMS
+from peftc.equations.words import words_of
 from peftc.syntax import ast
 from peftc.syntax.vocabulary import CONCAT, FROZEN_MODULES, SHARED, STATES
 from peftc.syntax.walk import children
@@ -32,11 +33,15 @@ class _FormChecker:
         self.form = form
         self.inputs = inputs_of(form)
         self.names: dict[str, Span] = {}  # with the place of the definition
+        self.conditional: set[str] = set()  # those of lines with conditions
         self.used: set[str] = set()
+        self.words = words_of(form)  # of arguments that are one of several words
 
     def errors(self) -> Iterator[Diagnostic]:
         name, at = self.form.name, self.form.name_span
-        if name in FORMS or name in (*FROZEN_MODULES, CONCAT, SHARED):
+        if self.form.built_in:
+            pass
+        elif name in FORMS or name in (*FROZEN_MODULES, CONCAT, SHARED):
             kind = "built-in form" if name in FORMS else "function of the language"
             yield Diagnostic("P111", f"there is a {kind} `{name}`", at, help="use another name")
         elif name in FUNCTIONS or name in NUMBERS or name in SIZES:
@@ -46,6 +51,8 @@ class _FormChecker:
         yield from self._params()
         results: list[ast.Equation] = []
         for line in self.form.body:
+            if line.condition is not None:
+                yield from self._comparison(line.condition.left, line.condition.right)
             match line:
                 case ast.Equation(target) if target == RESULT:
                     results.append(line)
@@ -55,14 +62,14 @@ class _FormChecker:
                     yield Diagnostic("P107", f"a form assigns `{RESULT}` alone", line.target_span, help=help_)
                 case ast.Let(let, value):
                     yield from self._expression(value)
-                    yield from self._define(let, line.span)
+                    yield from self._define(let, line.span, line.condition)
                 case ast.Parameter():
                     yield from self._parameter(line)
                 case ast.Require(left, _, right):
-                    yield from (*self._expression(left), *self._expression(right))
+                    yield from self._comparison(left, right)
         if not results:
             yield Diagnostic("P319", f"the form `{name}` has no value", at, help=f"add `{RESULT} = …`")
-        for line in results[1:]:
+        for line in results[1:] if any(line.condition is None for line in results) else ():
             yield Diagnostic("P111", f"the form `{name}` has two values", line.target_span, help="remove one of them")
         if results:
             yield from self._unused()
@@ -74,7 +81,8 @@ class _FormChecker:
 
     def _params(self) -> Iterator[Diagnostic]:
         for param in self.form.params:
-            if param.default is not None:
+            is_word = isinstance(param.default, ast.Name) and param.default.id in self.words.get(param.name, ())
+            if param.default is not None and not is_word:
                 yield from self._expression(param.default)
             yield from self._define(param.name, param.span)
             if param.name in _OWN_ARGUMENTS:
@@ -87,12 +95,24 @@ class _FormChecker:
             message = f"a form has at most two inputs, `{name}` is one too many"
             yield Diagnostic("P108", message, self.names[name])
 
-    def _define(self, name: str, at: Span) -> Iterator[Diagnostic]:
+    def _comparison(self, left: ast.Expr, right: ast.Expr | None) -> Iterator[Diagnostic]:
+        for side, other in ((left, right), (right, left)):
+            words = self.words.get(other.id, ()) if isinstance(other, ast.Name) else ()
+            if side is not None and not (isinstance(side, ast.Name) and side.id in words):
+                yield from self._expression(side)
+
+    def _define(self, name: str, at: Span, condition: ast.Condition | None = None) -> Iterator[Diagnostic]:
         if name in (OUT, TOKENS, RESULT):
             yield Diagnostic("P121", f"`{name}` is reserved in a form", at, help="use another name")
-        elif name in self.names:
+        elif name in self.names and not self._may_define_again(name, condition):
             yield Diagnostic("P111", f"`{name}` is defined twice in `{self.form.name}`", at, help="use another name")
+        if condition is not None:
+            self.conditional.add(name)
         self.names.setdefault(name, at)
+
+    def _may_define_again(self, name: str, condition: ast.Condition | None) -> bool:
+        """Whether several lines define a name, or a parameter is there if its argument says so."""
+        return condition is not None and (name in self.conditional or condition.left == ast.Name(name))
 
     def _parameter(self, line: ast.Parameter) -> Iterator[Diagnostic]:
         for size in line.sizes:
@@ -100,8 +120,6 @@ class _FormChecker:
         if line.scope and line.scope not in SCOPES:
             help_ = "`per site`, `per group` (of an attention) or `per edit`; `per task` belongs to an edit"
             yield Diagnostic("P023", f"a parameter is not `per {line.scope}`", line.name_span, help=help_)
-        if line.condition is not None:
-            yield from self._expression(line.condition)
         match line.value:
             case ast.Name(name) if name in INITIAL_VALUES and name not in self.names:
                 pass
@@ -114,7 +132,7 @@ class _FormChecker:
         if is_reserved(line.name):
             message = f"no parameter can be named `{line.name}`: the module of a form has that name"
             yield Diagnostic("P121", message, line.name_span, help="use another name")
-        yield from self._define(line.name, line.name_span)
+        yield from self._define(line.name, line.name_span, line.condition)
 
     def _expression(self, value: ast.Expr, of_weights: bool = False) -> Iterator[Diagnostic]:
         match value:
@@ -144,10 +162,7 @@ class _FormChecker:
         yield Diagnostic("P107", f"there is no name `{name}` in `{self.form.name}`", node.span, help=help_)
 
     def _function(self, call: ast.Call, function: str) -> Iterator[Diagnostic]:
-        is_choice = any(
-            param.name == function and isinstance(param.default, ast.Name) and param.default.id in ACTIVATIONS
-            for param in self.form.params
-        )
+        is_choice = any(word in ACTIVATIONS for word in self.words.get(function, ()))
         if is_choice:
             self.used.add(function)
         if is_choice or function in FUNCTIONS or function in NUMBERS or function in SIZES:

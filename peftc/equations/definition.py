@@ -5,23 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, Literal, cast
 
 from peftc.diagnostics import Related, Source, Span
 from peftc.equations.analysis import Place, place_of
-from peftc.equations.primitives import ACTIVATIONS
+from peftc.equations.patterns import bottleneck_of
 from peftc.equations.values import FormError, shape_of
+from peftc.equations.words import NONE, is_choice, words_of
 from peftc.forms.arguments import DTYPE
 from peftc.forms.projected import SEED
-from peftc.forms.registry import Args, AtInit, Count, Dims, Form, Illegal, Param, Scope
-from peftc.forms.shapes import Ids, Shape, Tokens
+from peftc.forms.registry import Args, AtInit, Count, Dims, EquationForm, Form, Illegal, Param, Scope
+from peftc.forms.shapes import Ids, Shape, Tokens, Weight
 from peftc.syntax import ast
+from peftc.syntax.numbers import numeric_value
 from peftc.syntax.printer import print_expression, print_statement
 from peftc.syntax.vocabulary import STATES
 from peftc.syntax.walk import names_in
 
-MODULE = "peftc.equations.equation_module:EquationModule"
+MODULE = "peftc.equation_code.module:EquationModule"
 RESULT = "f"
+OWNER = "owner_module"  # the attribute of a module with the module of common parameters
+Ends = Literal["", "low", "high", "both"]
+_SWAPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 SCOPES = ("site", "group", "edit")
 
 
@@ -35,7 +40,7 @@ class Definition:
 
     def __init__(self, form: ast.Form, source: Source | None) -> None:
         self.form, self.source = form, source
-        self.inputs = inputs_of(form)
+        self.inputs: tuple[str, ...] = inputs_of(form)
         self.place = lru_cache(maxsize=256)(self._place)
 
     @property
@@ -51,14 +56,22 @@ class Definition:
         """The floating-point operations of one token, or of a weight."""
         return self.at(args, dims).flops
 
+    def shown(self, source: str, args: Args, dims: Dims) -> str:
+        """What it computes of `source`, in short."""
+        bottleneck = bottleneck_of(self.at(args, dims)) if self.inputs else None
+        return f"{self.name}({source})" if bottleneck is None else bottleneck.shown(source)
+
     def scopes_of(self, part: str) -> frozenset[str]:
         """The scopes of the parameters that a module has: that of a "site", or the "common" one."""
         if not self._has_both_scopes():
             return frozenset(SCOPES)
         return frozenset({"site"} if part == "site" else {"group", "edit"})
 
+    def __deepcopy__(self, memo: object) -> Definition:
+        return self
+
     def __reduce__(self) -> Any:
-        return (Definition, (self.form, self.source))
+        return (_definition, (self.form, self.source))
 
     def __reduce_row__(self) -> Any:
         return (form_row, (self.form, self.source))
@@ -90,61 +103,110 @@ class Definition:
 
     def params(self) -> Iterator[Param]:
         """The arguments of a call. Those that sizes are computed from are whole numbers."""
-        whole = self._names_in_sizes()
+        whole, words = self._names_in_sizes(), words_of(self.form)
         for param in self.form.params:
             if param.name in self.inputs:
                 continue
-            doc = f"an argument of `{self.form.name}`"
+            name, is_whole = param.name, param.name in whole
+            doc = (param.trailing or f"an argument of `{self.form.name}`").lstrip("# ")
+            low, high, open_ends = self._range(name, 1 if is_whole else None)
+            kind = "int" if is_whole else "float"
             match param.default:
                 case None:
-                    kind = "int" if param.name in whole else "float"
-                    yield Param(param.name, kind, doc, required=True, low=1 if kind == "int" else None)
+                    yield Param(name, kind, doc, None, True, low, high, open_ends)
                 case ast.Boolean(value):
-                    yield Param(param.name, "bool", doc, value)
-                case ast.Name(name) if name in ACTIVATIONS:
-                    yield Param(param.name, "choice", doc, name, choices=tuple(ACTIVATIONS))
+                    yield Param(name, "bool", doc, value)
+                case ast.Name(word) if word in words.get(name, ()) and is_choice(self.form, name):
+                    yield Param(name, "choice", doc, word, choices=words[name])
                 case ast.Number() as number:
                     value = Place(self.form, {}, {}, ()).number(number)
                     assert not isinstance(value, str)
-                    is_whole = param.name in whole
-                    yield Param(param.name, "int" if is_whole else "float", doc, value if is_whole else float(value))
+                    yield Param(name, kind, doc, value if is_whole else float(value), False, low, high, open_ends)
                 case value:
-                    yield Param(param.name, "float", f"{doc}; without it {print_expression(value)}")
+                    doc = doc if param.trailing or value == ast.Name(NONE) else f"{doc}; {print_expression(value)}"
+                    yield Param(name, kind, doc, None, False, low, high, open_ends)
         if any(isinstance(line, ast.Parameter) and line.fixed for line in self.form.body):
             yield SEED
 
+    def _range(self, name: str, low: float | None) -> tuple[float | None, float | None, Ends]:
+        """The least and the most that lines require of an argument, and which end is excluded."""
+        high: float | None = None
+        ends: set[str] = set()
+        for line in self.form.body:
+            if not isinstance(line, ast.Require) or line.condition is not None or line.op not in _SWAPPED:
+                continue
+            left, op, right = line.left, line.op, line.right
+            if isinstance(left, ast.Number):
+                left, op, right = right, _SWAPPED[op], left
+            if left != ast.Name(name) or not isinstance(right, ast.Number):
+                continue
+            value = float(numeric_value(right))
+            if op[0] == ">":
+                low = value
+            else:
+                high = value
+            (ends.add if len(op) == 1 else ends.discard)("low" if op[0] == ">" else "high")
+        return low, high, "both" if len(ends) == 2 else cast(Ends, "".join(ends))
+
     def _names_in_sizes(self) -> set[str]:
-        lets = {line.name: line.value for line in self.form.body if isinstance(line, ast.Let)}
+        """The names that the sizes of parameters depend on."""
+        lets = [line for line in self.form.body if isinstance(line, ast.Let)]
         sizes = [size for line in self.form.body if isinstance(line, ast.Parameter) for size in line.sizes]
         names = {name for size in sizes for name in names_in(size)}
-        while more := {inner for name in names & lets.keys() for inner in names_in(lets[name])} - names:
+        while more := {inner for let in lets if let.name in names for inner in names_in(let.value)} - names:
             names |= more
         return names
 
     # What the planner asks
 
-    def _place(self, args: tuple[tuple[str, object], ...], dims: Dims) -> Place:
-        return place_of(self.form, self.inputs, dict(args), dims)  # pyright: ignore[reportArgumentType]
+    def _place(self, args: tuple[tuple[str, object], ...], shapes: tuple[Shape | None, ...]) -> Place:
+        return place_of(self.form, self.inputs, dict(args), shapes)  # pyright: ignore[reportArgumentType]
 
     def at(self, args: Args, dims: Dims) -> Place:
         """The form at a place. Raises: Illegal, with the part of the text that has no meaning."""
         try:
-            return self.place(tuple(sorted(args.items(), key=lambda item: item[0])), dims)
+            shapes = (dims.target, dims.input, dims.second)
+            return self.place(tuple(sorted(args.items(), key=lambda item: item[0])), shapes)
         except FormError as error:
-            raise self.illegal(error) from None
+            raise self.illegal(error, args) from None
         except RecursionError:
             raise self.illegal(FormError("P018", "its equation is nested too deeply", self.form)) from None
 
-    def illegal(self, error: FormError) -> Illegal:
-        related = (Related(error.node.span, self.source, error.message),) if self.source is not None else ()
-        message = f"`{self.form.name}` does not fit: {error.message}"
-        return Illegal(error.code, message, help=error.help, related=related)
+    def illegal(self, error: FormError, args: Args | None = None) -> Illegal:
+        label = "this line of the form" if error.code == "P317" else error.message
+        related = (Related(error.node.span, self.source, label),) if self.source is not None else ()
+        message = error.message if error.code == "P317" else f"`{self.form.name}` does not fit: {error.message}"
+        return Illegal(error.code, message, self._blamed(error, args or {}), help=error.help, related=related)
+
+    def _blamed(self, error: FormError, args: Args) -> str | None:
+        """The argument of the call that an error is about, or "input" or "second"."""
+        node = error.node
+        parts = (node.left, node.right) if isinstance(node, ast.Require) else (node,)
+        names = [name for part in parts if not isinstance(part, ast.Statement) for name in self._names_behind(part)]
+        if error.code in ("P106", "P317", "P318"):
+            own = [name for name in names if name in args and name not in self.inputs]
+            defaults = {param.name: param.default for param in self.row().params}
+            return next((name for name in own if args[name] != defaults[name]), own[0] if own else None)
+        roles = dict(zip(self.inputs, ("input", "second"), strict=False))
+        return next((roles[name] for name in names if name in roles), None)
+
+    def _names_behind(self, node: Any) -> list[str]:
+        """The names in an expression, and in the parts that it names, in their order."""
+        lets = [line for line in self.form.body if isinstance(line, ast.Let)]
+        names: list[str] = []
+        todo = [*names_in(node)]
+        while todo:
+            name = todo.pop(0)
+            if name not in names:
+                names.append(name)
+                todo += [inner for let in lets if let.name == name for inner in names_in(let.value)]
+        return names
 
     def shape(self, args: Args, dims: Dims) -> Shape:
         place = self.at(args, dims)
         value = place.value
         tokens = dims.input.of if isinstance(dims.input, Tokens) else ""
-        shape = shape_of(value.type, "" if isinstance(dims.input, Ids) else tokens)
+        shape = shape_of(value.type, dims.target, "" if isinstance(dims.input, Ids) else tokens)
         node = place.result or self.form
         if shape is None:
             raise self.illegal(FormError("P301", f"its value is {value.type}, and no state is", node))
@@ -179,6 +241,10 @@ class Definition:
     def initial(self, args: Args, dims: Dims) -> AtInit:
         return self.at(args, dims).value.initial
 
+    def passes(self, args: Args, dims: Dims) -> bool:
+        """Whether its value is its input when training starts, where that is the base's weight."""
+        return self.at(args, dims).value.first == "w"
+
     def not_affine(self, args: Args, dims: Dims) -> str | None:
         value = self.at(args, dims).value
         if len(self.inputs) > 1:
@@ -196,10 +262,11 @@ class Definition:
     def rank(self, args: Args, dims: Dims) -> int | None:
         value = self.at(args, dims).value
         size = value.type.size
-        bounds = [value.rank] if value.rank is not None else []
-        if len(size) == 2 and not value.type.batch:
-            bounds += size
-        return min(bounds, default=None)
+        if len(size) != (1 if value.type.batch else 2) or not (value.type.batch or isinstance(dims.target, Weight)):
+            return None
+        if value.rank is None or (len(size) == 2 and value.rank >= min(size)):
+            return None
+        return value.rank
 
 
 def _ask_at_a_place(args: Args) -> None:
@@ -223,3 +290,7 @@ def form_row(form: ast.Form, source: Source | None = None) -> Form:
             _ROWS.clear()
         _ROWS[key] = Definition(form, own).row()
     return _ROWS[key]
+
+
+def _definition(form: ast.Form, source: Source | None) -> EquationForm | None:
+    return form_row(form, source).definition

@@ -26,6 +26,26 @@ def initial_value(primitive: Primitive, operands: Sequence[Operand]) -> float | 
         return None
 
 
+def first_value(primitive: Primitive, operands: Sequence[Operand]) -> str:
+    """What a value is when training starts, as a function of the base's weight w; empty: unknown.
+
+    The ratio of two equal values is 1 where they are not 0, and w is 0 where its norm is: its
+    product with w is w, bit for bit.
+    """
+    firsts = [operand.first if isinstance(operand, Value) else "" for operand in operands]
+    match primitive.name, firsts:
+        case (("frozen" | "column" | "none" | "dropout"), [first, *_]):
+            return first
+        case "norm", [first] if first:
+            return f"norm({first})"
+        case "ratio", [a, b] if a and a == b:
+            return f"ratio({a})"
+        case "*", ["ratio(norm(w))", "w"] | ["w", "ratio(norm(w))"]:
+            return "w"
+        case _:
+            return ""
+
+
 def initial_number(operand: Operand) -> float | None:
     number = operand.initial if isinstance(operand, Value) else operand
     return float(number) if isinstance(number, int | float) else None

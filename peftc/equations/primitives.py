@@ -34,6 +34,8 @@ class Primitive:
         rank: the most rank of its value, of the ranks and types of its operands.
         flops: for one token, of the types of operands and value.
         least, most: how many operands it takes.
+        by_rows: whether it also holds for operands with a first dimension of rows, aligned from
+            the right: it acts on entries, or on the last dimension.
     """
 
     name: str
@@ -41,12 +43,13 @@ class Primitive:
     doc: str
     type: Callable[[Types], Type]
     torch: str
-    initial: Callable[..., float] | None = None
+    initial: Callable[..., float | None] | None = None
     affinity: Affinity = "nonlinear"
     rank: Callable[[Sequence[Operand]], int | None] | None = None
     flops: Callable[[Types, Type], int] | None = None
     least: int = 1
     most: int = 1
+    by_rows: bool = False
 
 
 # The table
@@ -133,11 +136,11 @@ OPERATORS: Mapping[str, Primitive] = {
 }
 
 ACTIVATIONS: Mapping[str, Primitive] = {
-    name: Primitive(name, f"{name}(x)", doc, rules.same, torch, initial, flops=rules.entries)
+    name: Primitive(name, f"{name}(x)", doc, rules.same, torch, initial, flops=rules.entries, by_rows=True)
     for name, doc, torch, initial in (
         ("relu", "max(x, 0)", f"{_F}.relu", lambda x: max(x, 0.0)),
         ("gelu", "x Φ(x)", f"{_F}.gelu", _gelu),
-        ("gelu_tanh", "gelu, approximated by tanh", "peftc.equations.functions_module.gelu_tanh", _gelu_tanh),
+        ("gelu_tanh", "gelu, approximated by tanh", "peftc.equation_code.functions.gelu_tanh", _gelu_tanh),
         ("silu", "x σ(x)", f"{_F}.silu", lambda x: x * _sigmoid(x)),
         ("leaky_relu", "x, or x / 100 below zero", f"{_F}.leaky_relu", lambda x: max(x, 0.01 * x)),
         ("tanh", "the hyperbolic tangent", "torch.tanh", math.tanh),
@@ -145,7 +148,9 @@ ACTIVATIONS: Mapping[str, Primitive] = {
         ("softplus", "log(1 + exp(x))", f"{_F}.softplus", lambda x: math.log1p(math.exp(x)) if x < 30 else x),
         ("exp", "the exponential function", "torch.exp", lambda x: math.exp(x) if x < 700 else math.inf),
     )
-} | {"none": Primitive("none", "none(x)", "x", rules.same, "", lambda x: x, "linear", rules.own_rank)}
+} | {"none": Primitive("none", "none(x)", "x", rules.same, "", lambda x: x, "linear", rules.own_rank, by_rows=True)}
+
+PAPER_NAMES = {"relu": "ReLU", "gelu": "GELU", "silu": "SiLU"}  # of activations, as papers write them
 
 FUNCTIONS: Mapping[str, Primitive] = {
     **ACTIVATIONS,
@@ -157,33 +162,36 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 "softmax(x)",
                 "exp(x) / Σ exp(x) over the features",
                 rules.same,
-                "peftc.equations.functions_module.softmax",
+                "peftc.equation_code.functions.softmax",
                 flops=rules.entries,
+                by_rows=True,
             ),
             Primitive(
                 "norm",
                 "norm(w)",
                 "‖w‖ of each row, or of the features of each token",
                 rules.last_of_each,
-                "peftc.equations.functions_module.norm",
+                "peftc.equation_code.functions.norm",
                 flops=lambda operands, result: 2 * rules.tensor(operands).entries,
+                by_rows=True,
             ),
             Primitive(
                 "mean",
                 "mean(x)",
                 "the mean of the features, or of each row",
                 rules.last_of_each,
-                "peftc.equations.functions_module.mean",
+                "peftc.equation_code.functions.mean",
                 lambda x: x,
                 "linear",
                 flops=lambda operands, result: rules.tensor(operands).entries,
+                by_rows=True,
             ),
             Primitive(
                 "token_mean",
                 "mean(x, tokens)",
                 "the mean over the tokens of each example",
                 rules.over_tokens,
-                "peftc.equations.functions_module.token_mean",
+                "peftc.equation_code.functions.token_mean",
                 lambda x: x,
                 flops=rules.entries,
             ),
@@ -192,8 +200,10 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 "layer_norm(x)",
                 "(x - mean) / deviation of the features of each token, without weights",
                 rules.same,
-                "peftc.equations.functions_module.layer_norm",
+                "peftc.equation_code.functions.layer_norm",
+                lambda x: 0.0 if x == 0 else None,
                 flops=rules.entries,
+                by_rows=True,
             ),
             Primitive(
                 "dropout",
@@ -206,6 +216,7 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 rules.own_rank,
                 least=2,
                 most=2,
+                by_rows=True,
             ),
             Primitive(
                 "frozen",
@@ -216,14 +227,47 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 lambda x: x,
                 "linear",
                 rules.own_rank,
+                by_rows=True,
             ),
-            Primitive("t", "t(A)", "the transpose", rules.transpose, "torch.t", lambda x: x, "linear", rules.own_rank),
+            Primitive(
+                "column",
+                "column(v)",
+                "a vector as a matrix of one column: a factor for each row of a matrix",
+                rules.column,
+                "peftc.equation_code.functions.column",
+                lambda x: x,
+                "linear",
+            ),
+            Primitive(
+                "ratio",
+                "ratio(a, b)",
+                "a / b, and a where b is 0",
+                rules.broadcast,
+                "peftc.equation_code.functions.ratio",
+                affinity="quotient",
+                rank=rules.quotient_rank,
+                flops=rules.entries,
+                least=2,
+                most=2,
+                by_rows=True,
+            ),
+            Primitive(
+                "t",
+                "t(A)",
+                "the transpose, of each head",
+                rules.transpose,
+                "peftc.equation_code.functions.t",
+                lambda x: x,
+                "linear",
+                rules.own_rank,
+                by_rows=True,
+            ),
             Primitive(
                 "kron",
                 "kron(A, B)",
                 "the Kronecker product",
                 rules.kronecker,
-                "peftc.equations.functions_module.kron",
+                "peftc.equation_code.functions.kron",
                 float.__mul__,
                 "product",
                 rules.product_of_ranks,
@@ -236,7 +280,7 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 "blocks(A)",
                 "the matrix with the blocks of A [count, rows, columns] on its diagonal",
                 rules.block_diagonal,
-                "peftc.equations.functions_module.blocks",
+                "peftc.equation_code.functions.blocks",
                 affinity="linear",
             ),
             Primitive(
@@ -252,7 +296,13 @@ FUNCTIONS: Mapping[str, Primitive] = {
 }
 
 # Functions of numbers, and of the shapes of inputs and of `out`, the state that is written.
-NUMBERS: Mapping[str, Callable[..., Any]] = {"min": min, "max": max, "sqrt": math.sqrt, "abs": abs}
+NUMBERS: Mapping[str, Callable[..., Any]] = {
+    "min": min,
+    "max": max,
+    "sqrt": math.sqrt,
+    "abs": abs,
+    "floor": math.floor,
+}
 SIZES: Mapping[str, str] = {
     "d": "the features of hidden states, or of a vector",
     "rows": "the outputs of a weight",

@@ -8,12 +8,12 @@ T_destination add_module apply arity bfloat16 buffers call_super_init children c
 cuda definition double draws dtype dump_patches eval extra_repr fix fixed fixed_draws float fold form_args form_dims
 forward get_buffer get_extra_state get_parameter get_submodule half hidden_units index initialise ipu join
 load_state_dict loaded modules mtia named_buffers named_children named_modules named_parameters of_all optional
-own_names owner owner_module parameter parameters place register_backward_hook register_buffer register_forward_hook
-register_forward_pre_hook register_full_backward_hook register_full_backward_pre_hook
+own_names owner owner_module parameter parameters place prepare register_backward_hook register_buffer
+register_forward_hook register_forward_pre_hook register_full_backward_hook register_full_backward_pre_hook
 register_load_state_dict_post_hook register_load_state_dict_pre_hook register_module register_parameter
 register_state_dict_post_hook register_state_dict_pre_hook requires_grad_ scopes set_extra_state set_submodule
-share_memory smart_apply state state_dict states stepped takes_rows task to to_empty train training type value_at
-values with_values xpu zero_grad
+share_memory smart_apply state state_dict states stepped takes_rows task tensors to to_empty train training type
+value_at with_values xpu zero_grad
 """
 # What generated code has under these names.
 _OF_CODE = ("self", "torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree", "getattr")

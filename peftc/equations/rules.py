@@ -80,7 +80,13 @@ def _padded(size: tuple[int, ...], count: int) -> tuple[int, ...]:
 
 
 def product(operands: Types) -> Type:
-    left, right = matrix(operands), tensor(operands, 1)
+    left, right = tensor(operands), tensor(operands, 1)
+    if len(left.size) == 3 and not left.batch and right.batch == "tokens" and len(right.size) == 2:
+        heads, rows, columns = left.size  # a matrix for each head
+        if right.size != (heads, columns):
+            raise Mismatch(f"{left} maps {columns} features of {heads} heads, and {right} has others")
+        return Type((heads, rows), "tokens")
+    left = matrix(operands)
     inner = right.size[-1:] if right.batch or len(right.size) == 1 else right.size[:1]
     if not right.batch and len(right.size) > 2:
         raise Mismatch(f"expected a vector or a matrix, found {right}", 1)
@@ -92,8 +98,18 @@ def product(operands: Types) -> Type:
 
 
 def transpose(operands: Types) -> Type:
-    rows, columns = matrix(operands).size
-    return Type((columns, rows))
+    type_ = tensor(operands)
+    if type_.batch or len(type_.size) not in (2, 3):
+        raise Mismatch(f"expected a matrix, or one for each head, found {type_}", 0)
+    *heads, rows, columns = type_.size
+    return Type((*heads, columns, rows))
+
+
+def column(operands: Types) -> Type:
+    type_ = tensor(operands)
+    if type_.batch or len(type_.size) != 1:
+        raise Mismatch(f"expected a vector, found {type_}", 0)
+    return Type((*type_.size, 1))
 
 
 def last_of_each(operands: Types) -> Type:
@@ -156,6 +172,9 @@ def least_rank(operands: Sequence[Operand]) -> int | None:
 
 
 def sum_of_ranks(operands: Sequence[Operand]) -> int | None:
+    varying = [operand for operand in operands if isinstance(operand, Value) and operand.varies]
+    if len(varying) == 1 and varying[0].type.batch:  # a bias does not change the map
+        return _rank(varying[0])
     ranks = [_rank(operand) for operand in operands]
     return None if any(rank is None for rank in ranks) else sum(rank for rank in ranks if rank is not None)
 
@@ -195,4 +214,4 @@ def matmul_flops(operands: Types, result: Type) -> int:
     right = operands[1]
     if isinstance(right, Type) and right.batch == "ids":
         return 0
-    return 2 * result.entries * tensor(operands).size[1]
+    return 2 * result.entries * tensor(operands).size[-1]

@@ -6,7 +6,7 @@ from math import prod
 from typing import Literal
 
 from peftc.diagnostics.record import record
-from peftc.forms.shapes import Heads, Ids, Scalar, Shape, Tokens, Vector, Weight
+from peftc.forms.shapes import Heads, Ids, Rows, Scalar, Shape, Tokens, Vector, Weight
 from peftc.syntax import ast
 
 Number = int | float | bool | str  # known when the plan is made; text: the name of an activation
@@ -49,6 +49,7 @@ class Value:
 
     Attributes:
         initial: what each entry equals when training starts; None: not one number.
+        first: what it is then as a function of the base's weight, such as `norm(w)`; or empty.
         varies: whether it depends on an input of the form.
         reason: why it is not affine in the input; None if it is.
         shifted: whether it may differ from zero where the input is zero.
@@ -61,6 +62,7 @@ class Value:
     reason: str | None = None
     shifted: bool = False
     rank: int | None = None
+    first: str = ""
 
 
 class FormError(Exception):
@@ -76,7 +78,7 @@ def type_of(shape: Shape) -> Type | None:
     match shape:
         case Tokens(d=d):
             return Type((d,), "tokens")
-        case Heads(heads, d_head):
+        case Heads(heads, d_head) | Rows(heads, d_head):
             return Type((heads, d_head), "tokens")
         case Ids(count):
             return Type((count,), "ids")
@@ -88,15 +90,25 @@ def type_of(shape: Shape) -> Type | None:
             return None
 
 
-def shape_of(type_: Type, tokens: str = "") -> Shape | None:
-    """The shape of a state that has a type; None if none has. `tokens`: whose they are."""
+def shape_of(type_: Type, target: Shape, tokens: str = "") -> Shape | None:
+    """The shape of a state that has a type; None if none has.
+
+    Args:
+        target: the state that the equation writes.
+        tokens: whose tokens a hidden state has.
+    """
+    has_heads = isinstance(target, Heads | Rows)
     match type_.batch, type_.size:
         case "tokens", (d,):
             return Tokens(d, tokens)
         case "tokens", (heads, d_head):
-            return Heads(heads, d_head)
+            return Rows(heads, d_head, target.of) if isinstance(target, Rows) else Heads(heads, d_head)
+        case "", (_, _) if has_heads and type_of(target) == Type(type_.size, "tokens"):
+            return target
         case "examples", (1,) | ():
             return Scalar(per_example=True)
+        case "examples", (rows,):
+            return Scalar(per_example=True, rows=rows)
         case "", (1,) | ():
             return Scalar()
         case "", (d,):

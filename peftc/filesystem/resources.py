@@ -1,4 +1,4 @@
-"""The grammar and the standard recipes: in the wheel, or at the root of a checkout."""
+"""The grammar, the recipes and the forms: in the wheel, or at the root of a checkout."""
 
 from functools import cache
 from pathlib import Path
@@ -8,8 +8,8 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 @cache
 def folder(name: str) -> Path:
-    """The folder `grammar` or `specs`."""
-    inside = _PACKAGE / name
+    """The folder `grammar`, `specs` or `forms`."""
+    inside = _PACKAGE / "data" / name
     return inside if inside.is_dir() else _PACKAGE.parent / name
 
 
@@ -26,3 +26,9 @@ def parser_tables() -> str:
 def recipes() -> dict[str, Path]:
     """The standard recipes by name: `scaled_parallel` is the file scaled-parallel.peft."""
     return {path.stem.replace("-", "_"): path for path in sorted(folder("specs").glob("*.peft"))}
+
+
+@cache
+def forms() -> dict[str, Path]:
+    """The forms that are texts, by name."""
+    return {path.stem: path for path in sorted(folder("forms").glob("*.peft"))}

@@ -19,7 +19,7 @@ from peftc.folding.module_folds import rounded, sum_dtype
 from peftc.folding.own_forward import base_class, computes_product
 from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.folding.weights import Folding, listed_names
-from peftc.forms.adapter_module import ACTIVATION
+from peftc.forms.bottleneck_module import ACTIVATION
 from peftc.forms.module import FormModule
 from peftc.forms.shapes import Weight
 from peftc.installation.journal import Journal, transaction

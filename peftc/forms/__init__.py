@@ -1,15 +1,11 @@
-"""Functional forms: `FORMS` holds one row for each; importing this package registers them all. No torch."""
+"""Functional forms: `PYTHON_FORMS` holds one row for each; importing this package registers them all. No torch."""
 
 from peftc.forms import (
-    adapter,
     fusion,
     hyper,
     kron,
     ladder,
     layer_attention,
-    linear,
-    lora,
-    magnitude,
     masked,
     mixture,
     phm,
@@ -18,15 +14,14 @@ from peftc.forms import (
     prompt,
     pruned,
     reft,
-    scaling,
     sparse,
     svd,
     weights,
 )
-from peftc.forms.registry import FORMS, Args, AtInit, Count, Dims, Form, Illegal, Param, Value, register
+from peftc.forms.registry import PYTHON_FORMS, Args, AtInit, Count, Dims, Form, Illegal, Param, Value, register
 
 __all__ = [
-    "FORMS",
+    "PYTHON_FORMS",
     "Args",
     "AtInit",
     "Count",
@@ -35,15 +30,11 @@ __all__ = [
     "Illegal",
     "Param",
     "Value",
-    "adapter",
     "fusion",
     "hyper",
     "kron",
     "ladder",
     "layer_attention",
-    "linear",
-    "lora",
-    "magnitude",
     "masked",
     "mixture",
     "phm",
@@ -53,7 +44,6 @@ __all__ = [
     "pruned",
     "reft",
     "register",
-    "scaling",
     "sparse",
     "svd",
     "weights",

@@ -13,6 +13,10 @@ REDUCTION = Param("reduction", "int", "instead of r: r = d_in // reduction", low
 DROPOUT = Param(
     "dropout", "float", "probability of zeroing a feature while training", 0.0, low=0.0, high=1.0, open="high"
 )
+R = Param("r", "int", "rank of the product B A", required=True, low=1)
+ALPHA = Param(
+    "alpha", "float", "numerator of the scale; without it alpha = r, so that the scale is 1", low=0.0, open="low"
+)
 DTYPE = Param(
     "dtype",
     "choice",

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.forms.adapter_module import ACTIVATION
 from peftc.forms.arguments import number
+from peftc.forms.bottleneck_module import ACTIVATION
 from peftc.forms.fusion import sizes
 from peftc.forms.module import Draw, FormModule, constant, has_values, normal
 from peftc.forms.registry import Args, Dims

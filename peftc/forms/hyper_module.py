@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peftc.forms.adapter import width
-from peftc.forms.adapter_module import ACTIVATION, EPSILON
 from peftc.forms.arguments import integer, number
+from peftc.forms.bottleneck import width
+from peftc.forms.bottleneck_module import ACTIVATION, EPSILON
 from peftc.forms.hyper import layers_of, net_of, nets_of, parts_of, spots_of, stack_of
 from peftc.forms.module import Draw, FormModule, constant, normal
 from peftc.forms.registry import Args, Dims

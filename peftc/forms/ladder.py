@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from peftc.forms.adapter import width
 from peftc.forms.arguments import ACT, DROPOUT, DTYPE, INIT, REDUCTION, features, integer, over
+from peftc.forms.bottleneck import width
 from peftc.forms.handed import check_depth
 from peftc.forms.registry import Args, Count, Dims, Form, Illegal, Param, register
 from peftc.forms.shapes import Shape
@@ -69,6 +69,5 @@ register(
         paper="Sung et al. 2022, arXiv:2206.06522 (LST), with blocks that are applied token by token",
         common=lambda args: "group",
         common_count=_common_count,
-        adds=True,
     )
 )

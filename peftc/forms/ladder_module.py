@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peftc.forms.adapter_module import ACTIVATION, EPSILON
 from peftc.forms.arguments import number
+from peftc.forms.bottleneck_module import ACTIVATION, EPSILON
 from peftc.forms.handed_module import Handed, lost_gradient, runs_again
 from peftc.forms.ladder import sizes
 from peftc.forms.module import Draw, FormModule, constant, kaiming, projections

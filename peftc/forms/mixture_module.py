@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peftc.forms.adapter_module import ACTIVATION
 from peftc.forms.arguments import number
+from peftc.forms.bottleneck_module import ACTIVATION
 from peftc.forms.mixture import copies, sizes
 from peftc.forms.module import Draw, FormModule, constant, projections
 from peftc.forms.registry import Args, Dims

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, cast
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import functional as F
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.registry import Args, Dims, EquationForm, Form
@@ -169,6 +168,9 @@ class FormModule(nn.Module):
         """The value at the site numbered `index` of those that share these parameters."""
         return self(like)
 
+    def prepare(self) -> None:
+        """Makes what the first call would make, which `torch.compile` cannot."""
+
     def loaded(self) -> None:
         """Called when parameters and states have been read from a file."""
 
@@ -279,15 +281,6 @@ def _fill(tensor: Tensor, draw: Draw, generator: torch.Generator) -> None:
         draw(values, generator)
         with torch.no_grad():
             tensor.copy_(values)
-
-
-def map_ids(ids: Tensor, weight: Tensor, dropout: float = 0.0) -> Tensor:
-    """weight · onehot(ids), without the one-hot vectors; dropout of their one entry that is not zero.
-
-    Shapes: ids (…); weight (d_out, count); the result (…, d_out).
-    """
-    rows = F.embedding(ids, weight.t())
-    return rows * F.dropout(rows.new_ones(*ids.shape, 1), dropout) if dropout else rows
 
 
 def _is_plain(value: object) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from peftc.forms.adapter import affine, width
 from peftc.forms.arguments import ACT, DROPOUT, DTYPE, REDUCTION, divides, features, integer, over
+from peftc.forms.bottleneck import affine, width
 from peftc.forms.registry import Args, Count, Dims, Form, Illegal, Param, register
 from peftc.forms.shapes import Shape
 

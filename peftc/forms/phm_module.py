@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peftc.forms.adapter_module import ACTIVATION
 from peftc.forms.arguments import integer, number
+from peftc.forms.bottleneck_module import ACTIVATION
 from peftc.forms.module import Draw, FormModule, constant, normal
 from peftc.forms.phm import sizes
 from peftc.forms.registry import Args, Dims

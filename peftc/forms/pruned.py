@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from peftc.forms.adapter import activated, affine, width
 from peftc.forms.arguments import ACT, DROPOUT, DTYPE, INIT, REDUCTION, WIDTH, features, over
+from peftc.forms.bottleneck import activated, affine, width
 from peftc.forms.projected import SEED
 from peftc.forms.registry import Args, Count, Dims, Form, Param, register
 from peftc.forms.shapes import Shape

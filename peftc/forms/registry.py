@@ -97,11 +97,15 @@ class EquationForm(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def inputs(self) -> tuple[str, ...]: ...
     def at(self, args: Args, dims: Dims) -> Any: ...
     def initial(self, args: Args, dims: Dims) -> AtInit: ...
+    def passes(self, args: Args, dims: Dims) -> bool: ...
     def not_affine(self, args: Args, dims: Dims) -> str | None: ...
     def shifts(self, args: Args, dims: Dims) -> bool: ...
     def flops(self, args: Args, dims: Dims) -> int: ...
+    def shown(self, source: str, args: Args, dims: Dims) -> str: ...
     def common_sizes(self, args: Args, dims: Dims) -> tuple[object, ...]: ...
     @property
     def text(self) -> str: ...
@@ -138,7 +142,7 @@ class Form:
     count: Callable[[Args, Dims], Count]
     at_init: Callable[[Args], AtInit]
     affine: Callable[[Args], str | None]
-    module: str  # "peftc.forms.adapter_module:Adapter", imported only when a model is changed
+    module: str  # "peftc.forms.svd_module:SVD", imported only when a model is changed
     paper: str
     common: Callable[[Args], Scope | None] = field(default=lambda args: None)
     common_count: Callable[[Args, Dims], Count] | None = None
@@ -154,13 +158,12 @@ class Form:
     design: Callable[[str, Args], str] | None = (
         None  # what it computes of an input, as tables of the literature have it
     )
-    adds: bool = False  # its module can be given what its value is added to, `f(x, plus=h)`, and does both in one step
     picks: Callable[[Args], bool] = field(
         default=lambda args: False
     )  # acts at some positions, which its stack tells it
     second: str = ""  # what a second input is, where it may have one: `ladder(h, x)`
     definition: EquationForm | None = None  # of a form in a text, which answers for its place
-    passes: bool = False  # at initialisation its value is its input, bit for bit, where that is the base's own weight
+    passes: bool = False  # of a Python form: at initialisation its value is its input, bit for bit, where that is the base's own weight
 
     def __reduce__(self) -> Any:
         if self.definition is not None:
@@ -171,6 +174,10 @@ class Form:
         """The constant that its value equals at initialisation, at a place."""
         return self.at_init(args) if self.definition is None else self.definition.initial(args, dims)
 
+    def keeps_base(self, args: Args, dims: Dims) -> bool:
+        """Whether its value is its input at initialisation, bit for bit, where that is the base's own weight."""
+        return self.passes if self.definition is None else self.definition.passes(args, dims)
+
     def not_affine(self, args: Args, dims: Dims) -> str | None:
         """Why its value is not affine in the input, at a place; None if it is."""
         return self.affine(args) if self.definition is None else self.definition.not_affine(args, dims)
@@ -179,8 +186,10 @@ class Form:
         """Whether its value may differ from zero where the input is zero."""
         return bool(args.get("bias")) if self.definition is None else self.definition.shifts(args, dims)
 
-    def shown(self, source: str, args: Args) -> str:
+    def shown(self, source: str, args: Args, dims: Dims) -> str:
         """What it computes of `source`, in short."""
+        if self.definition is not None:
+            return self.definition.shown(source, self.fill(args), dims)
         return self.design(source, self.fill(args)) if self.design else f"{self.name}({source})"
 
     def param(self, name: str) -> Param | None:
@@ -191,16 +200,16 @@ class Form:
         return {p.name: given.get(p.name, p.default) for p in self.params}
 
 
-FORMS: dict[str, Form] = {}
+PYTHON_FORMS: dict[str, Form] = {}
 
 
 def register(form: Form) -> Form:
     """Adds a row; two forms of one name are a bug."""
-    assert form.name not in FORMS, form.name
-    FORMS[form.name] = form
+    assert form.name not in PYTHON_FORMS, form.name
+    PYTHON_FORMS[form.name] = form
     return form
 
 
 def named(name: str) -> Form:
     """The row of that name. Importing this module imports the package, which registers all rows."""
-    return FORMS[name]
+    return PYTHON_FORMS[name]

@@ -13,14 +13,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def linear(z: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """z Wᵀ + b.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b.
 
-    Shapes: z (…, d_in); W (d_out, d_in); b (d_out,). By rows: z (rows, tokens, d_in); W (rows, d_out, d_in); b (rows, 1, d_out).
+    Shapes: x (…, d_in); W (d_out, d_in); b (d_out,). Of rows with parameters of their own: x (rows,
+    tokens, d_in); W (rows, d_out, d_in); b (rows, 1, d_out).
     """
     if weight.ndim == 2:
-        return F.linear(z, weight, bias)
-    return torch.bmm(z, weight.mT) if bias is None else torch.baddbmm(bias, z, weight.mT)
+        return F.linear(x, weight, bias)
+    return torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias, x, weight.mT)
 
 
 def layer_norm(z: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
@@ -39,3 +40,12 @@ def spread(stacked: Tensor, ndim: int) -> Tensor:
     """Values (rows, *size) as `stack` has them."""
     missing = ndim - stacked.ndim
     return stacked.view(len(stacked), *[1] * missing, *stacked.shape[1:]) if missing > 0 else stacked
+
+
+def lookup(ids: Tensor, weight: Tensor, p: float = 0.0, training: bool = False) -> Tensor:
+    """weight · onehot(ids), without the one-hot vectors; dropout of their one entry that is not 0.
+
+    Shapes: ids (…); weight (d, count); the result (…, d).
+    """
+    rows = F.embedding(ids, weight.t())
+    return rows * F.dropout(rows.new_ones(*ids.shape, 1), p) if p and training else rows

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from peftc.forms.arguments import DROPOUT, DTYPE, bounded_rank, features, integer, over
-from peftc.forms.lora import ALPHA
+from peftc.forms.arguments import ALPHA, DROPOUT, DTYPE, bounded_rank, features, integer, over
 from peftc.forms.registry import Args, Count, Dims, Form, Illegal, Param, register
 from peftc.forms.shapes import Shape
 

@@ -88,6 +88,8 @@ class Tasked(FormModule):
         first = next(iter(forms.values()))
         super().__init__(first.form_args, first.form_dims, torch.float32, None)
         self.tasks = nn.ModuleDict(forms)
+        for form in forms.values():
+            form.prepare()
         self.__dict__["chosen"] = chosen
         self.stacked = StackedForms.of(forms)
 

@@ -8,70 +8,9 @@ import torch
 from torch import Tensor
 
 from peftc.forms.arguments import integer
-from peftc.forms.lora import scale
-from peftc.forms.module import Draw, FormModule, constant, kaiming
+from peftc.forms.module import Draw, FormModule, constant
 from peftc.forms.registry import Args, Dims
-from peftc.forms.weights import blocks, read_weight, weight
-
-
-class Hadamard(FormModule):
-    """f = scale · (B A) ⊙ (D C), a change of a weight; A, B and D Kaiming uniform, C zero.
-
-    Shapes: f (out, in); A, C (r, in); B, D (out, r).
-    Source: Hyeon-Woo et al. 2022, arXiv:2108.06098; first values as PEFT's LoHa has them.
-    """
-
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
-        target, r = weight("hadamard", dims), integer(args, "r")
-        self.A, self.B = self.parameter("A", r, target.d_in), self.parameter("B", target.d_out, r)
-        self.C, self.D = self.parameter("C", r, target.d_in), self.parameter("D", target.d_out, r)
-        self.scale = scale({**args, "rslora": False})
-
-    def forward(self, w: Tensor) -> Tensor:
-        return ((self.B @ self.A) * (self.D @ self.C) * self.scale).to(w.dtype)
-
-    def draws(self) -> Mapping[str, Draw]:
-        r, d_in = self.A.shape
-        return {"A": kaiming(d_in), "B": kaiming(r), "C": constant(0.0), "D": kaiming(r)}
-
-
-class Product(FormModule):
-    """f(W) = scale · (W B) A; A Kaiming uniform, B zero.
-
-    Shapes: W and f (out, in); A (r, in); B (in, r).
-    Source: Chavan et al. 2023, arXiv:2306.07967, Eq. 7.
-    """
-
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
-        d_in, r = read_weight("product", dims).d_in, integer(args, "r")
-        self.A, self.B = self.parameter("A", r, d_in), self.parameter("B", d_in, r)
-        self.scale = scale({**args, "rslora": False})
-
-    def forward(self, w: Tensor) -> Tensor:
-        return (w.to(self.A.dtype) @ self.B @ self.A * self.scale).to(w.dtype)
-
-    def draws(self) -> Mapping[str, Draw]:
-        return {"A": kaiming(self.A.shape[1]), "B": constant(0.0)}
-
-
-class Image(FormModule):
-    """f(W) = W c, c zero at first.
-
-    Shapes: W (out, in); f (out,); c (in,).
-    Source: Chavan et al. 2023, arXiv:2306.07967, Eq. 7.
-    """
-
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
-        self.c = self.parameter("c", read_weight("image", dims).d_in)
-
-    def forward(self, w: Tensor) -> Tensor:
-        return (w.to(self.c.dtype) @ self.c).to(w.dtype)
-
-    def draws(self) -> Mapping[str, Draw]:
-        return {"c": constant(0.0)}
+from peftc.forms.weights import blocks
 
 
 class Orthogonal(FormModule):

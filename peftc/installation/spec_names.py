@@ -1,7 +1,7 @@
 """Names of specs and tasks, and what specs on one model must not share."""
 
 import re
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, count
@@ -10,10 +10,12 @@ from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names
+from peftc.equations.table import built_in_texts
 from peftc.installation.record import Installation, InstalledSpec
 from peftc.planning.planner import PlanResult
 from peftc.semantics.applied_method import prefix_names
 from peftc.syntax import ast
+from peftc.syntax.printer import print_statement
 from peftc.syntax.upgrade import check_keywords
 
 NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -79,6 +81,7 @@ def check_spec_conflicts(record: Installation, flat: ast.Spec, trained: Iterable
         message = f"the model has another form named `{form.name}`"
         help_ = "give one of them another name"
         errors.append(Diagnostic("P412", message, form.name_span, form.origin or flat.source, help=help_))
+    errors += _changed_forms(record, flat)
     trainers = {name: saved.partition("/")[0] for saved, name in record.trained.items()}
     if twice := [name for name in trained if name in trainers]:
         more, edit = f" and {len(twice) - 1} more" if len(twice) > 1 else "", trainers[twice[0]]
@@ -88,6 +91,17 @@ def check_spec_conflicts(record: Installation, flat: ast.Spec, trained: Iterable
         errors.append(Diagnostic("P414", message, notes=(note,), help=help_))
     if errors:
         raise PeftcError(errors)
+
+
+def _changed_forms(record: Installation, flat: ast.Spec) -> Iterator[Diagnostic]:
+    """P412 for a built-in form that one spec has from an older adapter, and another calls."""
+    for one, other in ((flat, spec.spec) for spec in record.specs):
+        for spec, calls in ((one, built_in_texts(other)), (other, built_in_texts(one))):
+            forms = (s for s in spec.statements if isinstance(s, ast.Form) and s.built_in)
+            for form in (s for s in forms if s.name in calls and calls[s.name] != print_statement(s)):
+                message = f"an adapter was saved with another `{form.name}` than this model has"
+                help_ = "load it onto a model of its own, or train it again"
+                yield Diagnostic("P412", message, source=flat.source, help=help_)
 
 
 def _names(spec: ast.Spec) -> list[str]:

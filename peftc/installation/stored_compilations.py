@@ -19,6 +19,7 @@ from peftc.cache.entries import FORMAT, read, write
 from peftc.cache.environment import environment
 from peftc.cache.location import cache_folder
 from peftc.cache.table_json import decode, decode_table, encode, encode_table
+from peftc.equations.table import built_in_texts
 from peftc.installation.cached_analysis import keep_latest
 from peftc.installation.compilations import Compilation
 from peftc.installation.model_state import ModelState, NotComparable, StateText, state_text
@@ -57,7 +58,8 @@ class Storage:
         except NotComparable:
             return None
         model = [source.id, source.kind, source.type, str(source.folder)]
-        printed = hashlib.sha256(print_spec(spec).encode()).hexdigest()
+        texts = "\n".join([print_spec(spec), *built_in_texts(spec).values()])
+        printed = hashlib.sha256(texts.encode()).hexdigest()
         key = {"format": FORMAT, "compilation": [model, text.sha256, printed, tasks], "environment": environment()}
         return cls(key, text.classes)
 

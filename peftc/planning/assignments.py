@@ -93,7 +93,7 @@ def initial_value(term: Term, env: dict[str, Initial], values: dict[int, Initial
         case Constant(value=value):
             return value
         case FormCall(instance=instance, input=source):
-            if instance.form.passes and source is not None:
+            if source is not None and instance.form.keeps_base(instance.args, instance.dims):
                 value = initial_value(source, env, values)
                 return value if value == BaseValue("w") else None
             return instance.form.initial(instance.args, instance.dims)

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from peftc.addressing.sites import Site, SiteTable
 from peftc.diagnostics import Diagnostic, PeftcError, Span
-from peftc.forms import FORMS, Args, Count, Dims, Form
+from peftc.equations.table import FORMS
+from peftc.forms import Args, Count, Dims, Form
 from peftc.forms.registry import Spot
 from peftc.forms.shapes import Ids, Shape, Tokens, Vector
 from peftc.planning.ir import FormInstance, SiteEdit

@@ -13,6 +13,8 @@ from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_edit
 from peftc.dataflow.operations import Op
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.equation_code.code import FormCode
+from peftc.equation_code.functions import add_to, cast_like
 from peftc.forms.shapes import Ids, KeyValue
 from peftc.planning import ir
 from peftc.rewriting.anchors import Anchor
@@ -26,6 +28,9 @@ from peftc.rewriting.edits import (
     RegionState,
     contains_state,
     equation_comment,
+    is_inline,
+    owners_of,
+    place_of,
     row_count,
 )
 from peftc.rewriting.node_builder import NodeBuilder, StackedWeight
@@ -49,8 +54,8 @@ from peftc.tracing.region_trace import RegionTrace
 class Inserter:
     """Inserts edits one after the other. A later edit reads what an earlier one wrote."""
 
-    def __init__(self, trace: RegionTrace, base: type | None = None) -> None:
-        self.trace, self.graph, self.base = trace, trace.graph, base
+    def __init__(self, trace: RegionTrace, base: type | None = None, calls_forms: bool = False) -> None:
+        self.trace, self.graph, self.base, self.calls_forms = trace, trace.graph, base, calls_forms
         self.replacements: dict[fx.Node, fx.Node] = {}
         self.lookup = StateLookup(trace)
         self.numbers = count()  # of the nodes of all edits
@@ -319,30 +324,60 @@ class EquationInserter(NodeBuilder):
                 argument, name = self.term(value), self.edit.functions[function]
                 # no name: the region itself, without its edits
                 return self.module(name, argument) if name else self.function(base_call, self.inserter.base, argument)
-            case ir.Arithmetic(op="+", left=left, right=ir.FormCall() as form) if self.fuses_sum(form, left):
-                return self.form_call(form, like=None, plus=self.term(left))
+            case ir.Arithmetic(op="+" | "-" as op, left=left, right=right) if parts := self.scaled_form(right):
+                form, factor = parts
+                state, (value, own) = self.term(left), self.equation(form)
+                factor *= own if op == "+" else -own
+                return self.function(add_to, state, value, *(() if factor == 1 else (factor,)))
             case ir.Arithmetic(op=op, left=left, right=right):
                 return self.function(ARITHMETIC[op], self.term(left), self.term(right))
             case ir.Concat():
                 raise AssertionError("`key_value` and `write_tokens` handle concatenations")
 
-    def fuses_sum(self, form: ir.FormCall, addend: ir.Term) -> bool:
-        """Whether the form's module can compute the sum of its value and the addend."""
-        instance = form.instance
-        fuses = instance.form.adds and instance.has_site_parameters and not instance.tasks
-        return fuses and form.shape == addend.shape and id(form) not in self.memo
+    def is_inline(self, instance: ir.FormInstance) -> bool:
+        return is_inline(instance) and not self.inserter.calls_forms
 
-    def form_call(self, term: ir.FormCall, like: Any, plus: Any = None) -> Any:
+    def scaled_form(self, term: ir.Term) -> tuple[ir.FormCall, float] | None:
+        """A form whose operations stand in the code, and the number that multiplies it; None for
+        other terms.
+        """
+        match term:
+            case _ if id(term) in self.memo:
+                return None
+            case ir.FormCall(instance=instance) if self.is_inline(instance):
+                return term, 1.0
+            case ir.Arithmetic(op="*", left=ir.Constant() as number, right=right):
+                return None if (form := self.scaled_form(right)) is None else (form[0], self.term(number) * form[1])
+            case ir.Arithmetic(op="*", left=left, right=ir.Constant() as number):
+                return None if (form := self.scaled_form(left)) is None else (form[0], self.term(number) * form[1])
+            case _:
+                return None
+
+    def equation(self, term: ir.FormCall) -> tuple[Any, float]:
+        """The value of a form by the operations of its equation, and a factor of it."""
+        return self.form_code(term, self.inputs_of(term, None)).product()
+
+    def form_code(self, term: ir.FormCall, inputs: Sequence[fx.Node]) -> FormCode:
+        module, training = (self.add(self.graph.get_attr(name)) for name in (self.form_name(term), "training"))
+        return FormCode(place_of(term.instance), self.function, module, owners_of(term.instance), inputs, training)
+
+    def inputs_of(self, term: ir.FormCall, like: Any) -> list[Any]:
+        """The inputs of a form. One without takes batch, dtype and device from the state."""
+        if term.input is None:
+            return [like or self.like or self.read(self.assign.state)]
+        return list(map(self.term, term.inputs))
+
+    def form_name(self, term: ir.FormCall) -> str:
+        return f"{CONTAINER}.{self.edit.edit_name}.{self.edit.slug}.{term.instance.key}"
+
+    def form_call(self, term: ir.FormCall, like: Any) -> Any:
         if id(term) in self.memo:
             return self.memo[id(term)]
-        argument = self.term(term.input) if term.input is not None else like
-        if argument is None:  # a form without an input takes batch, dtype and device from the state
-            argument = self.like or self.read(self.assign.state)
-        name = f"{CONTAINER}.{self.edit.edit_name}.{self.edit.slug}.{term.instance.key}"
-        arguments = (argument,) if term.second is None else (argument, self.term(term.second))
-        if plus is not None:
-            return self.module(name, *arguments, plus=plus)
-        value = self.module(name, *arguments)
+        inputs = self.inputs_of(term, like)
+        if self.is_inline(term.instance):
+            value = self.function(cast_like, self.form_code(term, inputs).value(), inputs[0])
+        else:
+            value = self.module(self.form_name(term), *inputs)
         if term.input is not None and isinstance(term.input.shape, Ids):  # which have no dtype for the result
             value = self.method("type_as", value, self.read(self.assign.state))
         self.memo[id(term)] = value

@@ -57,7 +57,8 @@ def bind(call: ast.Call, form: Form, *, shared: bool = False) -> BoundArguments:
 
 def signature(form: Form) -> str:
     """`adapter(x, r, …)`: how a form is called."""
-    inputs = (["h", "[x]"] if form.second else ["x"]) if form.takes_input else []
+    inputs = list(form.definition.inputs) if form.definition is not None else ["x"] if form.takes_input else []
+    inputs = ["h", "[x]"] if form.definition is None and form.second else inputs
     return f"{form.name}({', '.join([*inputs, *map(_param, form.params)])})"
 
 

@@ -79,7 +79,7 @@ def shapes_of(form: Form) -> str:
 
 def first_of(form: Form) -> str:
     """What it equals before any training, with the defaults or with another argument."""
-    if form.passes:
+    if form.keeps_base(example_args(form), next(stands(form))[0]):
         return "what it reads, where that is the base's own weight"
     dims, _ = next(stands(form))
     value = form.initial(example_args(form), dims)
@@ -104,14 +104,22 @@ def folds_of(form: Form) -> str:
 
 
 def variants(form: Form) -> Iterator[tuple[str, Args]]:
-    """An example with one argument at another value."""
-    args = example_args(form)
+    """An example with one argument at another value, where the form can have it."""
+    args, dims = example_args(form), next(stands(form))[0]
     for p in form.params:
         values: tuple[Value, ...] = p.choices if p.type == "choice" else (True, False) if p.type == "bool" else ()
         values = values or ((1,) if p.type == "int" and p.default is None and not p.required else ())
         for value in values:
-            if value != args[p.name]:
+            if value != args[p.name] and _fits(form, {**args, p.name: value}, dims):
                 yield f"{p.name}={str(value).lower()}", {**args, p.name: value}
+
+
+def _fits(form: Form, args: Args, dims: Dims) -> bool:
+    try:
+        form.shape(args, dims)
+    except Illegal:
+        return False
+    return True
 
 
 def costs_of(form: Form) -> str:

@@ -18,7 +18,7 @@ from peftc.dataflow.nodes import is_edit
 from peftc.dataflow.operations import is_size
 from peftc.diagnostics import PeftcError
 from peftc.rewriting.boundary import base_call
-from peftc.rewriting.edits import EQUATIONS
+from peftc.rewriting.edits import CONTAINER, EQUATIONS
 from peftc.rewriting.states import REPLACES
 from peftc.runtime import untraced
 from peftc.specialization.expressions import INFIX, PREFIX, Expressions, indented, wrapped
@@ -148,7 +148,7 @@ class GraphPrinter:
         elif target is setattr:
             self.same(node)
             self.write(node, [f"{self.texts[node]}.{node.args[1]} = {value(node.args[2])}"])
-        elif node.op == "get_attr":
+        elif is_read_of_form(node) or (node.op == "get_attr" and not (is_form(node) and len(node.users) > 1)):
             self.texts[node] = self.expressions.of(node)
         elif is_size(node) and len(node.users) <= 2:
             self.flush()
@@ -255,6 +255,17 @@ class GraphPrinter:
                 return []
             parts[index] = user
         return parts
+
+
+def is_form(node: fx.Node) -> bool:
+    """Whether a node reads the module of a form, whose parameters are then read from it."""
+    return node.op == "get_attr" and str(node.target).startswith(f"{CONTAINER}.")
+
+
+def is_read_of_form(node: fx.Node) -> bool:
+    """Whether a node is the one read of a parameter from the module of a form."""
+    source = node.args[0] if node.target is getattr else None
+    return isinstance(source, fx.Node) and is_form(source) and len(node.users) == 1
 
 
 def raised(error: Exception, names: GlobalNames) -> str:

@@ -17,6 +17,7 @@ from peftc.concurrency.context import ALL, CHOICE, ChoiceVar, preserve_choices
 from peftc.concurrency.interrupts import Deferral, shielded
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.diagnostic import printable
+from peftc.equation_code.hooks import GLOBAL_HOOKS, HOOKED_FORMS, has_hooks
 from peftc.modules.instance_forward import FORWARD, GENERATED, replace_base, with_generated_forward
 from peftc.rewriting.boundary import boundary_graph
 from peftc.rewriting.edits import RegionEdit
@@ -39,6 +40,7 @@ def uncompiled(function: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 
 NUMBERED = ("variant_", "PASSTHROUGH")  # begin the names of other functions and constants of generated code
+CALLING_FORMS = "calling forms"
 _both_modes = ContextVar("both_modes", default=False)
 
 
@@ -84,7 +86,11 @@ class GeneratedClass:
 
     A region that is only edited at its boundary has one forward. Another has a variant for each
     call pattern that its Python code can tell apart, traced when it first comes up.
-    `absent`: members that are None in all its modules; `entered`: classes whose code is entered.
+
+    Args:
+        absent: members that are None in all its modules.
+        entered: classes whose code is entered.
+        calls_forms: whether its code calls all forms, for hooks.
     """
 
     def __init__(
@@ -95,9 +101,10 @@ class GeneratedClass:
         name: str,
         absent: frozenset[str] = frozenset(),
         entered: tuple[type[nn.Module], ...] = (),
+        calls_forms: bool = False,
     ) -> None:
         self.base, self.inline, self.edits, self.name, self.absent = base, inline, edits, name, absent
-        self.entered = entered
+        self.entered, self.calls_forms = entered, calls_forms
         self.code = tuple(map(reachable_code, (base, *entered)))  # that its variants are traced from
         signature = inspect.signature(inspect.unwrap(base.forward))
         first, *others = signature.parameters.values()
@@ -113,6 +120,7 @@ class GeneratedClass:
         self.lock = threading.RLock()
         self._respecialize = uncompiled(self.respecialize, "call")
         self._make_without = uncompiled(self.make_without, "choice")
+        self._make_calling_forms = uncompiled(self.make_calling_forms, "hook")
         self.dispatch: Callable[..., Any] = self._respecialize
         self.cls = make_class(self)
         if not inline:  # only arguments and result are edited: the model's own forward, in between
@@ -128,11 +136,6 @@ class GeneratedClass:
 
     # Choices --------------------------------------------------------------------------------------
 
-    def active_forward(self, module: nn.Module) -> Callable[..., Any]:
-        """The forward with the edits that are active in the present context."""
-        off = cast(ChoiceVar, module.peftc_choice).off
-        return self.without(off).dispatch if off else self.dispatch
-
     def without(self, off: str) -> GeneratedClass | Unedited:
         """The class without the edits in `off`, the key of a choice."""
         other = getattr(self, f"without {off}", None)  # no dictionary: dynamo would guard on all of its keys
@@ -146,6 +149,18 @@ class GeneratedClass:
             other = GeneratedClass(*arguments) if edits else Unedited(self.base.forward)
             other = self if len(edits) == len(self.edits) and off != ALL else other
             return vars(self).setdefault(f"without {off}", other)
+
+    def for_hooks_of(self, module: nn.Module) -> GeneratedClass:
+        """The class whose code calls the forms of a module if hooks want to see these calls."""
+        if self.calls_forms or not has_hooks(cast(Any, module).peftc):
+            return self
+        other = getattr(self, CALLING_FORMS, None)
+        return self._make_calling_forms() if other is None else other
+
+    def make_calling_forms(self) -> GeneratedClass:
+        with self.lock:
+            arguments = (self.base, self.inline, self.edits, self.name, self.absent, self.entered)
+            return vars(self).setdefault(CALLING_FORMS, GeneratedClass(*arguments, calls_forms=True))
 
     # Variants -------------------------------------------------------------------------------------
 
@@ -204,7 +219,7 @@ class GeneratedClass:
         return variant
 
     def rewrite(self, traced: RegionTrace) -> None:
-        inserter = Inserter(traced, self.base)
+        inserter = Inserter(traced, self.base, self.calls_forms)
         inserter.lookup.resolve(self.edits)
         for edit in self.edits:
             inserter.insert(edit)
@@ -237,6 +252,9 @@ class Unedited:
 
     dispatch: Callable[..., Any]
 
+    def for_hooks_of(self, module: nn.Module) -> Unedited:
+        return self
+
 
 # Arguments are passed as they came: decorators of a forward tell positional from keyword ones.
 # A bound method may outlive the edits.
@@ -244,14 +262,24 @@ FORWARD_SOURCE = """\
 def forward(self, *args, **kwargs):
     if getattr(type(self), '_peftc_kind', None) is not kind:
         return type(self).forward(self, *args, **kwargs)
-    return kind.active_forward(self)(self, *args, **kwargs)
+    off = self.peftc_choice.off
+    own = kind.without(off) if off else kind
+    if HOOKED_FORMS or GLOBAL_FORWARD_HOOKS or GLOBAL_FORWARD_PRE_HOOKS:
+        own = own.for_hooks_of(self)
+    return own.dispatch(self, *args, **kwargs)
 """
 
 
 def make_class(kind: GeneratedClass) -> type[nn.Module]:
     """A subclass of the region's own class under the same names."""
     preserve_choices()
-    namespace: dict[str, Any] = {"kind": kind}
+    forward_hooks, forward_pre_hooks = GLOBAL_HOOKS
+    namespace: dict[str, Any] = {
+        "kind": kind,
+        "HOOKED_FORMS": HOOKED_FORMS,
+        "GLOBAL_FORWARD_HOOKS": forward_hooks,
+        "GLOBAL_FORWARD_PRE_HOOKS": forward_pre_hooks,
+    }
     exec(compile(FORWARD_SOURCE, f"<peftc {kind.name}>", "exec"), namespace)
     forward = namespace["forward"]
     forward.__signature__ = kind.signature

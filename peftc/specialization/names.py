@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from peftc import runtime
 from peftc.dataflow.nodes import example, is_edit
+from peftc.equation_code.code import VARIABLE
 from peftc.rewriting.boundary import base_call
 from peftc.rewriting.states import REPLACES
 from peftc.tracing.bytecode import instructions_of
@@ -164,8 +165,8 @@ def base_name(node: fx.Node) -> str:
     """The variable that the model's source assigns in this line, or an operation's name."""
     # What an edit makes of a state has the name of the state.
     state = node.meta.get(REPLACES)
-    name = base_name(state) if state is not None else None
-    if state is None and node.op != "get_attr":  # which is read where it is used
+    name = base_name(state) if state is not None else node.meta.get(VARIABLE)
+    if name is None and node.op != "get_attr":  # which is read where it is used
         name = variable_of(node) or (_assignment(node)[1] if node.target != "size" else None)
     name = re.sub(r"\W", "_", name if name and name.strip("_") else _operation(node))
     reserved = keyword.iskeyword(name) or hasattr(builtins, name) or name in ("self", "torch", "nn")

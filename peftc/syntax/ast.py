@@ -197,12 +197,22 @@ class Statement(Node):
 
 
 @record()
+class Condition(Node):
+    """`if bias`, or `if reduction == none`: a line of a form is there or not."""
+
+    left: Expr
+    op: Literal["", "==", "!=", "<", "<=", ">", ">="] = ""
+    right: Expr | None = None
+
+
+@record()
 class Equation(Statement):
     """`h += 4 * adapter(x, r=512)`"""
 
     target: str
     op: Literal["=", "+=", "*="]
     value: Expr
+    condition: Condition | None = None  # in a form
     target_span: Span = field(default=NOWHERE, compare=False, repr=False)
 
 
@@ -212,6 +222,7 @@ class Let(Statement):
 
     name: str
     value: Expr
+    condition: Condition | None = None  # in a form
 
 
 @record()
@@ -289,6 +300,8 @@ class FormParam(Node):
 
     name: str
     default: Expr | None = None
+    leading: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    trailing: str | None = field(default=None, compare=False, repr=False)
 
 
 @record()
@@ -298,6 +311,7 @@ class Require(Statement):
     left: Expr
     op: Literal["==", "!=", "<", "<=", ">", ">="]
     right: Expr
+    condition: Condition | None = None
 
 
 @record()
@@ -309,7 +323,7 @@ class Parameter(Statement):
     value: Expr
     fixed: bool = False
     scope: str = ""
-    condition: Expr | None = None
+    condition: Condition | None = None
     name_span: Span = field(default=NOWHERE, compare=False, repr=False)
 
 
@@ -320,6 +334,7 @@ class Form(Statement):
     name: str
     params: tuple[FormParam, ...]
     body: tuple[Require | Parameter | Let | Equation, ...]
+    built_in: bool = field(default=False, compare=False)  # as a saved adapter has it; no text of a spec
     closing: tuple[str, ...] = field(default=(), compare=False, repr=False)
     name_span: Span = field(default=NOWHERE, compare=False, repr=False)
 

@@ -73,7 +73,7 @@ class Builder:
         params = _optional(phrase, "params") or _optional(phrase, "form_params")
         end = opening.start if params is None else self._span(params.first, params.first).start
         leading = self._comments.leading(place, end, first)
-        parameters = () if params is None or phrase.rule == "form" else self._params(params)
+        parameters = () if params is None else self._params(params)
         leading += self._comments.inner(opening.start)
         trailing = self._comments.trailing(opening)
         statements = phrase.children[number + 1 : -1]
@@ -86,7 +86,7 @@ class Builder:
         if phrase.rule == "method":
             return ast.build(ast.Method, name=self._words[phrase.children[1]], params=parameters, body=body, **common)
         if phrase.rule == "form":
-            return self._form(phrase, body, **common)
+            return self._form(phrase, parameters, body, **common)
         return self._edit(phrase, body, **common)
 
     def _edit(self, phrase: Phrase, body: tuple[Any, ...], **common: Any) -> ast.Edit:
@@ -104,9 +104,8 @@ class Builder:
             **common,
         )
 
-    def _form(self, phrase: Phrase, body: tuple[Any, ...], **common: Any) -> ast.Form:
+    def _form(self, phrase: Phrase, params: tuple[Any, ...], body: tuple[Any, ...], **common: Any) -> ast.Form:
         name = phrase.children[1]
-        params = [part for part in phrase.children[2].children if isinstance(part, Phrase)]
         for line in body:
             if isinstance(line, ast.Equation) and line.op != "=":
                 self.errors.append(
@@ -115,18 +114,16 @@ class Builder:
         return ast.build(
             ast.Form,
             name=self._words[name],
-            params=tuple([self._form_param(param) for param in params]),
+            params=params,
             body=body,
             name_span=self._span(name, name),
             **common,
         )
 
-    def _form_param(self, phrase: Phrase) -> ast.FormParam:
-        name, *default = phrase.children
-        return ast.FormParam(self._words[name], default[1] if default else None, span=self._place(phrase))
-
-    def _params(self, phrase: Phrase) -> tuple[ast.Param, ...]:
-        params: list[ast.Param] = []
+    def _params(self, phrase: Phrase) -> tuple[Any, ...]:
+        """The parameters of a method, or of a form."""
+        params: list[ast.Param | ast.FormParam] = []
+        kind = ast.FormParam if phrase.rule == "form_params" else ast.Param
         for param, following in zip_longest(phrase.children, phrase.children[1:]):
             if isinstance(param, int):
                 continue
@@ -134,8 +131,9 @@ class Builder:
             leading = self._comments.leading(at, at.end, first=True)
             comma = isinstance(following, int) and self._types[following] == "COMMA"
             trailing = self._comments.trailing(self._span(following, following) if comma else at)
-            name, _, value = param.children
-            params.append(ast.Param(self._words[name], value, leading=leading, trailing=trailing, span=at))
+            name, *default = param.children
+            value: Any = default[1] if default else None
+            params.append(kind(self._words[name], value, leading=leading, trailing=trailing, span=at))
         return tuple(params)
 
     # Statements of one line
@@ -146,8 +144,26 @@ class Builder:
         at = self._span(target, target)
         return ast.build(ast.Equation, target=words[target], op=words[op], value=value, target_span=at, **common)
 
+    def _value(self, children: list[Any], **common: Any) -> ast.Equation:
+        condition = self._condition(children[3:])
+        return self._equation(children[:3], condition=condition, **common)
+
+    def _part(self, children: list[Any], **common: Any) -> ast.Let:
+        _, name, _, value, *condition = children
+        common["condition"] = self._condition(condition)
+        return ast.build(ast.Let, name=self._words[name], value=value, **common)
+
+    def _condition(self, phrases: list[Any]) -> ast.Condition | None:
+        phrase = next((part for part in phrases if isinstance(part, Phrase) and part.rule == "condition"), None)
+        if phrase is None:
+            return None
+        _, left, *comparison = phrase.children
+        op, right = (self._words[comparison[0]], comparison[1]) if comparison else ("", None)
+        return ast.build(ast.Condition, left=left, op=op, right=right, span=self._place(phrase))
+
     def _require(self, children: list[Any], **common: Any) -> ast.Require:
-        _, left, op, right = children
+        _, left, op, right, *condition = children
+        common["condition"] = self._condition(condition)
         return ast.build(ast.Require, left=left, op=self._words[op], right=right, **common)
 
     def _parameter(self, children: list[Any], **common: Any) -> ast.Parameter:
@@ -161,7 +177,7 @@ class Builder:
             value=parts[equal + 1],
             fixed=self._types[kind] == "FIXED",
             scope=self._words[phrases["scope"][1]] if "scope" in phrases else "",
-            condition=phrases["condition"][1] if "condition" in phrases else None,
+            condition=self._condition(parts),
             name_span=self._span(name, name),
             **common,
         )

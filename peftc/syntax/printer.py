@@ -88,6 +88,8 @@ def print_spec(spec: ast.Spec) -> str:
     lines = [*spec.header, _with_comment(f"peft {spec.version}", spec.header_trailing)]
     previous: ast.Statement | None = None
     for statement in spec.statements:
+        if isinstance(statement, ast.Form) and statement.built_in:
+            continue
         between_methods = isinstance(previous, ast.Method | ast.Form) or isinstance(statement, ast.Method | ast.Form)
         if previous is None or between_methods or statement.leading[:1] == ("",):
             lines.append("")
@@ -137,12 +139,12 @@ def _with_comment(line: str, comment: str | None) -> str:
 
 def _line(statement: ast.Statement) -> str:
     match statement:
-        case ast.Equation(target, op, value):
-            return f"{target} {op} {print_expression(value)}"
-        case ast.Let(name, value):
-            return f"let {name} = {print_expression(value)}"
-        case ast.Require(left, op, right):
-            return f"require {print_expression(left)} {op} {print_expression(right)}"
+        case ast.Equation(target, op, value, condition):
+            return f"{target} {op} {print_expression(value)}{_condition(condition)}"
+        case ast.Let(name, value, condition):
+            return f"let {name} = {print_expression(value)}{_condition(condition)}"
+        case ast.Require(left, op, right, condition):
+            return f"require {print_expression(left)} {op} {print_expression(right)}{_condition(condition)}"
         case ast.Parameter():
             return _parameter(statement)
         case ast.Train(name, states, at):
@@ -163,17 +165,33 @@ def _line(statement: ast.Statement) -> str:
 def _parameter(parameter: ast.Parameter) -> str:
     sizes = f"[{_print_all(parameter.sizes)}]" if parameter.sizes else ""
     scope = f" per {parameter.scope}" if parameter.scope else ""
-    condition = "" if parameter.condition is None else f" if {print_expression(parameter.condition)}"
     kind = "fixed" if parameter.fixed else "param"
+    condition = _condition(parameter.condition)
     return f"{kind} {parameter.name}{sizes}{scope} = {print_expression(parameter.value)}{condition}"
+
+
+def _condition(condition: ast.Condition | None) -> str:
+    if condition is None:
+        return ""
+    right = "" if condition.right is None else f" {condition.op} {print_expression(condition.right)}"
+    return f" if {print_expression(condition.left)}{right}"
 
 
 def _form(form: ast.Form, width: int) -> list[str]:
     params = [p.name if p.default is None else f"{p.name} = {print_expression(p.default)}" for p in form.params]
-    lines = [_with_comment(f"form {form.name}({', '.join(params)}) {{", form.trailing)]
-    if len(lines[0]) > width:
-        lines = [f"form {form.name}(", *(f"{_INDENT}{param}," for param in params), _with_comment(") {", form.trailing)]
-    return [*lines, *_block(form.body, form.closing)]
+    return [*_head(f"form {form.name}", form, params, width), *_block(form.body, form.closing)]
+
+
+def _head(start: str, block: ast.Method | ast.Form, params: Sequence[str], width: int) -> list[str]:
+    """The first line of a method or form, or one for each parameter if these have comments."""
+    lines = [_with_comment(f"{start}({', '.join(params)}) {{", block.trailing)]
+    if len(lines[0]) > width or any(param.leading or param.trailing for param in block.params):
+        lines = [f"{start}("]
+        for param, text in zip(block.params, params, strict=True):
+            lines += _indented(_trimmed(param.leading), _INDENT)
+            lines.append(_with_comment(f"{_INDENT}{text},", param.trailing))
+        lines.append(_with_comment(") {", block.trailing))
+    return lines
 
 
 def _edit(edit: ast.Edit, width: int) -> list[str]:
@@ -207,13 +225,7 @@ def _block(body: Sequence[ast.Statement], closing: Sequence[str]) -> Iterator[st
 
 def _method(method: ast.Method, width: int) -> list[str]:
     params = [f"{param.name} = {print_expression(param.default)}" for param in method.params]
-    lines = [_with_comment(f"method {method.name}({', '.join(params)}) {{", method.trailing)]
-    if len(lines[0]) > width or any(param.leading or param.trailing for param in method.params):
-        lines = [f"method {method.name}("]
-        for param, text in zip(method.params, params, strict=True):
-            lines += _indented(_trimmed(param.leading), _INDENT)
-            lines.append(_with_comment(f"{_INDENT}{text},", param.trailing))
-        lines.append(_with_comment(") {", method.trailing))
+    lines = _head(f"method {method.name}", method, params, width)
     if not method.body and not method.closing and not method.trailing:
         return [*lines[:-1], f"{lines[-1]} }}"]
     return [*lines, *_block(method.body, method.closing)]

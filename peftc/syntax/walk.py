@@ -92,8 +92,8 @@ def values(statement: ast.Statement) -> Iterator[ast.Expr]:
             yield from (param.default for param in params)
         case ast.Edit(body=body):
             yield from (line.value for line in body)
-        case ast.Equation(value=value) | ast.Let(value=value):
-            yield value
+        case ast.Equation(value=value, condition=condition) | ast.Let(value=value, condition=condition):
+            yield from (value, *condition_values(condition))
         case ast.Expect(left=left, right=right):
             yield from (left,) if right is None else (left, right)
         case ast.Apply(args=args):
@@ -103,15 +103,21 @@ def values(statement: ast.Statement) -> Iterator[ast.Expr]:
             yield from (value for inner in body for value in values(inner))
         case ast.Parameter():
             yield from (*line_values(statement),)
-        case ast.Require(left=left, right=right):
-            yield from (left, right)
+        case ast.Require(left=left, right=right, condition=condition):
+            yield from (left, right, *condition_values(condition))
         case _:
             pass
 
 
 def line_values(line: ast.Parameter) -> tuple[ast.Expr, ...]:
     """The expressions of a parameter: sizes, first value, condition."""
-    return (*line.sizes, line.value, *(() if line.condition is None else (line.condition,)))
+    return (*line.sizes, line.value, *condition_values(line.condition))
+
+
+def condition_values(condition: ast.Condition | None) -> tuple[ast.Expr, ...]:
+    if condition is None:
+        return ()
+    return (condition.left,) if condition.right is None else (condition.left, condition.right)
 
 
 def names_in_statements(statements: Iterable[ast.Statement]) -> Iterator[str]:

@@ -152,7 +152,7 @@ def test_tensors_other_than_those_listed(folder: Path) -> None:
     ("spec", "excerpt"),
     [
         ("peft 1\nedit e at layer[*].nothing { h += lora(x, r=2) }", "P20"),
-        ("peft 1\nedit e at layer[*].attn.q { h += lora(x, r=2000) }", "P311"),
+        ("peft 1\nedit e at layer[*].attn.q { h += lora(x, r=2000) }", "P317"),
         ("__import__('os').abort()", "P0"),
     ],
 )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import peftc
 from peftc.cli.main import main
 from peftc.diagnostics import PeftcError
-from peftc.equations.equation_module import EquationModule
+from peftc.equation_code.module import EquationModule
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, INITIAL_VALUES, NUMBERS, SIZES
 from peftc.equations.reserved import is_reserved
 from tests import zoo
@@ -59,7 +59,7 @@ def test_mistakes_in_the_text_of_a_form(form: str, code: str, text: str) -> None
     ("form", "code", "text"),
     [
         ("form g(x, r) { param A[r, d(x)] = 0 f = A @ A @ x }", "P301", "A @ A @ x"),
-        ("form g(x, r) { require r >= 8 param A[d(out), d(x)] = 0 f = A @ x }", "P317", "require r >= 8"),
+        ("form g(x, r) { require 2 * r >= 16 param A[d(out), d(x)] = 0 f = A @ x }", "P317", "require 2 * r >= 16"),
         ("form g(x, r) { param A[d(out), d(x) / 5] = r f = A @ x }", "P318", "d(x) / 5"),
         ("form g(x, r) { param A[rows(out), d(x)] = r f = A @ x }", "P310", "rows(out)"),
         ("form g(x, r) { param A[d(out), d(x)] = r f = A @ x + r @ x }", "P105", "r"),

@@ -149,12 +149,15 @@ def test_weights_and_biases_of_norms() -> None:
 relu = eq.apply("adapter", X, OUT, r=4)
 gate = eq.apply("gate", X, OUT)
 REASONS = {
-    "nonlinear": (eq.op("+", H, relu), "`adapter(x)`: its activation relu is not linear"),
+    "nonlinear": (
+        eq.op("+", H, relu),
+        "`adapter(x)`: `act(down @ z + down_bias)` is not linear with `act=relu`",
+    ),
     "layer norm": (
         eq.apply("adapter", X, OUT, r=4, act="none", norm_in=True),
-        "`adapter(x)`: its layer norm is not linear",
+        "`adapter(x)`: `layer_norm(x)` is not linear",
     ),
-    "gate": (eq.op("*", gate, lora), "`gate(x)`: it depends on the input"),
+    "gate": (eq.op("*", gate, lora), "`gate(x)`: `sigmoid(weight @ x + bias)` is not linear"),
     "square": (eq.op("*", H, eq.op("+", lora, eq.number(1))), "`h * (lora(x) + 1)` multiplies two values"),
     "quotient": (eq.op("/", eq.number(1), H), "`1 / h` divides by a value that depends on the input"),
     "other state": (eq.op("+", H, eq.read("res", OUT)), "`res` is not what the Linear reads"),

@@ -9,7 +9,8 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
-from peftc.forms import FORMS, Args, Dims, Form
+from peftc.equations.table import FORMS
+from peftc.forms import Args, Dims, Form
 from peftc.forms.fusion_module import Fusion
 from peftc.forms.module import FormModule, build, build_of_all, build_owner, member
 from peftc.forms.registry import Spot

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftc.forms.affine_module import Affine
 from peftc.forms.module import FormModule, build, build_owner, parameter_dtype
-from peftc.forms.shapes import Tokens
+from peftc.forms.shapes import Rows, Tokens
 from tests.forms.cases import CASES, Case, alone, base, buffers, every, initialised, owner, parameters, seeded, shaken
 from tests.reference import forms as reference
 
@@ -107,6 +107,8 @@ def expected(case: Case, w: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
             return (reference.gate(w, x),)
         case "gate":
             return (reference.gate(w, x).view(-1, *[1] * (len(case.like().shape) - 1 + ("heads" in str(case.target)))),)
+        case "vector" if isinstance(case.target, Rows):
+            return (w["scale"].unsqueeze(1),)
         case _:
             return (w["scale"],)
 
@@ -265,7 +267,9 @@ def test_repr_names_form_and_arguments() -> None:
     assert "down: (4, 12)" in repr(module)
 
 
-LINEAR = [case for case in CASES if isinstance(case.input, Tokens) and case.form.affine(case.args) is None]
+LINEAR = [
+    case for case in CASES if isinstance(case.input, Tokens) and case.form.not_affine(case.args, case.dims) is None
+]
 
 
 @pytest.mark.parametrize("case", LINEAR, ids=str)

@@ -162,7 +162,7 @@ def _terms(term):
         ("edit e at layer[*].ffn { h = gate(x) }", "P301", "gate(x)"),
         ("edit e at layer[*].ffn { h += 1 + adapter(x, r=8) * z }", "P301", "adapter(x, r=8) * z"),
         ("edit e at layer[*].ffn { h += adapter(norm(z), r=8) }", "P301", "z"),
-        ("edit e at layer[*].attn.q { h += lora(x, r=1025) }", "P311", "r=1025"),
+        ("edit e at layer[*].attn.q { h += lora(x, r=1025) }", "P317", "r=1025"),
         ("edit e at layer[*].attn { kv = prefix(len=4) }", "P303", "prefix(len=4)"),
         ("edit e at layer[*].attn { kv *= 2 }", "P303", "2"),
         ("edit e at layer[*].attn { kv += prefix(len=4) }", "P301", "prefix(len=4)"),
@@ -252,7 +252,7 @@ def test_grouped_queries_have_narrow_keys():
     plan = planned("edit p at layer[*].attn { kv = concat(prefix(len=3), kv) }", LLAMA).plan
     assert plan.totals.trained == 4 * 2 * 3 * 16
     (diagnostic,) = refused("edit e at layer[*].attn.k { h += lora(x, r=32) }", LLAMA)
-    assert diagnostic.code == "P311"
+    assert diagnostic.code == "P317"
 
 
 def test_twice_the_layers_are_twice_the_work():

@@ -301,13 +301,13 @@ def multi_head(edit: str, which: str = "attn", act: str = "relu", s: float = 1.0
 
 
 def scaled_states(edit: str, states: str) -> Method:
-    """q, k, v as attention sees them, each times a vector (heads, 1, d_head)."""
+    """q, k, v as attention sees them, (batch, heads, tokens, d_head), times (heads, d_head)."""
 
     def apply(ref: Reference, weights: Weights) -> None:
         for site in ref.attentions:
             for i, state in enumerate(states.split()):
                 w = part(weights, edit, site.path, "vector" if i == 0 else f"vector_{i + 1}")
-                getattr(ref.inside(site), state).append(lambda z, w=w: z * w["scale"])
+                getattr(ref.inside(site), state).append(lambda z, w=w: z * w["scale"].unsqueeze(-2))
 
     return apply
 

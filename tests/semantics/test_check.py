@@ -8,8 +8,8 @@ import pytest
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.codes import CODES, RIGHT, WRONG
+from peftc.equations.table import FORMS
 from peftc.filesystem import resources
-from peftc.forms import FORMS
 from peftc.semantics import bind, check_file, read_spec
 from peftc.syntax import ast, parse_expression, parse_text
 from peftc.syntax.vocabulary import STACK_CHOICE_HELP

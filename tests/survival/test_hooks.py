@@ -160,8 +160,8 @@ def test_hooks_of_all_modules(name: str) -> None:
         finally:
             handle.remove()
         counts.append(calls)
-    assert {k: v for k, v in counts[1].items() if k != "LoRA"} == counts[0]
-    assert counts[1]["LoRA"] == len(peftc.parameters(model)) // 2
+    assert {k: v for k, v in counts[1].items() if k != "EquationModule"} == counts[0]
+    assert counts[1]["EquationModule"] == len(peftc.parameters(model)) // 2
 
 
 @pytest.mark.parametrize("name", SPECIES)

@@ -42,7 +42,7 @@ def design_of(site_edits: Sequence[SiteEdit]) -> Design:
     modified = representation(site_edits)
     calls = [term for term in subterms(value) if isinstance(term, FormCall)]
     if isinstance(value, Concat):
-        functional = calls[0].instance.form.shown("x W_q", calls[0].instance.args)
+        functional = calls[0].instance.form.shown("x W_q", calls[0].instance.args, calls[0].instance.dims)
         if isinstance(value.shape, Tokens):
             return Design(name, functional, "tokens", modified, "h ← [Δh; h]")
         return Design(name, functional, "parallel", modified, "h ← (1 − λ)h + λΔh")  # Eq. 7-10
@@ -54,7 +54,9 @@ def design_of(site_edits: Sequence[SiteEdit]) -> Design:
     reads_h = any(isinstance(term, Read) and term.state == "h" for term in subterms(main))
     insertion: Insertion = "weight" if state in ("w", "b") else "sequential" if reads_h else "parallel"
     composition = f"{state} ← {show_composition(value, main, f'Δ{state}')}"
-    return Design(name, main.instance.form.shown(source, main.instance.args), insertion, modified, composition)
+    return Design(
+        name, main.instance.form.shown(source, main.instance.args, main.instance.dims), insertion, modified, composition
+    )
 
 
 def table(designs: Iterable[tuple[str, Design]]) -> str:

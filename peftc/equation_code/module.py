@@ -8,26 +8,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from peftc.equations.code_module import Forward, evaluate, forward_of
-from peftc.equations.definition import scope_of
-from peftc.equations.fold_module import Fold
-from peftc.equations.initial_module import draw_of, write_initial
+from peftc.equation_code.code import evaluate, forward_of
+from peftc.equation_code.fold import Fold
+from peftc.equation_code.hooks import Hookable
+from peftc.equation_code.initial_values import draw_of, write_initial
+from peftc.equations.definition import OWNER, scope_of
+from peftc.equations.patterns import bottleneck_of, takes_rows
+from peftc.equations.primitives import ACTIVATIONS
 from peftc.forms.affine_module import Affine
-from peftc.forms.module import Draw, FormModule, Generators, has_values
+from peftc.forms.module import Draw, FormModule, Generators, HiddenUnits, has_values
 from peftc.forms.registry import Args, Dims, EquationForm
 from peftc.syntax import ast
 
 if TYPE_CHECKING:
     from peftc.equations.analysis import Place
 
-OWNER, PLACE, FORWARDS = "owner_module", "_place", "_equation_forwards"
+PLACE = "_place"
 
 
-class EquationModule(FormModule):
+class EquationModule(Hookable, FormModule):
     """The parameters of a form at one site, or the common ones of several, and its equation.
 
-    The parameters have the names and sizes of the text. `forward` runs the code of the equation: a
-    function of torch's operations, made once for evaluation and once for training.
+    The parameters have the names and sizes of the text. The code of an edited model has the
+    operations of the equation itself, and reads the parameters here; `forward` runs the same
+    operations where the form is chosen at run time, as those of several tasks are.
     Shapes: as `Definition.shape` says.
     """
 
@@ -48,6 +52,7 @@ class EquationModule(FormModule):
             line = place.parameters[name]
             if scope_of(line) in scopes:
                 (self.fixed if line.fixed else self.parameter)(name, *size)
+        self._owners = tuple((name, OWNER) for name in place.parameters if name not in self.own_names())
 
     @property
     def place(self) -> Place:
@@ -57,42 +62,30 @@ class EquationModule(FormModule):
         return own[PLACE]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in (PLACE, FORWARDS)}
+        return {name: value for name, value in vars(self).items() if name != PLACE}
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        self.prepare()
 
     def copier(self) -> Callable[[], FormModule] | None:
-        for name in (PLACE, FORWARDS):
-            vars(self).pop(name, None)
+        vars(self).pop(PLACE, None)
         return super().copier()
 
     def own_names(self) -> list[str]:
         """The parameters and fixed values that this module has."""
         return [name for name, line in self.place.parameters.items() if scope_of(line) in self.scopes]
 
-    def values(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """The parameters and fixed values of the equation, by name."""
         own = set(self.own_names())
         return {n: getattr(self if n in own else self.owner_module, n) for n in self.place.parameters}
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        like, dtype = inputs[0], self.dtype
-        values = [x if x.dtype == dtype or not x.is_floating_point() else x.to(dtype) for x in inputs]
-        forwards = vars(self).get(FORWARDS) or self._forwards()
-        f = forwards[self.training](self, *values[: self.arity])
-        return f if f.dtype == like.dtype or not like.is_floating_point() else f.to(like.dtype)
+        return forward_of(self.place, self._owners)(self, *inputs[: self.arity or 1])
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the parameters, in which the equation is computed."""
-        tensors = iter(self._parameters.values() or self.values().values())
-        return next((t.dtype for t in tensors if t is not None and t.is_floating_point()), self._options[0])
-
-    def _forwards(self) -> tuple[Forward, Forward]:
-        """The code of the equation in evaluation and in training."""
-        place, own = self.place, self.own_names()
-        owners = tuple((name, OWNER) for name in place.parameters if name not in own)
-        forwards = forward_of(place, owners, training=False), forward_of(place, owners, training=True)
-        vars(self)[FORWARDS] = forwards
-        return forwards
+    def prepare(self) -> None:
+        forward_of(self.place, self._owners)
 
     def draws(self) -> Mapping[str, Draw]:
         return {name: draw for name, draw in self._draws().items() if not self.place.parameters[name].fixed}
@@ -114,7 +107,7 @@ class EquationModule(FormModule):
 
     def fold(self, value: Affine) -> Affine:
         place = self.place
-        parameters = {name: tensor.detach().to(value.dtype) for name, tensor in self.values().items()}
+        parameters = {name: tensor.detach().to(value.dtype) for name, tensor in self.tensors().items()}
 
         def constant(node: ast.Expr) -> Tensor:
             return evaluate(place, node, {}, parameters)
@@ -127,3 +120,19 @@ class EquationModule(FormModule):
 
     def extra_repr(self) -> str:
         return f"{self.definition.name}: {super().extra_repr()}"
+
+    def takes_rows(self) -> bool:
+        return takes_rows(self.place)
+
+    def hidden_units(self) -> HiddenUnits | None:
+        bottleneck = bottleneck_of(self.place)
+        if bottleneck is None or bottleneck.of_heads or bottleneck.act not in ACTIVATIONS:
+            return None
+        down, down_bias, up, up_bias = (
+            None if part is None else evaluate(self.place, part, {}, self.tensors())
+            for part in (bottleneck.down, bottleneck.down_bias, bottleneck.up, bottleneck.up_bias)
+        )
+        assert down is not None
+        assert up is not None
+        factor = bottleneck.factor
+        return down, down_bias, factor * up, None if up_bias is None else factor * up_bias, bottleneck.act

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from peftc.equation_code.code import evaluate
 from peftc.equations.analysis import Place
-from peftc.equations.code_module import evaluate
 from peftc.equations.primitives import INITIAL_VALUES
 from peftc.forms.module import Draw, constant, kaiming, normal, truncated
 from peftc.syntax import ast
+from peftc.syntax.walk import names_in
 
 _DRAWS: Mapping[str, Callable[..., Draw]] = {"normal": normal, "truncated": truncated}
 
@@ -48,6 +49,9 @@ def _draw(kind: str, size: tuple[int, ...], number: float | None) -> Draw:
 
 def write_initial(place: Place, name: str, base: Mapping[str, Tensor], parameter: Tensor) -> None:
     """Writes a first value that is computed from the base's weights into a parameter."""
-    value = evaluate(place, place.parameters[name].value, base, {})
+    node = place.parameters[name].value
+    names = [one for one in dict.fromkeys(names_in(node)) if one in place.types]
+    weights = {one: base[one].detach().to(parameter.device, parameter.dtype) for one in names}
+    value = evaluate(place, node, weights, {})
     with torch.no_grad():
         parameter.copy_(value.to(parameter.device, parameter.dtype).reshape(parameter.shape))

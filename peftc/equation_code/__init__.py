@@ -1,0 +1,1 @@
+"""From equations to torch: code, modules of parameters, first values, folds."""

@@ -1,0 +1,326 @@
+"""From the equation of a form at a place to torch code.
+
+The same operations stand in the code of an edited model, which reads the parameters from the
+module of the form, and in the forward of that module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from peftc.equation_code import functions
+from peftc.equations.analysis import Place
+from peftc.equations.operands import OUT, TOKENS
+from peftc.equations.primitives import FUNCTIONS, OPERATORS, Primitive
+from peftc.equations.values import Type, Value
+from peftc.forms.rowwise_module import linear, lookup
+from peftc.syntax import ast
+
+VALUE = "f"  # the name of a value without one
+VARIABLE = "variable"  # in a node's meta: the name of its value in the text of the form
+Operation = fx.Node | float | int | bool | str
+Emit = Callable[..., fx.Node]  # adds the call of a function with arguments to a graph
+Forward = Callable[..., Tensor]
+
+
+@cache
+def function_named(name: str) -> Callable[..., Any]:
+    """The function of a dotted name."""
+    module, _, attribute = name.rpartition(".")
+    if module == "torch.Tensor":
+        return getattr(Tensor, attribute)
+    return cast(Callable[..., Any], getattr(import_module(module), attribute))
+
+
+class Code:
+    """Adds the operations of an equation to a graph.
+
+    Args:
+        emit: adds an operation.
+        inputs: the nodes of the inputs, by name.
+        parameter: gives the node of a parameter.
+        training: whether dropout acts.
+        linear: computes x Wᵀ + b.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        emit: Emit,
+        inputs: Mapping[str, fx.Node],
+        parameter: Callable[[str], fx.Node],
+        training: Operation = False,
+        linear: Callable[..., Tensor] = F.linear,
+    ) -> None:
+        self.place, self.emit, self.inputs, self.parameter = place, emit, inputs, parameter
+        self.training, self.linear = training, linear
+        self.nodes: dict[int, Operation] = {}
+
+    def value(self) -> Operation:
+        """The node of the value of the form."""
+        factor, node = self.place.product
+        return self.scaled(node, factor)
+
+    def product(self) -> tuple[Operation, float]:
+        """The node of an expression, and the number that it has to be multiplied by."""
+        factor, node = self.place.product
+        return self.operation(node), factor
+
+    def scaled(self, node: ast.Expr, factor: float) -> Operation:
+        """An expression times a number, which multiplies a product where it is thinnest."""
+        if factor == 1:
+            return self.operation(node)
+        match node:
+            case ast.Binary("@", left, right) if id(node) not in self.nodes and self._width(right) < self._width(node):
+                return self._matmul(left, self.operation(left), self.scaled(right, factor), right)
+            case _:
+                return self.emit(function_named(OPERATORS["*"].torch), self.operation(node), factor)
+
+    def _width(self, node: ast.Expr) -> int:
+        """The fewest entries of a product and of its last operands."""
+        own = self._type(node).entries if self._type(node).batch != "ids" else self.place.value.type.entries
+        return min(own, self._width(node.right)) if isinstance(node, ast.Binary) and node.op == "@" else own
+
+    def operation(self, node: ast.Expr) -> Operation:
+        operand = self.place.operand(node)
+        if not isinstance(operand, Value):
+            return operand
+        if id(node) not in self.nodes:
+            self.nodes[id(node)] = self._named(self._operation(node), node)
+        return self.nodes[id(node)]
+
+    def _named(self, operation: Operation, node: ast.Expr) -> Operation:
+        """An operation with the name that the text has for its value."""
+        name = self.place.products.names.get(id(node), VALUE)
+        if isinstance(operation, fx.Node) and operation.op == "call_function" and operation.target is not getattr:
+            operation.meta.setdefault(VARIABLE, name)
+        return operation
+
+    def _operation(self, node: ast.Expr) -> Operation:
+        place = self.place
+        match node:
+            case ast.Name(name) if name in self.inputs:
+                return self.inputs[name]
+            case ast.Name(name) if name in place.sizes:
+                return self.parameter(name)
+            case ast.Name(name):
+                return self.operation(place.products.lets.get(name) or place.lets[name])
+            case ast.Negative(value):
+                return self.emit(torch.neg, self.operation(value))
+            case ast.Binary("@", left, right):
+                return self._matmul(left, self.operation(left), self.operation(right), right)
+            case ast.Binary("+" | "-" as op, left, right):
+                return self._sum(op, left, right)
+            case ast.Binary("*", ast.Number() as number, right):
+                return self.scaled(right, float(place.number(number)))
+            case ast.Binary(op, left, right):
+                a, b = self.operation(left), self.operation(right)
+                if not isinstance(b, fx.Node) and b == 1:
+                    return a
+                return self.emit(function_named(OPERATORS[op].torch), a, b)
+            case ast.Call(function, args):
+                is_over_tokens = function == "mean" and len(args) == 2 and args[1] == ast.Name(TOKENS)
+                own = "token_mean" if is_over_tokens else place.function(function)
+                return self._call(FUNCTIONS[own], args[:1] if is_over_tokens else args)
+            case ast.Item(value, indices):
+                numbers = tuple(map(place.number, indices))
+                return self.emit(function_named("operator.getitem"), self.operation(value), numbers)
+            case _:
+                raise TypeError(f"{type(node).__name__} is no part of an equation")
+
+    def _matmul(
+        self, left: ast.Expr, a: Operation, b: Operation, right: ast.Expr, bias: Operation | None = None
+    ) -> Operation:
+        type_ = self._type(right)
+        if type_.batch == "ids":
+            p = self._dropout_of_ids(right)
+            return self.emit(lookup, b, a, *((p, self.training) if p else ()))
+        if type_.batch and len(self._type(left).size) == 3:
+            return self.emit(functions.head_maps, b, a)
+        if type_.batch:
+            return self.emit(self.linear, b, a, *(() if bias is None else (bias,)))
+        return self.emit(torch.matmul, a, b)
+
+    def _sum(self, op: str, left: ast.Expr, right: ast.Expr) -> Operation:
+        first, second = self.place.operand(left), self.place.operand(right)
+        if not isinstance(second, Value) and second == 0:
+            return self.operation(left)
+        if not isinstance(first, Value) and first == 0 and op == "+":
+            return self.operation(right)
+        if op == "+" and self._is_map_with_bias(left, right):
+            return self._map(left, right)
+        if op == "+" and self._is_map_with_bias(right, left):
+            return self._map(right, left)
+        return self.emit(function_named(OPERATORS[op].torch), self.operation(left), self.operation(right))
+
+    def _is_map_with_bias(self, product: ast.Expr, bias: ast.Expr) -> bool:
+        """Whether a sum is that of a matrix times each token, and a vector of biases."""
+        if not (isinstance(product, ast.Binary) and product.op == "@") or id(product) in self.nodes:
+            return False
+        operand, source = self.place.operand(bias), self._type(product.right)
+        size = self._type(product.left).size
+        is_vector = isinstance(operand, Value) and operand.type == Type(size[:1]) and len(size) == 2
+        return is_vector and bool(source.batch) and source.batch != "ids"
+
+    def _map(self, product: ast.Expr, bias: ast.Expr) -> Operation:
+        assert isinstance(product, ast.Binary)
+        left, right = self.operation(product.left), self.operation(product.right)
+        return self._matmul(product.left, left, right, product.right, self.operation(bias))
+
+    def _dropout_of_ids(self, node: ast.Expr) -> float:
+        """The probability that the one entry of a one-hot vector is zero."""
+        match node:
+            case ast.Name(name) if name in self.place.lets:
+                return self._dropout_of_ids(self.place.lets[name])
+            case ast.Call(_, (value, p)):
+                return 1 - (1 - self._dropout_of_ids(value)) * (1 - float(self.place.number(p)))
+            case _:
+                return 0.0
+
+    def _call(self, primitive: Primitive, args: Sequence[ast.Expr]) -> Operation:
+        operations = tuple(map(self.operation, args))
+        match primitive.name:
+            case "none":
+                return operations[0]
+            case "token_mean":
+                return self.emit(functions.token_mean, operations[0], len(self._type(args[0]).size))
+            case "dropout":
+                value, p = operations
+                is_active = self.training is not False and p != 0 and self._type(args[0]).batch != "ids"
+                return self.emit(functions.dropout, value, p, self.training) if is_active else value
+            case _:
+                return self.emit(function_named(primitive.torch), *operations)
+
+    def _type(self, node: ast.Expr) -> Type:
+        operand = self.place.operand(node)
+        assert isinstance(operand, Value)
+        return operand.type
+
+
+def evaluate(place: Place, node: ast.Expr, inputs: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    """The tensor of a part of an equation, in evaluation."""
+    graph = fx.Graph()
+    nodes = {name: graph.placeholder(name) for name in (*inputs, *parameters)}
+    emit: Emit = lambda function, *args: graph.call_function(function, args)  # noqa: E731
+    value = Code(place, emit, {n: nodes[n] for n in inputs}, nodes.__getitem__).operation(node)
+    graph.output(value)
+    result = fx.GraphModule({}, graph)(*inputs.values(), *parameters.values())
+    return result if isinstance(result, Tensor) else torch.tensor(result)
+
+
+class FormCode:
+    """The operations of a form in a graph: inputs in the dtype of the parameters, and the equation.
+
+    Args:
+        module: the node of the module of the form.
+        owners: parameters with the attribute of the module that has them, if not the module.
+        training: the node of whether the model is being trained.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        emit: Emit,
+        module: fx.Node,
+        owners: Mapping[str, str],
+        inputs: Sequence[fx.Node],
+        training: fx.Node,
+        linear: Callable[..., Tensor] = F.linear,
+    ) -> None:
+        self.emit, self.module, self.owners = emit, module, owners
+        self.parameters: dict[str, fx.Node] = {}
+        self.read: dict[str, fx.Node] = {}
+        self.place = place
+        cast_inputs = dict(zip(place.inputs, map(self._cast, place.inputs, inputs), strict=False))
+        self.code = Code(place, emit, cast_inputs, self.parameter, training, linear)
+
+    def parameter(self, name: str) -> fx.Node:
+        if name not in self.parameters:
+            module = self.module
+            if (owner := self.owners.get(name)) is not None:
+                if owner not in self.read:
+                    self.read[owner] = self.emit(getattr, module, owner)
+                module = self.read[owner]
+            self.parameters[name] = self.emit(getattr, module, name)
+        return self.parameters[name]
+
+    def _cast(self, name: str, value: fx.Node) -> fx.Node:
+        """An input in the dtype of the parameters, heads behind tokens; ids as they are."""
+        first = next(iter(self.place.sizes), None)
+        if name in self.place.heads_first:
+            value = self.emit(torch.transpose, value, 1, 2)
+            value.meta[VARIABLE] = name
+        if first is None or self.place.types[name].batch == "ids":
+            return value
+        value = self.emit(functions.cast_like, value, self.parameter(first))
+        value.meta[VARIABLE] = name
+        return value
+
+    def value(self) -> Operation:
+        """The node of the value of the form, as the state has its dimensions."""
+        return self._as_state(self.code.value())
+
+    def product(self) -> tuple[Operation, float]:
+        """The node of a value, and the number that it has to be multiplied by."""
+        node, factor = self.code.product()
+        return self._as_state(node), factor
+
+    def _as_state(self, node: Operation) -> Operation:
+        type_, out = self.place.value.type, self.place.types.get(OUT)
+        has_heads = out is not None and bool(out.batch) and len(out.size) == 2
+        if type_.batch == "examples" and has_heads:  # (batch, 1, 1) beside heads
+            return self.emit(torch.unsqueeze, node, -1)
+        if type_.batch == "examples" and self.place.writes_pair:  # one for each row
+            return self.emit(torch.transpose, node, 1, 2)
+        if OUT in self.place.heads_first and len(type_.size) == 2:
+            return self.emit(functions.heads_first, node)
+        return node
+
+
+def forward_of(place: Place, owners: tuple[tuple[str, str], ...]) -> Forward:
+    """`forward(self, *inputs)` of a module with the parameters of a form, the same for a place.
+
+    Its first argument also gives the dtype of the value, and is the only one of a form without
+    inputs. The parameters may have a first dimension of rows (`rowwise_module`).
+    """
+    if owners not in place.code:
+        place.code[owners] = _forward(place, dict(owners))
+    return place.code[owners]
+
+
+def _forward(place: Place, owners: Mapping[str, str]) -> Forward:
+    graph = fx.Graph()
+    emit: Emit = lambda function, *args: graph.call_function(function, args)  # noqa: E731
+    module = graph.placeholder("self")
+    inputs = [graph.placeholder(name) for name in place.inputs or ("like",)]
+    training = emit(getattr, module, "training")
+    form = FormCode(place, emit, module, owners, inputs, training, linear)
+    value = form.value()
+    if not place.inputs or place.types[place.inputs[0]].batch != "ids":
+        value = emit(functions.cast_like, value, inputs[0])
+    graph.output(value)
+    graph.eliminate_dead_code()
+    code = graph.python_code("self", verbose=False)
+    names = dict(code.globals)
+    exec(compile(code.src, "<form>", "exec"), names)  # of the graph, not of the text
+    return cast(Forward, names["forward"])
+
+
+def code_text(place: Place) -> str:
+    """A text that is equal for places of the same code."""
+    if "text" not in place.code:
+        graph = fx.Graph()
+        emit: Emit = lambda function, *args: graph.call_function(function, args)  # noqa: E731
+        module, *inputs = (graph.placeholder(name) for name in ("self", *(place.inputs or ("like",))))
+        form = FormCode(place, emit, module, {}, inputs, graph.placeholder("training"))
+        value, factor = form.product()
+        graph.output((value, factor))
+        place.code["text"] = str(graph)
+    return place.code["text"]

@@ -1,0 +1,72 @@
+"""Hooks on the modules of forms whose operations stand in the code of an edited module.
+
+That code does not call these modules. Where one has a hook, other code runs, which does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+FORWARD = "forward"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+# Not empty once a form of this process has had a hook. In a generated forward, reading it costs
+# less than a look at its forms. `torch.compile` guards on it.
+HOOKED_FORMS: list[bool] = []
+GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
+    vars(torch_module)["_global_forward_hooks"],
+    vars(torch_module)["_global_forward_pre_hooks"],
+)
+
+
+class Hookable(nn.Module):
+    """A module that tells when it gets a hook, or a forward of its own."""
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        notice_hook()
+        return super().register_forward_hook(*args, **kwargs)
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        notice_hook()
+        return super().register_forward_pre_hook(*args, **kwargs)
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        notice_hook()
+        return super().register_full_backward_hook(*args, **kwargs)
+
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        notice_hook()
+        return super().register_full_backward_pre_hook(*args, **kwargs)
+
+    def register_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        notice_hook()
+        return super().register_backward_hook(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == FORWARD:
+            notice_hook()
+        super().__setattr__(name, value)
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        if is_hooked(self):
+            notice_hook()
+
+
+def notice_hook() -> None:
+    if not HOOKED_FORMS:
+        HOOKED_FORMS.append(True)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a module has hooks, or a forward of its own."""
+    own = vars(module)
+    return FORWARD in own or any(own.get(name) for name in _HOOKS)
+
+
+def has_hooks(container: nn.Module) -> bool:
+    """Whether hooks want to see the calls of the forms of an edited module."""
+    return any(GLOBAL_HOOKS) or any(is_hooked(m) for m in container.modules() if isinstance(m, Hookable))

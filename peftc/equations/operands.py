@@ -1,0 +1,296 @@
+"""What an expression stands for at a place: a number, or what is known of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from peftc.equations.initial_numbers import first_value, initial_number, initial_value, shifts
+from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, NUMBERS, OPERATORS, SIZES, Primitive
+from peftc.equations.rules import Mismatch, Operand
+from peftc.equations.values import FormError, Number, Type, Value
+from peftc.equations.words import NONE
+from peftc.syntax import ast
+from peftc.syntax.numbers import ARITHMETIC, numeric_value
+from peftc.syntax.printer import print_expression
+from peftc.syntax.walk import children, names_in
+
+OUT = "out"  # the name of the state that the equation writes, in sizes
+TOKENS = "tokens"  # `mean(x, tokens)`
+_MOST = 2**40  # of a size
+
+
+@dataclass
+class Operands:
+    """The values of the arguments, parameters and parts of a form.
+
+    Attributes:
+        numbers: the arguments, by name.
+        types: those of inputs and of `out`, by name.
+        sizes: of the parameters that exist, by name.
+        result: the expression of the form's value.
+        values: the parts of the equation, by the id of their nodes.
+    """
+
+    form: ast.Form
+    numbers: dict[str, Number]
+    types: dict[str, Type]
+    inputs: tuple[str, ...]
+    parameters: dict[str, ast.Parameter] = field(default_factory=dict[str, ast.Parameter])
+    sizes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    absent: set[str] = field(default_factory=set[str])  # parameters of lines that are not there
+    lets: dict[str, ast.Expr] = field(default_factory=dict[str, ast.Expr])
+    result: ast.Expr | None = None
+    derived_nodes: list[ast.Expr] = field(default_factory=list[ast.Expr])  # kept: the values have their ids
+    values: dict[int, Operand] = field(default_factory=dict[int, Operand])
+    costs: dict[int, int] = field(default_factory=dict[int, int])  # FLOPs of the parts, by the id of their nodes
+
+    def derived(self, node: ast.Expr) -> ast.Expr:
+        """A new expression, of which all parts fit."""
+        self.derived_nodes.append(node)
+        self.operand(node)
+        return node
+
+    def scaled(self, node: ast.Expr, factor: float) -> ast.Expr:
+        """An expression times a number."""
+        number = ast.Number(factor)
+        self.values[id(number)] = factor
+        return self.derived(ast.Binary("*", number, node))
+
+    def argument(self, node: ast.Expr) -> Number:
+        """A number, or a word such as `none`, which the heads of a state without heads are, too."""
+        match node:
+            case ast.Name(word) if word not in (*self.numbers, *self.types, *self.sizes, *self.lets):
+                return word
+            case ast.Call("heads" | "d_head", (ast.Name(state),)) if not self._has_heads(state):
+                return NONE
+            case _:
+                return self.number(node)
+
+    def _has_heads(self, state: str) -> bool:
+        return state in self.types and bool(self.types[state].batch) and len(self.types[state].size) == 2
+
+    # Numbers
+
+    def number(self, node: ast.Expr) -> Number:
+        """The value of an expression that is known when the plan is made. Raises: FormError."""
+        value = self.operand(node)
+        if isinstance(value, Value):
+            raise FormError("P105", f"expected a number, `{print_expression(node)}` is {value.type}", node)
+        return value
+
+    def size(self, node: ast.Expr) -> int:
+        """A dimension of a parameter. Raises: FormError P318."""
+        value = self.number(node)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST
+        whole = int(value) if is_number else -1
+        if whole != value or whole < 1:
+            text = f"the size `{print_expression(node)}` of a parameter is {shown(value)}"
+            raise FormError("P318", f"{text}, not a whole number above 0", node)
+        return whole
+
+    # Values
+
+    def operand(self, node: ast.Expr) -> Operand:
+        """The number, or what is known of the tensor, that an expression stands for."""
+        if id(node) not in self.values:
+            self.values[id(node)] = self._operand(node)
+        return self.values[id(node)]
+
+    def _operand(self, node: ast.Expr) -> Operand:
+        match node:
+            case ast.Number():
+                return numeric_value(node)
+            case ast.Boolean(value):
+                return value
+            case ast.Name(name):
+                return self._name(node, name)
+            case ast.Negative(value):
+                inner = self.operand(value)
+                if isinstance(inner, Value):
+                    return self._apply(OPERATORS["*"], (-1, inner), node)
+                return -real(inner, node)
+            case ast.Binary(op, left, right):
+                return self._binary(node, op, self.operand(left), self.operand(right))
+            case ast.Call(function):
+                return self._call(node, function)
+            case ast.Item(value, indices):
+                return self._item(node, value, indices)
+            case _:
+                raise FormError("P105", f"`{print_expression(node)}` has no meaning in the equation of a form", node)
+
+    def _name(self, node: ast.Name, name: str) -> Operand:
+        if name in self.inputs:
+            type_ = self.types[name]
+            rank = type_.size[-1] if type_.batch and type_.size else None
+            return Value(type_, varies=True, rank=rank, first="w" if name == "w" else "")
+        if name in self.sizes:
+            initial = self.initial(self.parameters[name])
+            return Value(Type(self.sizes[name]), initial, shifted=True, first=self._first(self.parameters[name]))
+        if name in self.absent:
+            return 0  # what is not there adds nothing
+        if name in self.numbers:
+            return self.numbers[name]
+        if name in self.lets:
+            return self.operand(self.lets[name])
+        if any(isinstance(line, ast.Let) and line.name == name for line in self.form.body):
+            raise FormError("P107", f"no condition of `{name}` holds here", node)
+        if name in ACTIVATIONS:
+            return name
+        if name in self.types:  # a weight of the base, from which a first value is computed
+            return Value(self.types[name], shifted=True, first=name)
+        raise FormError("P310", f"`{name}` is a weight of the base, and this edit writes none", node)
+
+    def _first(self, parameter: ast.Parameter) -> str:
+        """The first value of a parameter as a function of the base's weight; empty for others."""
+        value = parameter.value
+        if isinstance(value, ast.Name) or not any(name == "w" for name in names_in(value)):
+            return ""
+        operand = self.operand(value)
+        return operand.first if isinstance(operand, Value) else ""
+
+    def initial(self, parameter: ast.Parameter) -> float | None:
+        """The number that a parameter starts as; None for other values."""
+        match parameter.value:
+            case ast.Name("zeros" | "ones" as name) if name not in self.numbers:
+                return float(name == "ones")
+            case ast.Name(name) if name not in self.numbers:
+                return None
+            case value:
+                try:
+                    return float(self.number(value))
+                except (FormError, ValueError):
+                    return None
+
+    def _binary(self, node: ast.Binary, op: str, left: Operand, right: Operand) -> Operand:
+        if isinstance(left, Value) or isinstance(right, Value):
+            for side, part in ((left, node.left), (right, node.right)):
+                if not isinstance(side, Value):
+                    real(side, part)
+            if op in "+-" and not isinstance(right, Value) and right == 0:
+                return left
+            if op == "+" and not isinstance(left, Value) and left == 0:
+                return right
+            return self._apply(OPERATORS[op], (left, right), node)
+        a, b = real(left, node.left), real(right, node.right)
+        if op == "@":
+            raise FormError("P301", "`@` multiplies tensors, not numbers", node)
+        if op == "/" and b == 0:
+            raise FormError("P120", f"`{print_expression(node)}` divides by zero", node)
+        value = ARITHMETIC[op](a, b)
+        return int(value) if op == "/" and isinstance(a, int) and isinstance(b, int) and a % b == 0 else value
+
+    def _call(self, node: ast.Call, function: str) -> Operand:
+        if function in SIZES:
+            return self._size_of(node, function)
+        function = self.function(function)
+        if function == "mean" and len(node.args) == 2 and node.args[1] == ast.Name(TOKENS):
+            return self._apply(FUNCTIONS["token_mean"], (self.operand(node.args[0]),), node)
+        operands = tuple(map(self.operand, node.args))
+        if function in NUMBERS and not any(isinstance(value, Value) for value in operands):
+            numbers = [real(value, arg) for value, arg in zip(operands, node.args, strict=True)]
+            try:
+                return NUMBERS[function](*numbers)
+            except (TypeError, ValueError, ArithmeticError):
+                raise FormError("P120", f"`{print_expression(node)}` cannot be computed", node) from None
+        if function in NUMBERS:
+            raise FormError("P105", f"`{function}` is a function of numbers", node)
+        primitive = FUNCTIONS.get(function)
+        if primitive is None:
+            raise FormError("P101", f"there is no function `{function}`", node)
+        if not primitive.least <= len(operands) <= primitive.most:
+            raise FormError("P108", f"`{primitive.signature}` has {len(operands)} operands here", node)
+        return self._apply(primitive, operands, node)
+
+    def function(self, name: str) -> str:
+        """The name of a function, for which an argument may stand: `act` for `relu`."""
+        value = self.numbers.get(name)
+        return value if isinstance(value, str) else name
+
+    def _size_of(self, node: ast.Call, function: str) -> int:
+        (argument,) = node.args
+        name = argument.id if isinstance(argument, ast.Name) else ""
+        type_ = self.types.get(name)
+        if type_ is None:
+            code = "P310" if name in (*self.inputs, OUT) else "P107"
+            raise FormError(code, f"`{print_expression(argument)}` has no sizes here", argument)
+        is_weight = not type_.batch and len(type_.size) == 2
+        match function, type_.size:
+            case "d", (d,):
+                return d
+            case ("heads", (heads, _)) if type_.batch:
+                return heads
+            case ("d_head", (_, d_head)) if type_.batch:
+                return d_head
+            case ("rows", (d_out, _)) if is_weight:
+                return d_out
+            case ("cols", (_, d_in)) if is_weight:
+                return d_in
+            case _:
+                raise FormError("P310", f"`{function}` is {SIZES[function]}, and `{name}` is {type_}", node)
+
+    def _item(self, node: ast.Item, value: ast.Expr, indices: Sequence[ast.Expr]) -> Operand:
+        owner = self.operand(value)
+        if not isinstance(owner, Value) or owner.type.batch:
+            raise FormError("P301", f"`{print_expression(value)}` has no items: a parameter has", value)
+        size = owner.type.size
+        if len(indices) > len(size):
+            raise FormError("P301", f"{owner.type} has fewer dimensions than indices", node)
+        for index, limit in zip(indices, size, strict=False):
+            number = self.number(index)
+            if not isinstance(number, int) or not 0 <= number < limit:
+                raise FormError("P106", f"the index {shown(number)} is not in 0..{limit - 1}", index)
+        return Value(Type(size[len(indices) :]), owner.initial, owner.varies, owner.reason, owner.shifted)
+
+    # The rules of all primitives
+
+    def _apply(self, primitive: Primitive, operands: Sequence[Operand], node: ast.Expr) -> Operand:
+        types = [operand.type if isinstance(operand, Value) else operand for operand in operands]
+        try:
+            type_ = primitive.type(types)
+        except Mismatch as error:
+            parts = children(node)
+            at = parts[error.operand] if error.operand is not None and error.operand < len(parts) else node
+            raise FormError(error.code, f"`{print_expression(node)}`: {error.message}", at, error.help) from None
+        if primitive.name == "/" and initial_number(operands[1]) == 0:
+            when = "" if not isinstance(operands[1], Value) else " when training starts"
+            raise FormError("P120", f"`{print_expression(node)}` divides by zero{when}", node)
+        self.costs[id(node)] = primitive.flops(types, type_) if primitive.flops is not None else 0
+        varying = [operand for operand in operands if isinstance(operand, Value) and operand.varies]
+        rank = primitive.rank(operands) if primitive.rank is not None else None
+        return Value(
+            type_,
+            initial_value(primitive, operands),
+            bool(varying),
+            next((value.reason for value in varying if value.reason), None) or self._reason(primitive, operands, node),
+            shifts(primitive, operands),
+            rank,
+            first_value(primitive, operands),
+        )
+
+    def _reason(self, primitive: Primitive, operands: Sequence[Operand], node: ast.Expr) -> str | None:
+        varying = [isinstance(operand, Value) and operand.varies for operand in operands]
+        if not any(varying):
+            return None
+        text = print_expression(node)
+        name = node.function if isinstance(node, ast.Call) else ""
+        choice = f" with `{name}={self.function(name)}`" if self.function(name) != name else ""
+        match primitive.affinity:
+            case "linear" | "sum":
+                return None
+            case "product":
+                return f"`{text}` multiplies two values that depend on the input" if sum(varying) > 1 else None
+            case "quotient":
+                return f"`{text}` divides by a value that depends on the input" if varying[1] else None
+            case "nonlinear":
+                return f"`{text}` is not linear{choice}"
+
+
+def real(value: Operand, node: ast.Expr) -> int | float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    raise FormError("P105", f"expected a number, found `{print_expression(node)}`", node)
+
+
+def shown(value: Number) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,116 @@
+"""What an equation has in common with others: a bottleneck, or parameters that may have rows."""
+
+from __future__ import annotations
+
+from peftc.diagnostics.record import record
+from peftc.equations.analysis import Place
+from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, PAPER_NAMES
+from peftc.equations.values import Type, Value
+from peftc.syntax import ast
+from peftc.syntax.walk import children
+
+
+@record()
+class Bottleneck:
+    """factor · (U act(D x + b) + c): the parts of the text, and the name of act."""
+
+    factor: float
+    up: ast.Expr
+    up_bias: ast.Expr | None
+    act: str
+    down: ast.Expr
+    down_bias: ast.Expr | None
+    of_heads: bool
+
+    def shown(self, source: str) -> str:
+        """`ReLU(x W_down) W_up`, as tables of the literature have it."""
+        down, up = ("P_kᵀ", "P_v") if self.of_heads else ("W_down", "W_up")
+        inner = f"{source} {down}"
+        return f"{inner if self.act == 'none' else f'{PAPER_NAMES.get(self.act, self.act)}({inner})'} {up}"
+
+
+def bottleneck_of(place: Place) -> Bottleneck | None:
+    """The form as a bottleneck, of hidden states or in each head; None if it is none."""
+    factor, node = place.product
+    up = _map(place, node)
+    if up is None:
+        return None
+    hidden, act = _without_dropout(place, up[2]), "none"
+    if isinstance(hidden, ast.Call) and place.function(hidden.function) in (*ACTIVATIONS, "softmax"):
+        act, hidden = place.function(hidden.function), hidden.args[0]
+    down = _map(place, hidden)
+    if down is None or _without_dropout(place, down[2]) != ast.Name(place.inputs[0]):
+        return None
+    return Bottleneck(factor, up[0], up[1], act, down[0], down[1], len(_type(place, down[0]).size) == 3)
+
+
+def _map(place: Place, node: ast.Expr) -> tuple[ast.Expr, ast.Expr | None, ast.Expr] | None:
+    """M, b and v of M v + b with a matrix and a vector that are the same for all tokens."""
+    bias: ast.Expr | None = None
+    node = _definition(place, node)
+    if isinstance(node, ast.Binary) and node.op == "+":
+        product, bias = (node.left, node.right) if _varies(place, node.left) else (node.right, node.left)
+        operand = place.operand(bias)
+        if not isinstance(operand, Value):
+            return _map(place, product) if operand == 0 else None
+        if operand.varies or len(operand.type.size) != 1:
+            return None
+        node = _definition(place, product)
+    if not (isinstance(node, ast.Binary) and node.op == "@") or _varies(place, node.left):
+        return None
+    source = _type(place, node.right)
+    is_state = _varies(place, node.right) and source.batch == "tokens"
+    return (node.left, bias, node.right) if is_state else None
+
+
+def _without_dropout(place: Place, node: ast.Expr) -> ast.Expr:
+    node = _definition(place, node)
+    if isinstance(node, ast.Call) and node.function == "dropout":
+        return _without_dropout(place, node.args[0])
+    return node
+
+
+def _definition(place: Place, node: ast.Expr) -> ast.Expr:
+    return place.products.lets.get(node.id, node) if isinstance(node, ast.Name) else node
+
+
+def _varies(place: Place, node: ast.Expr) -> bool:
+    operand = place.operand(node)
+    return isinstance(operand, Value) and operand.varies
+
+
+def takes_rows(place: Place) -> bool:
+    """Whether the equation also holds for parameters with a first dimension of rows, which are
+    aligned from the right with a state (rows, tokens, d).
+
+    So it is for entries, last dimensions, and matrices that multiply each token.
+    """
+    if any(place.types[name].batch != "tokens" for name in place.inputs):
+        return False
+    parts = [place.product[1], *place.products.lets.values()]
+    return all(_is_of_rows(place, part) for part in parts)
+
+
+def _is_of_rows(place: Place, node: ast.Expr) -> bool:
+    if not isinstance(place.operand(node), Value):
+        return True
+    match node:
+        case ast.Name():
+            return True
+        case ast.Binary("@", left, right):
+            source = _type(place, right)
+            sizes = len(_type(place, left).size), len(source.size)
+            fits = sizes in ((2, 1), (3, 2)) if source.batch == "tokens" else sizes == (2, 2) and not source.batch
+            return fits and not _varies(place, left) and all(_is_of_rows(place, part) for part in (left, right))
+        case ast.Call(function, args):
+            return FUNCTIONS[place.function(function)].by_rows and _is_of_rows(place, args[0])
+        case ast.Binary() | ast.Negative():
+            return all(_is_of_rows(place, part) for part in children(node))
+        case _:
+            return False
+
+
+def _type(place: Place, node: ast.Expr) -> Type:
+    operand = place.operand(node)
+    assert isinstance(operand, Value)
+    return operand.type

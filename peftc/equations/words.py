@@ -1,0 +1,47 @@
+"""Arguments of a form that are words: `none`, an activation, or what lines compare them with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from peftc.equations.primitives import ACTIVATIONS
+from peftc.syntax import ast
+from peftc.syntax.walk import values, walk
+
+NONE = "none"  # an argument without a value
+
+
+def words_of(form: ast.Form) -> dict[str, tuple[str, ...]]:
+    """The words that an argument can be, by the argument; the default is among them.
+
+    `init = bert` has the words `bert` and `lora` if a line has the condition `if init == lora`.
+    """
+    defaults = {param.name: param.default for param in form.params}
+    words: dict[str, dict[str, None]] = {}
+    functions = {part.function for value in values(form) for part in walk(value) if isinstance(part, ast.Call)}
+    for name, default in defaults.items():
+        if isinstance(default, ast.Name) and default.id in ACTIVATIONS and name in functions:
+            words[name] = dict.fromkeys(ACTIVATIONS)
+        elif default == ast.Name(NONE):
+            words[name] = {NONE: None}
+    for left, right in _equalities(form):
+        if left.id in defaults and right.id not in defaults:
+            default = defaults[left.id]
+            first = [default.id] if isinstance(default, ast.Name) and default.id not in defaults else []
+            words.setdefault(left.id, {}).update(dict.fromkeys((*first, right.id)))
+    return {name: tuple(own) for name, own in words.items()}
+
+
+def is_choice(form: ast.Form, name: str) -> bool:
+    """Whether an argument is one of several words, not a number that may be missing."""
+    return words_of(form).get(name, (NONE,)) != (NONE,)
+
+
+def _equalities(form: ast.Form) -> Iterator[tuple[ast.Name, ast.Name]]:
+    """The names that lines compare by `==` and `!=`, both ways round."""
+    for line in form.body:
+        comparisons = [line.condition] if line.condition is not None else []
+        for one in (*comparisons, *([line] if isinstance(line, ast.Require) else [])):
+            if one.op in ("==", "!=") and isinstance(one.left, ast.Name) and isinstance(one.right, ast.Name):
+                yield one.left, one.right
+                yield one.right, one.left
