@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from peftc.folding import fold
     from peftc.installation.contents import graphs, parameters, specs
     from peftc.installation.disable import disabled, set_enabled
+    from peftc.standalone import save_standalone
     from peftc.training.calibration import calibrate
     from peftc.training.steps import StepCallback, losses, step
     from peftc.training.tasks import add_task, drop_task, set_task, task, tasks
@@ -31,6 +32,7 @@ _HOMES = {
     "peftc.verification": ("verify",),
     "peftc.adapters": ("fuse", "load", "save", "warm_start"),
     "peftc.folding": ("fold",),
+    "peftc.standalone": ("save_standalone",),
 }
 
 __all__ = [
@@ -55,6 +57,7 @@ __all__ = [
     "remove",
     "rewrite",
     "save",
+    "save_standalone",
     "set_enabled",
     "set_task",
     "sites",

@@ -46,6 +46,7 @@ STAGES = (
     "peftc.training",
     "peftc.folding",
     "peftc.verification",
+    "peftc.standalone",
     "peftc",
     "peftc.cli",
     "peftc.__main__",

@@ -25,6 +25,8 @@ import peftc
 from peftc.cli.main import main
 from peftc.filesystem import resources
 from peftc.models.catalogue import catalogue
+from peftc.syntax import ast
+from peftc.syntax.parser import parse_text
 from tests import zoo
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,6 +101,11 @@ class Session:
                 path.write_text(block.text, encoding="utf-8")
             assert path.read_text(encoding="utf-8") == block.text, f"{where}: {title} is another text"
             return
+        if re.search(r"^form \w+\(", block.text, re.M) and not re.search(r"^edit ", block.text, re.M):
+            (form,) = parse_text(f"peft 2\n{block.text}").statements
+            assert isinstance(form, ast.Form)
+            assert form == built_in(form.name), where
+            return
         text = block.text if re.search(r"^peft \d", block.text, re.M) else f"peft 1\n{block.text}"
         assert peftc.plan(text, tiny(block.options.get("model", "bart"))).edits, where
 
@@ -110,6 +117,11 @@ class Session:
             module = words[-1].replace(".", "/") if words[:-1] == ["-m"] else words[-1].removesuffix(".py")
             known = words[0] in targets if program == "make" else (ROOT / f"{module}.py").is_file()
             assert known or " ".join([program, *words]) in RUN_ELSEWHERE, f"{where}: {line}"
+
+
+def built_in(name: str) -> ast.Statement:
+    """A form of the package, as its file has it."""
+    return parse_text(resources.forms()[name].read_text(encoding="utf-8")).statements[0]
 
 
 def assert_shown(printed: str, shown: str, where: str) -> None:

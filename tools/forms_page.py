@@ -98,7 +98,7 @@ def page() -> str:
 
 def form_section(form: Form) -> str:
     """One form: how it is called, its equation, its arguments, its paper."""
-    text = form.equation if form.definition is None else f"```\n{form.definition.text}\n```"
+    text = form.equation if form.definition is None else f"```peft\n{form.definition.text}\n```"
     lines = [f"### `{form.name}`", "", f"`{signature(form)}`", "", text, ""]
     lines += ["| argument | | default |", "|---|---|---|", *map(argument_row, form.params), ""]
     lines += [*(f"- {name}: {fact}" for name, fact in facts_of(form).items()), ""]

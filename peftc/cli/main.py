@@ -126,6 +126,11 @@ VERIFY = (
 COMPILE = (
     argument("-o", "--output", metavar="DIR", help="the folder for the generated code, the plan and the spec"),
     argument("--force", action="store_true", help="with -o: overwrite files that were changed since peftc wrote them"),
+    argument(
+        "--standalone",
+        action="store_true",
+        help="with -o: write a model that `from_pretrained` loads without peftc, weights included",
+    ),
     argument("--seed", type=int, metavar="N", help="seed of the initial values"),
 )
 MODEL_COMMANDS = (

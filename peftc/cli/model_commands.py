@@ -14,7 +14,7 @@ from torch import nn
 from peftc.cli.console import report, show
 from peftc.cli.spec_files import parse_file
 from peftc.compiler import compile
-from peftc.diagnostics import PeftcError
+from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.tensors import fake_mode
 from peftc.filesystem.atomic import write_folder
 from peftc.filesystem.bounded_read import printable_path
@@ -22,7 +22,7 @@ from peftc.forms.module import checked_seed
 from peftc.installation.compiled_model import CompiledModel, analyse_base, plan_on
 from peftc.installation.record import InstalledSpec, installation_of
 from peftc.installation.spec_names import require_tasks, task_names
-from peftc.models.sources import load_or_initialize, resolve
+from peftc.models.sources import load_model, load_or_initialize, resolve
 from peftc.planning.planner import PlanResult
 from peftc.planning.report.plan import percent, render_plan
 from peftc.recognition.analysis import Analysis
@@ -30,6 +30,7 @@ from peftc.runtime import respecialize
 from peftc.semantics.expand import expand
 from peftc.semantics.spec_argument import default_name, parse_settings
 from peftc.specialization.generated_class import GeneratedClass, captions
+from peftc.standalone import save_standalone
 from peftc.syntax import ast
 from peftc.verification.report import render_verification
 from peftc.verification.verify import duplicate, verify
@@ -38,6 +39,8 @@ from peftc.verification.verify import duplicate, verify
 def run_compile(args: Namespace) -> int:
     """Compiles onto a skeleton, without weights. Raises: as `run_plan`; P304, P4xx."""
     spec = parse_file(args.spec)
+    if args.standalone:
+        return run_standalone(args, spec)
     flat = expand(spec, parse_settings(args.set), args.include)
     analysis = analyse_base(args.model, trust_remote_code=args.trust_remote_code)
     result, files = compile_skeleton(flat, default_name(spec), analysis, args.seed, args.tasks)
@@ -54,6 +57,18 @@ def run_compile(args: Namespace) -> int:
         print(f"removed {', '.join(changes.removed)}, of an earlier run")
     if changes.modified:
         print(f"did not remove {', '.join(changes.modified)}: written by an earlier run, and changed since")
+    return 0
+
+
+def run_standalone(args: Namespace, spec: ast.Spec) -> int:
+    """Compiles onto a model with weights, and saves it. Raises: P505, P545, P570."""
+    if args.output is None:
+        raise PeftcError(Diagnostic("P545", "`--standalone` writes a model", help="name its folder with -o"))
+    model = load_model(resolve(args.model, args.trust_remote_code))
+    compile(spec, model, args.seed, settings=parse_settings(args.set), include=args.include, tasks=args.tasks)
+    show(lambda _: render_plan(installation_of(model).planned.plan))
+    folder = save_standalone(model, args.output)
+    print(f"\nwrote a model that loads without peftc to {folder}")
     return 0
 
 
