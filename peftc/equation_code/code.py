@@ -22,9 +22,11 @@ from peftc.equations.primitives import FUNCTIONS, OPERATORS, Primitive
 from peftc.equations.values import Type, Value
 from peftc.forms.rowwise_module import linear, lookup
 from peftc.syntax import ast
+from peftc.syntax.walk import children
 
 VALUE = "f"  # the name of a value without one
 VARIABLE = "variable"  # in a node's meta: the name of its value in the text of the form
+_MANY = 2**60
 Operation = fx.Node | float | int | bool | str
 Emit = Callable[..., fx.Node]  # adds the call of a function with arguments to a graph
 Forward = Callable[..., Tensor]
@@ -78,15 +80,22 @@ class Code:
         if factor == 1:
             return self.operation(node)
         match node:
-            case ast.Binary("@", left, right) if id(node) not in self.nodes and self._width(right) < self._width(node):
-                return self._matmul(left, self.operation(left), self.scaled(right, factor), right)
+            case ast.Binary("@", left, right) if id(node) not in self.nodes and self._width(right) < self._entries(
+                node
+            ):
+                return self._matmul(left, right, self.scaled(right, factor))
             case _:
                 return self.emit(function_named(OPERATORS["*"].torch), self.operation(node), factor)
 
     def _width(self, node: ast.Expr) -> int:
         """The fewest entries of a product and of its last operands."""
-        own = self._type(node).entries if self._type(node).batch != "ids" else self.place.value.type.entries
+        own = self._entries(node)
         return min(own, self._width(node.right)) if isinstance(node, ast.Binary) and node.op == "@" else own
+
+    def _entries(self, node: ast.Expr) -> int:
+        """The entries of a value for one token; no number multiplies ids."""
+        type_ = self._type(node)
+        return _MANY if type_.batch == "ids" else type_.entries
 
     def operation(self, node: ast.Expr) -> Operation:
         operand = self.place.operand(node)
@@ -115,7 +124,7 @@ class Code:
             case ast.Negative(value):
                 return self.emit(torch.neg, self.operation(value))
             case ast.Binary("@", left, right):
-                return self._matmul(left, self.operation(left), self.operation(right), right)
+                return self._matmul(left, right, self.operation(right))
             case ast.Binary("+" | "-" as op, left, right):
                 return self._sum(op, left, right)
             case ast.Binary("*", ast.Number() as number, right):
@@ -135,10 +144,13 @@ class Code:
             case _:
                 raise TypeError(f"{type(node).__name__} is no part of an equation")
 
-    def _matmul(
-        self, left: ast.Expr, a: Operation, b: Operation, right: ast.Expr, bias: Operation | None = None
-    ) -> Operation:
+    def _matmul(self, left: ast.Expr, right: ast.Expr, b: Operation, bias: Operation | None = None) -> Operation:
+        """A product. Args: `b`: the node of the right operand, which may have a factor."""
         type_ = self._type(right)
+        if _is_kron(left) and type_.batch == "tokens" and len(type_.size) == 1:
+            outer, inner = children(left)
+            return self.emit(functions.kron_map, b, self.operation(outer), self.operation(inner))
+        a = self.operation(left)
         if type_.batch == "ids":
             p = self._dropout_of_ids(right)
             return self.emit(lookup, b, a, *((p, self.training) if p else ()))
@@ -164,6 +176,8 @@ class Code:
         """Whether a sum is that of a matrix times each token, and a vector of biases."""
         if not (isinstance(product, ast.Binary) and product.op == "@") or id(product) in self.nodes:
             return False
+        if _is_kron(product.left):
+            return False
         operand, source = self.place.operand(bias), self._type(product.right)
         size = self._type(product.left).size
         is_vector = isinstance(operand, Value) and operand.type == Type(size[:1]) and len(size) == 2
@@ -171,8 +185,7 @@ class Code:
 
     def _map(self, product: ast.Expr, bias: ast.Expr) -> Operation:
         assert isinstance(product, ast.Binary)
-        left, right = self.operation(product.left), self.operation(product.right)
-        return self._matmul(product.left, left, right, product.right, self.operation(bias))
+        return self._matmul(product.left, product.right, self.operation(product.right), self.operation(bias))
 
     def _dropout_of_ids(self, node: ast.Expr) -> float:
         """The probability that the one entry of a one-hot vector is zero."""
@@ -204,10 +217,15 @@ class Code:
         return operand.type
 
 
+def _is_kron(node: ast.Expr) -> bool:
+    return isinstance(node, ast.Call) and node.function == "kron"
+
+
 def evaluate(place: Place, node: ast.Expr, inputs: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
     """The tensor of a part of an equation, in evaluation."""
     graph = fx.Graph()
-    nodes = {name: graph.placeholder(name) for name in (*inputs, *parameters)}
+    # By numbers: fx takes names that differ in case alone for one.
+    nodes = {name: graph.placeholder(f"operand_{i}") for i, name in enumerate((*inputs, *parameters))}
     emit: Emit = lambda function, *args: graph.call_function(function, args)  # noqa: E731
     value = Code(place, emit, {n: nodes[n] for n in inputs}, nodes.__getitem__).operation(node)
     graph.output(value)

@@ -93,3 +93,16 @@ def head_maps(x: Tensor, a: Tensor) -> Tensor:
 def heads_first(f: Tensor) -> Tensor:
     """A value (…, tokens, heads, d), or (heads, d) for all tokens, with its heads first."""
     return f.unsqueeze(1) if f.ndim == 2 else f.transpose(1, 2)
+
+
+def corner(a: Tensor, rows: int, columns: int) -> Tensor:
+    """The first rows and columns of a matrix."""
+    return a[..., :rows, :columns]
+
+
+def kron_map(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """(A ⊗ B) x, without forming the product: with x as (columns of A, columns of B), A x Bᵀ.
+
+    Shapes: x (…, n · q); A (m, n); B (p, q); the result (…, m · p).
+    """
+    return (a @ F.linear(x.unflatten(-1, (a.shape[1], -1)), b)).flatten(-2)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from peftc.equation_code.code import evaluate
 from peftc.equations.analysis import Place
 from peftc.equations.primitives import INITIAL_VALUES
-from peftc.forms.module import Draw, constant, kaiming, normal, truncated
+from peftc.forms.module import Draw, constant, has_values, kaiming, normal, truncated
 from peftc.syntax import ast
 from peftc.syntax.walk import names_in
 
@@ -51,7 +51,10 @@ def write_initial(place: Place, name: str, base: Mapping[str, Tensor], parameter
     """Writes a first value that is computed from the base's weights into a parameter."""
     node = place.parameters[name].value
     names = [one for one in dict.fromkeys(names_in(node)) if one in place.types]
-    weights = {one: base[one].detach().to(parameter.device, parameter.dtype) for one in names}
+    stored = {one: base[one].detach() for one in names}  # raises where they have no values
+    if not all(map(has_values, (parameter, *stored.values()))):
+        return
+    weights = {one: weight.to(parameter.device, parameter.dtype) for one, weight in stored.items()}
     value = evaluate(place, node, weights, {})
     with torch.no_grad():
         parameter.copy_(value.to(parameter.device, parameter.dtype).reshape(parameter.shape))

@@ -16,7 +16,7 @@ from peftc.equations.definition import OWNER, scope_of
 from peftc.equations.patterns import bottleneck_of, takes_rows
 from peftc.equations.primitives import ACTIVATIONS
 from peftc.forms.affine_module import Affine
-from peftc.forms.module import Draw, FormModule, Generators, HiddenUnits, has_values
+from peftc.forms.module import Draw, FormModule, Generators, HiddenUnits
 from peftc.forms.registry import Args, Dims, EquationForm
 from peftc.syntax import ast
 
@@ -101,9 +101,8 @@ class EquationModule(Hookable, FormModule):
         super().initialise(generator, base)
         place, known = self.place, self._draws()
         for name in self.own_names():
-            parameter = getattr(self, name)
-            if name not in known and has_values(parameter):
-                write_initial(place, name, base, parameter)
+            if name not in known:
+                write_initial(place, name, base, getattr(self, name))
 
     def fold(self, value: Affine) -> Affine:
         place = self.place

@@ -172,11 +172,18 @@ def _check_second(form: ast.Form, inputs: tuple[str, ...], shapes: Sequence[Shap
         raise FormError("P301", f"its inputs are of different tokens: {first} and {second}", at)
 
 
-def place_of(form: ast.Form, inputs: tuple[str, ...], args: Args, shapes: Sequence[Shape | None]) -> Place:
+def place_of(
+    form: ast.Form,
+    inputs: tuple[str, ...],
+    args: Args,
+    shapes: Sequence[Shape | None],
+    widest: tuple[int, int] = (0, 0),
+) -> Place:
     """A form at a place. Raises: FormError if its equation has no meaning there.
 
     Args:
         shapes: of the state that is written, and of the inputs.
+        widest: the most features that any site reads, and writes; 0 where there are no others.
     """
     types: dict[str, Type] = {}
     names = dict(zip((OUT, *inputs), shapes, strict=False))
@@ -195,6 +202,7 @@ def place_of(form: ast.Form, inputs: tuple[str, ...], args: Args, shapes: Sequen
     numbers: dict[str, Number] = {}
     heads_first = frozenset(name for name, shape in names.items() if isinstance(shape, Rows))
     place = Place(form, numbers, types, inputs, heads_first=heads_first, writes_pair=isinstance(target, KeyValue))
+    place.widest = {OUT: widest[1], **({inputs[0]: widest[0]} if inputs else {})}
     for param in form.params:
         value = args.get(param.name)
         if param.name in inputs:

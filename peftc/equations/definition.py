@@ -20,7 +20,7 @@ from peftc.syntax import ast
 from peftc.syntax.numbers import numeric_value
 from peftc.syntax.printer import print_expression, print_statement
 from peftc.syntax.vocabulary import STATES
-from peftc.syntax.walk import names_in
+from peftc.syntax.walk import names_in, values, walk
 
 MODULE = "peftc.equation_code.module:EquationModule"
 RESULT = "f"
@@ -42,6 +42,8 @@ class Definition:
         self.form, self.source = form, source
         self.inputs: tuple[str, ...] = inputs_of(form)
         self.place = lru_cache(maxsize=256)(self._place)
+        parts = (part for value in values(form) for part in walk(value) if isinstance(part, ast.Call))
+        self._is_wide = any(part.function == "widest" for part in parts)
 
     @property
     def name(self) -> str:
@@ -95,6 +97,7 @@ class Definition:
             common_count=self.common_count if self._has_both_scopes() else None,
             apart=self._has_both_scopes() and any(not line.fixed and line.scope for line in self._parameters()),
             rank=self.rank,
+            anywhere=self._scopes() != {"site"},
             second=self.inputs[1] if len(self.inputs) > 1 else "",
             definition=self,
         )
@@ -159,14 +162,17 @@ class Definition:
 
     # What the planner asks
 
-    def _place(self, args: tuple[tuple[str, object], ...], shapes: tuple[Shape | None, ...]) -> Place:
-        return place_of(self.form, self.inputs, dict(args), shapes)  # pyright: ignore[reportArgumentType]
+    def _place(
+        self, args: tuple[tuple[str, object], ...], shapes: tuple[Shape | None, ...], widest: tuple[int, int]
+    ) -> Place:
+        return place_of(self.form, self.inputs, dict(args), shapes, widest)  # pyright: ignore[reportArgumentType]
 
     def at(self, args: Args, dims: Dims) -> Place:
         """The form at a place. Raises: Illegal, with the part of the text that has no meaning."""
         try:
             shapes = (dims.target, dims.input, dims.second)
-            return self.place(tuple(sorted(args.items(), key=lambda item: item[0])), shapes)
+            widest = dims.widest if self._is_wide else (0, 0)
+            return self.place(tuple(sorted(args.items(), key=lambda item: item[0])), shapes, widest)
         except FormError as error:
             raise self.illegal(error, args) from None
         except RecursionError:

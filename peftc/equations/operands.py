@@ -36,6 +36,7 @@ class Operands:
     numbers: dict[str, Number]
     types: dict[str, Type]
     inputs: tuple[str, ...]
+    widest: dict[str, int] = field(default_factory=dict[str, int])  # features of any site, by the names of states
     parameters: dict[str, ast.Parameter] = field(default_factory=dict[str, ast.Parameter])
     sizes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     absent: set[str] = field(default_factory=set[str])  # parameters of lines that are not there
@@ -215,6 +216,8 @@ class Operands:
             code = "P310" if name in (*self.inputs, OUT) else "P107"
             raise FormError(code, f"`{print_expression(argument)}` has no sizes here", argument)
         is_weight = not type_.batch and len(type_.size) == 2
+        if function == "widest" and len(type_.size) == 1:
+            return self.widest.get(name) or type_.size[0]
         match function, type_.size:
             case "d", (d,):
                 return d

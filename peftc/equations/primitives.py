@@ -230,6 +230,19 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 by_rows=True,
             ),
             Primitive(
+                "corner",
+                "corner(A, rows, columns)",
+                "the first rows and columns of a matrix",
+                rules.corner,
+                "peftc.equation_code.functions.corner",
+                lambda x, rows, columns: x,
+                "linear",
+                rules.own_rank,
+                least=3,
+                most=3,
+                by_rows=True,
+            ),
+            Primitive(
                 "column",
                 "column(v)",
                 "a vector as a matrix of one column: a factor for each row of a matrix",
@@ -302,6 +315,7 @@ NUMBERS: Mapping[str, Callable[..., Any]] = {
     "sqrt": math.sqrt,
     "abs": abs,
     "floor": math.floor,
+    "root_divisor": lambda n: max(m for m in range(1, math.isqrt(n) + 1) if n % m == 0),
 }
 SIZES: Mapping[str, str] = {
     "d": "the features of hidden states, or of a vector",
@@ -309,6 +323,7 @@ SIZES: Mapping[str, str] = {
     "cols": "the inputs of a weight",
     "heads": "the heads of an attention's states",
     "d_head": "the features of a head",
+    "widest": "the most features that any site of the edit has there",
 }
 INITIAL_VALUES: Mapping[str, str] = {
     "zeros": "0",

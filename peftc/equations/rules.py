@@ -105,6 +105,15 @@ def transpose(operands: Types) -> Type:
     return Type((*heads, columns, rows))
 
 
+def corner(operands: Types) -> Type:
+    rows, columns = matrix(operands).size
+    for at, most in ((1, rows), (2, columns)):
+        size = operands[at]
+        if not isinstance(size, int) or not 0 < size <= most:
+            raise Mismatch(f"the matrix is {matrix(operands)}, and has no corner with {size}", at, "P106")
+    return Type((int(str(operands[1])), int(str(operands[2]))))
+
+
 def column(operands: Types) -> Type:
     type_ = tensor(operands)
     if type_.batch or len(type_.size) != 1:

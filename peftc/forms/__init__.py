@@ -3,7 +3,6 @@
 from peftc.forms import (
     fusion,
     hyper,
-    kron,
     ladder,
     layer_attention,
     masked,
@@ -32,7 +31,6 @@ __all__ = [
     "Value",
     "fusion",
     "hyper",
-    "kron",
     "ladder",
     "layer_attention",
     "masked",

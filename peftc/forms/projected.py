@@ -2,54 +2,12 @@
 
 from __future__ import annotations
 
-from peftc.forms.arguments import DROPOUT, DTYPE, features, integer, over
+from peftc.forms.arguments import DTYPE, integer
 from peftc.forms.registry import Args, Count, Dims, Form, Illegal, Param, register
 from peftc.forms.shapes import Shape, Vector, Weight
 
 SEED = Param(
     "seed", "int", "of the values that are never trained; they are drawn again from it and not saved", 0, low=0
-)
-
-
-def _vera_shape(args: Args, dims: Dims) -> Shape:
-    features("vera", dims.input, "reads")
-    features("vera", dims.target, "writes")
-    return over(dims)
-
-
-def _vera_rank(args: Args, dims: Dims) -> int:
-    """r, or the least number of features: A and B are not trained, so that a larger r only adds entries of d."""
-    return min(integer(args, "r"), features("vera", dims.input, "reads"), features("vera", dims.target, "writes"))
-
-
-def _vera_count(args: Args, dims: Dims) -> Count:
-    total = integer(args, "r") + features("vera", dims.target, "writes")
-    return Count(total, total)
-
-
-register(
-    Form(
-        name="vera",
-        equation="f(x) = b ⊙ B (d ⊙ A x), A and B random, frozen and common to all sites of the edit",
-        takes_input=True,
-        params=(
-            Param("r", "int", "rows of A; it may exceed the features", required=True, low=1),
-            Param("init", "float", "first value of d; b starts as zero", 0.1),
-            DROPOUT,
-            SEED,
-            DTYPE,
-        ),
-        shape=_vera_shape,
-        count=_vera_count,
-        at_init=lambda args: 0.0,
-        affine=lambda args: None,
-        module="peftc.forms.projected_module:VeRA",
-        paper="Kopiczko et al. 2024, arXiv:2310.11454, Eq. 2",
-        rank=_vera_rank,
-        common=lambda args: "edit",
-        common_count=lambda args, dims: Count(0, 0),
-        anywhere=True,
-    )
 )
 
 

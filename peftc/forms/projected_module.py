@@ -10,73 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peftc.forms.arguments import features, integer, number
-from peftc.forms.module import Draw, FormModule, constant, kaiming_relu, normal
+from peftc.forms.arguments import integer
+from peftc.forms.module import Draw, FormModule, constant, normal
 from peftc.forms.projected import layers
 from peftc.forms.registry import Args, Dims
 from peftc.forms.shapes import Weight, entries
 
 if TYPE_CHECKING:
-    from peftc.forms.affine_module import Affine
+    pass
 
 ORDER_16 = [
     [float((-1) ** (i & j).bit_count()) for j in range(16)] for i in range(16)
 ]  # Sylvester's; each corner is one, too
-
-
-class VeRAProjections(FormModule):
-    """A and B of all sites, as wide as the widest; narrower sites take their first columns and rows.
-
-    Shapes: A (r, max d_in); B (max d_out, r).
-    """
-
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
-        self.A = self.fixed("A", integer(args, "r"), dims.widest[0] or features("vera", dims.input, "reads"))
-        self.B = self.fixed("B", dims.widest[1] or features("vera", dims.target, "writes"), integer(args, "r"))
-
-    def fixed_draws(self) -> Mapping[str, Draw]:
-        return {"A": kaiming_relu(self.A.shape[1]), "B": kaiming_relu(self.B.shape[1])}
-
-
-class VeRA(FormModule):
-    """f(x) = b ⊙ B (d ⊙ A dropout(x)); d starts as `init`, b as zero.
-
-    Shapes: x (batch, tokens, d_in); f (batch, tokens, d_out); d (r,); b (d_out,); A and B as `VeRAProjections` has them.
-    Source: Kopiczko et al. 2024, arXiv:2310.11454, Eq. 2; A and B Kaiming uniform.
-    """
-
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
-        self.d_in, self.d_out = features("vera", dims.input, "reads"), features("vera", dims.target, "writes")
-        self.d = self.parameter("d", integer(args, "r"))
-        self.b = self.parameter("b", self.d_out)
-        self.p = number(args, "dropout")
-
-    @classmethod
-    def owner(cls, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> FormModule:
-        return VeRAProjections(args, dims, dtype, device)
-
-    def projections(self) -> tuple[Tensor, Tensor]:
-        owner = self.owner_module
-        assert isinstance(owner, VeRAProjections)
-        return owner.A[:, : self.d_in], owner.B[: self.d_out]
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, b = self.projections()
-        z = F.linear(F.dropout(x.to(self.d.dtype), self.p, self.training), a)
-        return (F.linear(z * self.d, b) * self.b).to(x.dtype)
-
-    def takes_rows(self) -> bool:
-        return True
-
-    def draws(self) -> Mapping[str, Draw]:
-        return {"d": constant(number(self.form_args, "init")), "b": constant(0.0)}
-
-    def fold(self, value: Affine) -> Affine:
-        a, b = self.projections()
-        through = value.through(a).scaled(self.d.detach().to(value.dtype))
-        return through.through(b).scaled(self.b.detach().to(value.dtype))
 
 
 class Theta(FormModule):

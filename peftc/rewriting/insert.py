@@ -325,14 +325,20 @@ class EquationInserter(NodeBuilder):
                 # no name: the region itself, without its edits
                 return self.module(name, argument) if name else self.function(base_call, self.inserter.base, argument)
             case ir.Arithmetic(op="+" | "-" as op, left=left, right=right) if parts := self.scaled_form(right):
-                form, factor = parts
-                state, (value, own) = self.term(left), self.equation(form)
-                factor *= own if op == "+" else -own
-                return self.function(add_to, state, value, *(() if factor == 1 else (factor,)))
+                state = self.term(left)
+                if isinstance(state, fx.Node):
+                    return self.sum_with_form(op, state, *parts)
+                return self.function(ARITHMETIC[op], state, self.term(right))
             case ir.Arithmetic(op=op, left=left, right=right):
                 return self.function(ARITHMETIC[op], self.term(left), self.term(right))
             case ir.Concat():
                 raise AssertionError("`key_value` and `write_tokens` handle concatenations")
+
+    def sum_with_form(self, op: str, state: fx.Node, form: ir.FormCall, factor: float) -> fx.Node:
+        """A state plus, or minus, a form times a factor."""
+        value, own = self.equation(form)
+        factor *= own if op == "+" else -own
+        return self.function(add_to, state, value, *(() if factor == 1 else (factor,)))
 
     def is_inline(self, instance: ir.FormInstance) -> bool:
         return is_inline(instance) and not self.inserter.calls_forms

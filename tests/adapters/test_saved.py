@@ -58,7 +58,8 @@ def test_names_and_description(tmp_path: Path) -> None:
     assert "enc.q/encoder.layer[0].attn.self.q/lora.A" in tensors
     assert "k/s/lora.B" in tensors
     assert "n/model.encoder.layers.0.self_attn_layer_norm.weight" in tensors
-    assert metadata["format_version"] == "1.2"
+    assert metadata["format_version"] == "1.5"
+    assert set(metadata["forms"]) == {"lora", "adapter", "gate"}
     assert metadata["file"] == f"adapter-{metadata['sha256'][:16]}.safetensors"
     assert metadata["seed"] == 3
     assert metadata["peftc"] == peftc.__version__

@@ -221,7 +221,7 @@ def test_an_adapter_of_an_earlier_meaning_is_refused(site: str, version: str, tm
     peftc.save(model, tmp_path)
     metadata = tmp_path / "adapter.json"
     description = json.loads(metadata.read_text())
-    assert description["format_version"] == version
+    assert description["format_version"] == "1.5", "it has the text of `vector`"
     assert torch.equal(peftc.load(tmp_path, stack(Again), sample=SAMPLE)(**SAMPLE), model(**SAMPLE))
     metadata.write_text(json.dumps(description | {"format_version": "1.2"}))
     if version == "1.2":

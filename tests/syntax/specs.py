@@ -125,7 +125,13 @@ methods = st.builds(
     ast.Method, words, params, st.lists(members, max_size=3).map(tuple), closing=above, **comment_fields
 )
 comparisons = st.sampled_from(["==", "!=", "<", "<=", ">", ">="])
-requires = st.builds(ast.Require, expressions_2, comparisons, expressions_2, **comment_fields)
+conditions = (
+    st.none()
+    | st.builds(ast.Condition, expressions_2)
+    | st.builds(ast.Condition, expressions_2, comparisons, expressions_2)
+)
+requires = st.builds(ast.Require, expressions_2, comparisons, expressions_2, conditions, **comment_fields)
+parts = st.builds(ast.Let, words, expressions_2, conditions, **comment_fields)
 parameters = st.builds(
     ast.Parameter,
     words,
@@ -133,15 +139,16 @@ parameters = st.builds(
     expressions_2,
     st.booleans(),
     st.sampled_from(["", "site", "group", "edit"]),
-    st.none() | expressions_2,
+    conditions,
     **comment_fields,
 )
-definitions = st.builds(ast.Equation, words, st.just("="), expressions_2, **comment_fields)
+definitions = st.builds(ast.Equation, words, st.just("="), expressions_2, conditions, **comment_fields)
+form_params = st.builds(ast.FormParam, words, st.none() | expressions_2, leading=above, trailing=trailing_comment)
 forms = st.builds(
     ast.Form,
     words,
-    st.lists(st.builds(ast.FormParam, words, st.none() | expressions_2), max_size=3).map(tuple),
-    st.lists(requires | parameters | definitions | lets, max_size=4).map(tuple),
+    st.lists(form_params, max_size=3).map(tuple),
+    st.lists(requires | parameters | definitions | parts, max_size=4).map(tuple),
     closing=above,
     **comment_fields,
 )
