@@ -4,6 +4,7 @@ step, one token.
 base    the model as it is, frozen
 peftc   compiled by peftc, unmerged
 PEFT    `get_peft_model`, unmerged
+inlined  each Linear with LoRA written into its forward by hand, without hooks, dtypes and choices
 merged  compiled by peftc, trained values folded into the weights, edits removed
 """
 
@@ -18,13 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import peftc
 from benchmarks.common import ALPHA, MODULES, SPEC, R, llama, table
 
 Work = Callable[[], object]
 WORK = ("forward", "train", "train and AdamW", "decode")
-OTHERS = ("peftc", "PEFT", "merged")
+OTHERS = ("peftc", "PEFT", "inlined", "merged")
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,33 @@ def contenders(base: nn.Module, adapters: str | None = None) -> dict[str, nn.Mod
                 parameter.normal_(0, 0.01)
     merged = copy.deepcopy(ours)
     peftc.fold(merged)
-    return {"base": base, "peftc": ours, "PEFT": theirs, "merged": merged}
+    inlined = with_inlined_lora(copy.deepcopy(base, memo()), ours)  # pyright: ignore[reportArgumentType]
+    return {"base": base, "peftc": ours, "PEFT": theirs, "inlined": inlined, "merged": merged}
+
+
+class InlinedLoRA(nn.Linear):
+    """W x + alpha / r · B A x, as one would write it for a benchmark."""
+
+    A: nn.Parameter
+    B: nn.Parameter
+
+    def forward(self, input: Tensor) -> Tensor:
+        h = F.linear(input, self.weight, self.bias)
+        return torch.add(h, F.linear(F.linear(input, self.A), self.B), alpha=ALPHA / R)
+
+
+def with_inlined_lora(model: nn.Module, compiled: nn.Module) -> nn.Module:
+    """A model with the parameters of a compiled one, in its Linears."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in MODULES:
+            own = {
+                n.rpartition(".")[2]: p
+                for n, p in compiled.get_submodule(name).named_parameters()
+                if ".peftc." in f".{n}"
+            }
+            module.__class__ = InlinedLoRA
+            module.A, module.B = (nn.Parameter(own[n].detach().clone()) for n in "AB")
+    return model
 
 
 def forward(model: nn.Module, shape: Shape) -> Work:
@@ -172,7 +200,8 @@ def overheads(seconds: Mapping[str, list[float]]) -> dict[str, float]:
     one.
     """
     base = seconds["base"]
-    return {name: median(s / b for s, b in zip(seconds[name], base, strict=True)) - 1 for name in OTHERS}
+    others = ((name, own) for name, own in seconds.items() if name != "base")
+    return {name: median(s / b for s, b in zip(own, base, strict=True)) - 1 for name, own in others}
 
 
 def floor(model: nn.Module, shape: Shape, work: str) -> float:

@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import compile_time, gpu
+from benchmarks import compile_time, gpu, peers
 from benchmarks.contenders import MAKE, WORK, Shape, contenders, floor, measured, overheads
 
 SHAPE = Shape("tiny", 32, 48, 2, 4, 4, 64, batch=2, tokens=8, decoded=3)
@@ -35,7 +35,16 @@ def test_contenders_compute_the_same() -> None:
     outputs = {name: MAKE["forward"](model, SHAPE)() for name, model in models.items()}
     assert isinstance(outputs["peftc"], torch.Tensor)
     torch.testing.assert_close(outputs["peftc"], outputs["merged"])
+    torch.testing.assert_close(outputs["peftc"], outputs["inlined"])
     assert not torch.allclose(outputs["peftc"], outputs["base"], atol=1e-6)
+    counts = {n: sum(p.numel() for p in m.parameters() if p.requires_grad) for n, m in models.items()}
+    assert counts["peftc"] == counts["PEFT"] > 0
+
+
+@pytest.mark.parametrize("name", peers.PEERS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_method_has_as_many_parameters_as_its_peer(name: str) -> None:
+    models = peers.models_of(peers.PEERS[name], SHAPE.base(torch.float32, "cpu"))
     counts = {n: sum(p.numel() for p in m.parameters() if p.requires_grad) for n, m in models.items()}
     assert counts["peftc"] == counts["PEFT"] > 0
 
