@@ -258,7 +258,12 @@ class Definition:
         return value.reason if value.varies or not self.inputs else "its value does not depend on its input"
 
     def common_sizes(self, args: Args, dims: Dims) -> tuple[object, ...]:
-        """The sizes of the parameters that sites share, by name: all sites need the same."""
+        """The sizes of the parameters that sites share, by name: all sites need the same.
+
+        Empty where they depend on the widest site, and `dims` do not say yet how wide that is.
+        """
+        if self._is_wide and dims.widest == (0, 0):
+            return ()
         place = self.at(args, dims)
         return tuple((n, place.sizes[n]) for n, line in place.parameters.items() if scope_of(line) != "site")
 

@@ -62,7 +62,7 @@ class LoweringContext:
 
     def check_common_sizes(self, owner: str, sizes: tuple[object, ...], span: Span) -> None:
         """Raises: P305 if common parameters of an equation need other sizes than at first."""
-        first = self.sizes.setdefault(owner, sizes)
+        first = self.sizes.setdefault(owner, sizes) if sizes else sizes
         if first != sizes:
             pairs = [pair for pair in zip(first, sizes, strict=True) if pair[0] != pair[1]]
             notes = tuple(f"first {before}, here {here}" for before, here in pairs)
