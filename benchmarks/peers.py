@@ -136,14 +136,16 @@ def main(arguments: list[str] | None = None) -> int:
     results: list[dict[str, Any]] = []
     for name in options.methods.split(","):
         models = models_of(PEERS[name], SHAPE.base(torch.float32, "cpu"))
-        kept = {who: saved_bytes(models[who]) for who in ("peftc", "PEFT")}
+        saved = {who: saved_bytes(models[who]) for who in ("peftc", "PEFT")}
         for work, make in (("forward", forward), ("train", train)):
             seconds = measured({n: make(m) for n, m in models.items()}, options.rounds, time.process_time)
             over = {
                 who: median(s / b for s, b in zip(seconds[who], seconds["base"], strict=True)) - 1
                 for who in ("peftc", "PEFT")
             }
-            results.append({"method": name, "work": work, "base": median(seconds["base"]), "over": over, "saved": kept})
+            results.append(
+                {"method": name, "work": work, "base": median(seconds["base"]), "over": over, "saved": saved}
+            )
             print(results[-1], flush=True)
     rows = [
         [

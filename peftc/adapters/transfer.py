@@ -14,19 +14,24 @@ from torch import Tensor, nn
 
 from peftc.adapters.files import path_of, read
 from peftc.adapters.loading import adapter_tasks, check_base, check_tensors, notify_forms, plan_adapter
+from peftc.adapters.metadata import Adapter
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
+from peftc.equations.table import FORMS, with_built_in
 from peftc.forms.fusion_module import Fusion
 from peftc.installation.builder import shared_name
 from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.completeness import active_installation
 from peftc.installation.contents import parameters, states
 from peftc.installation.journal import copy_all
-from peftc.installation.record import Installation
+from peftc.installation.record import Installation, joint_spec
 from peftc.models.samples import joint_sample
 from peftc.planning import ir
 from peftc.rewriting.assembly import regions_of
+from peftc.syntax import ast
+from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_expression
+from peftc.syntax.walk import values, walk
 
 FUSION, ADAPTER = "fusion", "adapter"
 
@@ -73,6 +78,7 @@ def warm_start(
         message = "no edit of the adapter has the name of an edit of the model"
         listing = f"the adapter has {join_names(list(saved_edits))}, the model {join_names(sorted(own))}"
         raise PeftcError(Diagnostic("P532", message, help=f"{listing}: name pairs with `edits`"))
+    _check_forms(adapter, joint_spec(spec.spec for spec in record.specs), names.values())
     suffix = re.compile("(?!)" if task is None else rf"\.tasks\.{re.escape(record.task.of(task))}(?=[./])")
     targets: dict[str, list[Tensor]] = {}  # by saved name; several edits may start from one
     for name, value in {**parameters(model), **states(model)}.items():
@@ -94,6 +100,19 @@ def warm_start(
     pairs = ((value, selected[name].reshape(value.shape)) for name, values in targets.items() for value in values)
     copy_all(pairs, partial(notify_forms, model))
     return tuple(names)
+
+
+def _check_forms(adapter: Adapter, own: ast.Spec, edits: Iterable[str]) -> None:
+    """Raises: P525 for an edit of the adapter whose forms have other texts in the model."""
+    saved = with_built_in(parse_text(adapter.spec), adapter.forms)
+    theirs, mine = ({s.name: s for s in spec.statements if isinstance(s, ast.Form)} for spec in (saved, own))
+    wanted = [s for s in saved.statements if isinstance(s, ast.Edit) and s.name in set(edits)]
+    parts = (part for edit in wanted for value in values(edit) for part in walk(value) if isinstance(part, ast.Call))
+    for name in dict.fromkeys(part.function for part in parts):
+        saved_form, own_form = theirs.get(name), mine.get(name)
+        if saved_form != own_form and (name in FORMS or None not in (saved_form, own_form)):
+            message = f"the adapter was saved with another `{name}` than the model has"
+            raise PeftcError(Diagnostic("P525", message, help="its values would mean something else: train again"))
 
 
 def check_edit_names(

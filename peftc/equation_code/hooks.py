@@ -16,10 +16,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 # Not empty once a form of this process has had a hook. In a generated forward, reading it costs
 # less than a look at its forms. `torch.compile` guards on it.
 HOOKED_FORMS: list[bool] = []
-GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
-    vars(torch_module)["_global_forward_hooks"],
-    vars(torch_module)["_global_forward_pre_hooks"],
-)
+GLOBAL_HOOKS: dict[str, dict[Any, Any]] = {
+    name: vars(torch_module)[f"_global_{name}"]
+    for name in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+}
 
 
 class Hookable(nn.Module):
@@ -67,6 +67,7 @@ def is_hooked(module: nn.Module) -> bool:
     return FORWARD in own or any(own.get(name) for name in _HOOKS)
 
 
-def has_hooks(container: nn.Module) -> bool:
-    """Whether hooks want to see the calls of the forms of an edited module."""
-    return any(GLOBAL_HOOKS) or any(is_hooked(m) for m in container.modules() if isinstance(m, Hookable))
+def has_hooks(container: nn.Module | None) -> bool:
+    """Whether hooks want to see the calls of the forms in the container of an edited module."""
+    forms = () if container is None else (m for m in container.modules() if isinstance(m, Hookable))
+    return any(GLOBAL_HOOKS.values()) or any(map(is_hooked, forms))

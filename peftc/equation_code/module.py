@@ -52,7 +52,11 @@ class EquationModule(Hookable, FormModule):
             line = place.parameters[name]
             if scope_of(line) in scopes:
                 (self.fixed if line.fixed else self.parameter)(name, *size)
-        self._owners = tuple((name, OWNER) for name in place.parameters if name not in self.own_names())
+        own = self.own_names()
+        self._fixed = tuple(name for name in own if place.parameters[name].fixed)
+        # Those whose first values follow from the base's weight.
+        self._computed = tuple(name for name in own if name not in self._draws())
+        self._owners = tuple((name, OWNER) for name in place.parameters if name not in own)
 
     @property
     def place(self) -> Place:
@@ -88,21 +92,30 @@ class EquationModule(Hookable, FormModule):
         forward_of(self.place, self._owners)
 
     def draws(self) -> Mapping[str, Draw]:
-        return {name: draw for name, draw in self._draws().items() if not self.place.parameters[name].fixed}
+        return {name: draw for name, draw in self._draws().items() if name not in self._fixed}
 
     def fixed_draws(self) -> Mapping[str, Draw]:
-        return {name: draw for name, draw in self._draws().items() if self.place.parameters[name].fixed}
+        return {name: draw for name, draw in self._draws().items() if name in self._fixed}
 
-    def _draws(self) -> dict[str, Draw]:
-        draws = ((name, draw_of(self.place, name)) for name in self.own_names())
-        return {name: draw for name, draw in draws if draw is not None}
+    def _draws(self) -> Mapping[str, Draw]:
+        """How parameters and fixed values are drawn, the same for all forms at alike places."""
+        key = "draws", self.scopes
+        if key not in self.place.code:
+            draws = ((name, draw_of(self.place, name)) for name in self.own_names())
+            self.place.code[key] = {name: draw for name, draw in draws if draw is not None}
+        return self.place.code[key]
 
     def initialise(self, generator: Generators, base: Mapping[str, Tensor]) -> None:
         super().initialise(generator, base)
-        place, known = self.place, self._draws()
-        for name in self.own_names():
-            if name not in known:
-                write_initial(place, name, base, getattr(self, name))
+        for name in self._computed:
+            write_initial(self.place, name, base, getattr(self, name))
+
+    def fix(self, place: str) -> None:
+        if self._fixed:
+            super().fix(place)
+
+    def sets_values(self) -> bool:
+        return bool(self._fixed or self._computed)
 
     def fold(self, value: Affine) -> Affine:
         place = self.place

@@ -93,6 +93,9 @@ class Place(Operands):
         """Whether a line is there. Raises: FormError."""
         if condition is None:
             return True
+        name = condition.left.id if isinstance(condition.left, ast.Name) else ""
+        if condition.right is None and (name in self.sizes or name in self.absent):
+            return name in self.sizes
         left = self.argument(condition.left)
         if condition.right is None:
             return bool(left) and left != NONE

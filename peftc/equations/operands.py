@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from peftc.equations.initial_numbers import first_value, initial_number, initial_value, shifts
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, NUMBERS, OPERATORS, SIZES, Primitive
 from peftc.equations.rules import Mismatch, Operand
 from peftc.equations.values import FormError, Number, Type, Value
-from peftc.equations.words import NONE
+from peftc.equations.words import NONE, words_of
 from peftc.syntax import ast
 from peftc.syntax.numbers import ARITHMETIC, numeric_value
 from peftc.syntax.printer import print_expression
@@ -18,6 +19,13 @@ from peftc.syntax.walk import children, names_in
 OUT = "out"  # the name of the state that the equation writes, in sizes
 TOKENS = "tokens"  # `mean(x, tokens)`
 _MOST = 2**40  # of a size
+
+
+class Missing(int):
+    """The value of a parameter whose line is not there: it adds nothing."""
+
+
+MISSING = Missing(0)
 
 
 @dataclass
@@ -61,12 +69,17 @@ class Operands:
     def argument(self, node: ast.Expr) -> Number:
         """A number, or a word such as `none`, which the heads of a state without heads are, too."""
         match node:
-            case ast.Name(word) if word not in (*self.numbers, *self.types, *self.sizes, *self.lets):
+            case ast.Name(word) if word in self.words and word not in (*self.numbers, *self.sizes, *self.lets):
                 return word
             case ast.Call("heads" | "d_head", (ast.Name(state),)) if not self._has_heads(state):
                 return NONE
             case _:
                 return self.number(node)
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """What conditions compare arguments with."""
+        return frozenset({NONE, *(word for own in words_of(self.form).values() for word in own)})
 
     def _has_heads(self, state: str) -> bool:
         return state in self.types and bool(self.types[state].batch) and len(self.types[state].size) == 2
@@ -129,7 +142,7 @@ class Operands:
             initial = self.initial(self.parameters[name])
             return Value(Type(self.sizes[name]), initial, shifted=True, first=self._first(self.parameters[name]))
         if name in self.absent:
-            return 0  # what is not there adds nothing
+            return MISSING
         if name in self.numbers:
             return self.numbers[name]
         if name in self.lets:
@@ -164,6 +177,11 @@ class Operands:
                     return None
 
     def _binary(self, node: ast.Binary, op: str, left: Operand, right: Operand) -> Operand:
+        if op not in "+-":
+            for side, part in ((left, node.left), (right, node.right)):
+                if isinstance(side, Missing) and not (op == "/" and part is node.right):
+                    message = f"`{print_expression(part)}` is not there: what is missing adds nothing, and is no factor"
+                    raise FormError("P105", message, part, "write another line for the case without it")
         if isinstance(left, Value) or isinstance(right, Value):
             for side, part in ((left, node.left), (right, node.right)):
                 if not isinstance(side, Value):

@@ -12,8 +12,8 @@ own_names owner owner_module parameter parameters place prepare register_backwar
 register_forward_hook register_forward_pre_hook register_full_backward_hook register_full_backward_pre_hook
 register_load_state_dict_post_hook register_load_state_dict_pre_hook register_module register_parameter
 register_state_dict_post_hook register_state_dict_pre_hook requires_grad_ scopes set_extra_state set_submodule
-share_memory smart_apply state state_dict states stepped takes_rows task tensors to to_empty train training type
-value_at with_values xpu zero_grad
+share_memory sets_values smart_apply state state_dict states stepped takes_rows task tensors to to_empty train training
+type value_at with_values xpu zero_grad
 """
 # What generated code has under these names.
 _OF_CODE = ("self", "torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree", "getattr")

@@ -119,6 +119,11 @@ class FormModule(nn.Module):
             if has_values(parameter := self.get_parameter(name)):
                 _fill(parameter, draw, generator(name))
 
+    def sets_values(self) -> bool:
+        """Whether `initialise` or `fix` may set values where parameters have no storage, or nothing is to be drawn."""
+        cls = type(self)
+        return cls.initialise is not FormModule.initialise or cls.fix is not FormModule.fix
+
     def draws(self) -> Mapping[str, Draw]:
         """How the first values of each parameter are drawn."""
         return {}

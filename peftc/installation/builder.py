@@ -11,6 +11,7 @@ from torch import nn
 
 from peftc.addressing.renaming import Renaming
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.equation_code.module import EquationModule as EquationModule  # imported before a model is compiled
 from peftc.forms.module import FormModule, build, build_of_all, build_owner, member, seeded
 from peftc.forms.sequence_module import Sequence
 from peftc.forms.tasked_module import Tasked
@@ -226,8 +227,8 @@ class InstallationBuilder:
                 copy = self.copiers.get((build, id(one), *options))
                 if self.present or copy is None or one.owner is not None or one.tasks or one.selects_positions:
                     return None
-                cls = type(self.forms[saved_name(site_edit, one)])
-                forms.append(FormCopy(one.key, one, copy, options[1].type != "meta" or sets_values(cls)))
+                sets_values = self.forms[saved_name(site_edit, one)].sets_values()
+                forms.append(FormCopy(one.key, one, copy, options[1].type != "meta" or sets_values))
             edits.append(FormCopies(edit.edit_name, edit.slug, tuple(forms)))
         return tuple(edits)
 
@@ -311,8 +312,7 @@ class InstallationBuilder:
         return form
 
     def set_values(self, form: FormModule, at: FormSite, name: str, place: str) -> None:
-        # A form with an `initialise` of its own may set more than parameters.
-        if self.draw or type(form).initialise is not FormModule.initialise:
+        if self.draw or form.sets_values():
             base, seed = BaseWeights(self.model, at.site_edit.site, name), self.seeds[at.site_edit.edit]
             form.initialise(lambda parameter: seeded(f"{seed}/{name}.{parameter}"), base)
         form.fix(place)
@@ -358,11 +358,6 @@ class InstallationBuilder:
 
 def saved_name(site_edit: ir.SiteEdit, instance: ir.FormInstance) -> str:
     return f"{site_edit.edit}/{site_edit.owner_path}/{instance.key}"
-
-
-def sets_values(form: type[FormModule]) -> bool:
-    """Whether a form may set values where its parameters have no storage."""
-    return form.initialise is not FormModule.initialise or form.fix is not FormModule.fix
 
 
 def class_key(*parts: Any) -> ClassKey:

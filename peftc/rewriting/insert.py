@@ -350,7 +350,7 @@ class EquationInserter(NodeBuilder):
         match term:
             case _ if id(term) in self.memo:
                 return None
-            case ir.FormCall(instance=instance) if self.is_inline(instance):
+            case ir.FormCall(instance=instance) if is_inline(instance):
                 return term, 1.0
             case ir.Arithmetic(op="*", left=ir.Constant() as number, right=right):
                 return None if (form := self.scaled_form(right)) is None else (form[0], self.term(number) * form[1])
@@ -361,10 +361,13 @@ class EquationInserter(NodeBuilder):
 
     def equation(self, term: ir.FormCall) -> tuple[Any, float]:
         """The value of a form by the operations of its equation, and a factor of it."""
+        if not self.is_inline(term.instance):
+            return self.form_call(term, None), 1.0
         return self.form_code(term, self.inputs_of(term, None)).product()
 
     def form_code(self, term: ir.FormCall, inputs: Sequence[fx.Node]) -> FormCode:
-        module, training = (self.add(self.graph.get_attr(name)) for name in (self.form_name(term), "training"))
+        module = self.add(self.graph.get_attr(self.form_name(term)))
+        training = self.function(getattr, module, "training")
         return FormCode(place_of(term.instance), self.function, module, owners_of(term.instance), inputs, training)
 
     def inputs_of(self, term: ir.FormCall, like: Any) -> list[Any]:

@@ -43,9 +43,14 @@ def function_body(
     signature: inspect.Signature,
     others: Mapping[int, OtherPath | Exception] | None = None,
 ) -> list[str]:
-    """The lines of a function. Printed twice: local names must differ from all globals in use."""
+    """The lines of a function. Local names must differ from all globals in use, which are known at
+    the end: where they do not, it is printed again.
+    """
     remove_dead(graph, others or {})
-    GraphPrinter(graph, names, signature, others).lines()
+    first = GraphPrinter(graph, names, signature, others)
+    lines = first.lines()
+    if not others and first.locals.nodes.keys().isdisjoint(names.values):
+        return lines
     return GraphPrinter(graph, names, signature, others).lines()
 
 

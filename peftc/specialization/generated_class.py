@@ -20,7 +20,7 @@ from peftc.diagnostics.diagnostic import printable
 from peftc.equation_code.hooks import GLOBAL_HOOKS, HOOKED_FORMS, has_hooks
 from peftc.modules.instance_forward import FORWARD, GENERATED, replace_base, with_generated_forward
 from peftc.rewriting.boundary import boundary_graph
-from peftc.rewriting.edits import RegionEdit
+from peftc.rewriting.edits import CONTAINER, RegionEdit
 from peftc.rewriting.insert import Inserter
 from peftc.specialization.call_paths import CallPaths, CallTraces
 from peftc.specialization.code_printer import OtherPath, function_body
@@ -152,7 +152,7 @@ class GeneratedClass:
 
     def for_hooks_of(self, module: nn.Module) -> GeneratedClass:
         """The class whose code calls the forms of a module if hooks want to see these calls."""
-        if self.calls_forms or not has_hooks(cast(Any, module).peftc):
+        if self.calls_forms or not has_hooks(getattr(module, CONTAINER, None)):
             return self
         other = getattr(self, CALLING_FORMS, None)
         return self._make_calling_forms() if other is None else other
@@ -264,7 +264,7 @@ def forward(self, *args, **kwargs):
         return type(self).forward(self, *args, **kwargs)
     off = self.peftc_choice.off
     own = kind.without(off) if off else kind
-    if HOOKED_FORMS or GLOBAL_FORWARD_HOOKS or GLOBAL_FORWARD_PRE_HOOKS:
+    if HOOKED_FORMS or forward_hooks or forward_pre_hooks or backward_hooks or backward_pre_hooks:
         own = own.for_hooks_of(self)
     return own.dispatch(self, *args, **kwargs)
 """
@@ -273,13 +273,7 @@ def forward(self, *args, **kwargs):
 def make_class(kind: GeneratedClass) -> type[nn.Module]:
     """A subclass of the region's own class under the same names."""
     preserve_choices()
-    forward_hooks, forward_pre_hooks = GLOBAL_HOOKS
-    namespace: dict[str, Any] = {
-        "kind": kind,
-        "HOOKED_FORMS": HOOKED_FORMS,
-        "GLOBAL_FORWARD_HOOKS": forward_hooks,
-        "GLOBAL_FORWARD_PRE_HOOKS": forward_pre_hooks,
-    }
+    namespace: dict[str, Any] = {"kind": kind, "HOOKED_FORMS": HOOKED_FORMS, **GLOBAL_HOOKS}
     exec(compile(FORWARD_SOURCE, f"<peftc {kind.name}>", "exec"), namespace)
     forward = namespace["forward"]
     forward.__signature__ = kind.signature

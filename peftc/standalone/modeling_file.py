@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from peftc.equation_code.module import EquationModule
 from peftc.forms.module import FormModule, Member
@@ -160,7 +161,9 @@ class ModelingFile:
                 continue
             if isinstance(form, Tasked):
                 raise refusal(f"the edits of `{region}` have parameters for each task")
-            owner = cast(FormModule, form).owner_module
+            if not isinstance(form, FormModule) or is_parametrized(form):
+                raise refusal(f"a form at `{region}` has parametrizations, or modules of its own")
+            owner = form.owner_module
             equation = owner if isinstance(form, Member) else form
             if not isinstance(equation, EquationModule):
                 what = f"`{path.rpartition('.')[2]}` at `{region}` is a Python form"

@@ -73,6 +73,8 @@ def test_an_adapter_means_what_its_texts_say(tmp_path: Path) -> None:
     assert [d.code for d in refused.value.diagnostics] == ["P412"]
     with pytest.raises(PeftcError, match="another `lora`"):
         peftc.load(tmp_path / "b", model, prefix="second")
+    with pytest.raises(PeftcError, match="another `lora`"):
+        peftc.warm_start(model, tmp_path / "b")
     metadata.write_text(json.dumps(description | {"forms": {"lora": "edit e at layer { h *= 2 }"}}))
     with pytest.raises(PeftcError, match="P5"):
         peftc.load(tmp_path / "a", zoo.build("bert", torch.float64))
@@ -115,6 +117,9 @@ def test_a_number_multiplies_where_a_value_is_thinnest() -> None:
         ("let z = x if a f = A @ z", "a=false", "no condition of `z` holds"),
         ("f = A @ x if a f = A @ x + x if a", "a=true", "two lines define `f`"),
         ("f = A @ x if a f = x if word == one", "a=false, word=two", "no condition of its values"),
+        ("let y = 2 if a param s[d(x)] = 1 if y f = A @ (s * x + x)", "a=false", "no condition of `y` holds"),
+        ("param s[d(x)] = 1 if a f = A @ (s * x)", "a=false", "`s` is not there"),
+        ("param s[d(x)] = 1 if a let z = s f = A @ (x * z + x)", "a=false", "`z` is not there"),
     ],
 )
 def test_conditions_that_leave_a_name_without_one_value(lines: str, call: str, message: str) -> None:
@@ -159,3 +164,31 @@ def test_a_form_of_heads_stands_in_both_layouts() -> None:
             with torch.no_grad():
                 other.copy_(parameter if saved.endswith("K") else parameter.mT)
         torch.testing.assert_close(run(model, "bert"), run(reference, "bert"), rtol=0, atol=1e-10)
+
+
+def test_a_hook_changes_no_dtype_and_sees_the_backward() -> None:
+    model: Any = drawn(peftc.compile(LORA, zoo.build("bert", torch.float32).eval(), seed=0))
+    linear = model.get_submodule("bert.encoder.layer.0.attention.self.query")
+    x = torch.randn(2, 3, linear.in_features)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = linear(x)
+        form = next(m for m in linear.modules() if type(m).__name__ == "EquationModule")
+        handle = form.register_forward_hook(lambda *_: None)
+        hooked = linear(x)
+    handle.remove()
+    assert plain.dtype == hooked.dtype == torch.bfloat16
+    torch.testing.assert_close(hooked, plain, rtol=2e-2, atol=2e-2)
+    calls: list[str] = []
+    own = nn.modules.module.register_module_full_backward_hook(lambda m, *_: calls.append(type(m).__name__))
+    linear(x.requires_grad_()).sum().backward()
+    own.remove()
+    assert "EquationModule" in calls
+
+
+def test_dropout_is_off_where_the_form_is_not_trained() -> None:
+    model = drawn(peftc.compile(LORA.replace("alpha=6", "dropout=0.5"), zoo.build("bert", torch.float64), seed=0))
+    linear = model.get_submodule("bert.encoder.layer.0.attention.self.query").train()
+    x = torch.randn(2, 3, 32, dtype=torch.float64)
+    assert not torch.equal(linear(x), linear(x))
+    next(m for m in linear.modules() if type(m).__name__ == "EquationModule").eval()
+    assert torch.equal(linear(x), linear(x))
