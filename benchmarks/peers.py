@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import peftc
 from benchmarks.common import MODULES, SITES, machine, save, table
-from benchmarks.contenders import measured, tokens
+from benchmarks.contenders import forward, measured, tokens
 from benchmarks.overhead import SHAPES
 
 SHAPE = SHAPES[0]
@@ -36,7 +36,6 @@ class Peer:
 
     edits: str
     config: Callable[[Any], Any]
-    decodes: bool = True  # PEFT's prompts are added to each call again
 
 
 PEERS: Mapping[str, Peer] = {
@@ -58,12 +57,10 @@ PEERS: Mapping[str, Peer] = {
     "prefix": Peer(
         "edit e at layer[*].attn { kv = concat(prefix(len=16), kv) }",
         lambda peft: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=16),
-        decodes=False,
     ),
     "prompt": Peer(
         "edit e at input.embed { h = concat(prompt(len=16), h) }",
         lambda peft: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=16),
-        decodes=False,
     ),
 }
 
@@ -79,17 +76,6 @@ def models_of(peer: Peer, base: nn.Module) -> dict[str, nn.Module]:
         own: Any = copy.deepcopy(base, memo())
         theirs: Any = peft.get_peft_model(own, peer.config(peft))
     return {"base": base, "peftc": ours, "PEFT": theirs}
-
-
-def forward(model: nn.Module) -> Callable[[], object]:
-    ids = tokens(model, SHAPE, SHAPE.tokens)
-    model.eval()
-
-    def run() -> object:
-        with torch.no_grad():
-            return model(input_ids=ids, use_cache=False).logits
-
-    return run
 
 
 def train(model: nn.Module) -> Callable[[], object]:
@@ -137,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name in options.methods.split(","):
         models = models_of(PEERS[name], SHAPE.base(torch.float32, "cpu"))
         saved = {who: saved_bytes(models[who]) for who in ("peftc", "PEFT")}
-        for work, make in (("forward", forward), ("train", train)):
+        for work, make in (("forward", lambda model: forward(model, SHAPE)), ("train", train)):
             seconds = measured({n: make(m) for n, m in models.items()}, options.rounds, time.process_time)
             over = {
                 who: median(s / b for s, b in zip(seconds[who], seconds["base"], strict=True)) - 1

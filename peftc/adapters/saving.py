@@ -152,11 +152,6 @@ def stored_tensors(model: nn.Module, record: Installation, name: str | None = No
     return tensors
 
 
-def stored_spec(spec: ast.Spec) -> str:
-    """The text of `stored_statements`."""
-    return print_spec(stored_statements(spec))
-
-
 def stored_statements(spec: ast.Spec) -> ast.Spec:
     """The spec whose parameters `stored_tensors` are, without expectations.
 

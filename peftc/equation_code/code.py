@@ -6,6 +6,7 @@ module of the form, and in the forward of that module.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
@@ -26,7 +27,6 @@ from peftc.syntax.walk import children
 
 VALUE = "f"  # the name of a value without one
 VARIABLE = "variable"  # in a node's meta: the name of its value in the text of the form
-_MANY = 2**60
 Operation = fx.Node | float | int | bool | str
 Emit = Callable[..., fx.Node]  # adds the call of a function with arguments to a graph
 Forward = Callable[..., Tensor]
@@ -39,6 +39,11 @@ def function_named(name: str) -> Callable[..., Any]:
     if module == "torch.Tensor":
         return getattr(Tensor, attribute)
     return cast(Callable[..., Any], getattr(import_module(module), attribute))
+
+
+def emit_into(graph: fx.Graph) -> Emit:
+    """Adds operations at the end of a graph."""
+    return lambda function, *args: graph.call_function(function, args)
 
 
 class Code:
@@ -79,23 +84,20 @@ class Code:
         """An expression times a number, which multiplies a product where it is thinnest."""
         if factor == 1:
             return self.operation(node)
-        match node:
-            case ast.Binary("@", left, right) if id(node) not in self.nodes and self._width(right) < self._entries(
-                node
-            ):
-                return self._matmul(left, right, self.scaled(right, factor))
-            case _:
-                return self.emit(function_named(OPERATORS["*"].torch), self.operation(node), factor)
+        is_new = id(node) not in self.nodes
+        if isinstance(node, ast.Binary) and node.op == "@" and is_new and self._width(node.right) < self._entries(node):
+            return self._matmul(node.left, node.right, self.scaled(node.right, factor))
+        return self.emit(function_named(OPERATORS["*"].torch), self.operation(node), factor)
 
-    def _width(self, node: ast.Expr) -> int:
+    def _width(self, node: ast.Expr) -> float:
         """The fewest entries of a product and of its last operands."""
         own = self._entries(node)
         return min(own, self._width(node.right)) if isinstance(node, ast.Binary) and node.op == "@" else own
 
-    def _entries(self, node: ast.Expr) -> int:
-        """The entries of a value for one token; no number multiplies ids."""
+    def _entries(self, node: ast.Expr) -> float:
+        """The entries of a value for one token, by which a number can multiply it: not ids."""
         type_ = self._type(node)
-        return _MANY if type_.batch == "ids" else type_.entries
+        return math.inf if type_.batch == "ids" else type_.entries
 
     def operation(self, node: ast.Expr) -> Operation:
         operand = self.place.operand(node)
@@ -226,8 +228,7 @@ def evaluate(place: Place, node: ast.Expr, inputs: Mapping[str, Tensor], paramet
     graph = fx.Graph()
     # By numbers: fx takes names that differ in case alone for one.
     nodes = {name: graph.placeholder(f"operand_{i}") for i, name in enumerate((*inputs, *parameters))}
-    emit: Emit = lambda function, *args: graph.call_function(function, args)  # noqa: E731
-    value = Code(place, emit, {n: nodes[n] for n in inputs}, nodes.__getitem__).operation(node)
+    value = Code(place, emit_into(graph), {n: nodes[n] for n in inputs}, nodes.__getitem__).operation(node)
     graph.output(value)
     result = fx.GraphModule({}, graph)(*inputs.values(), *parameters.values())
     return result if isinstance(result, Tensor) else torch.tensor(result)
@@ -254,7 +255,7 @@ class FormCode:
     ) -> None:
         self.emit, self.module, self.owners = emit, module, owners
         self.parameters: dict[str, fx.Node] = {}
-        self.read: dict[str, fx.Node] = {}
+        self.owner_nodes: dict[str, fx.Node] = {}
         self.place = place
         cast_inputs = dict(zip(place.inputs, map(self._cast, place.inputs, inputs), strict=False))
         self.code = Code(place, emit, cast_inputs, self.parameter, training, linear)
@@ -263,9 +264,9 @@ class FormCode:
         if name not in self.parameters:
             module = self.module
             if (owner := self.owners.get(name)) is not None:
-                if owner not in self.read:
-                    self.read[owner] = self.emit(getattr, module, owner)
-                module = self.read[owner]
+                if owner not in self.owner_nodes:
+                    self.owner_nodes[owner] = self.emit(getattr, module, owner)
+                module = self.owner_nodes[owner]
             self.parameters[name] = self.emit(getattr, module, name)
         return self.parameters[name]
 
@@ -315,7 +316,7 @@ def forward_of(place: Place, owners: tuple[tuple[str, str], ...]) -> Forward:
 
 def _forward(place: Place, owners: Mapping[str, str]) -> Forward:
     graph = fx.Graph()
-    emit: Emit = lambda function, *args: graph.call_function(function, args)  # noqa: E731
+    emit = emit_into(graph)
     module = graph.placeholder("self")
     inputs = [graph.placeholder(name) for name in place.inputs or ("like",)]
     training = emit(getattr, module, "training")
@@ -335,9 +336,8 @@ def code_text(place: Place) -> str:
     """A text that is equal for places of the same code."""
     if "text" not in place.code:
         graph = fx.Graph()
-        emit: Emit = lambda function, *args: graph.call_function(function, args)  # noqa: E731
         module, *inputs = (graph.placeholder(name) for name in ("self", *(place.inputs or ("like",))))
-        form = FormCode(place, emit, module, {}, inputs, graph.placeholder("training"))
+        form = FormCode(place, emit_into(graph), module, {}, inputs, graph.placeholder("training"))
         value, factor = form.product()
         graph.output((value, factor))
         place.code["text"] = str(graph)

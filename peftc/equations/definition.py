@@ -191,7 +191,7 @@ class Definition:
         names = [name for part in parts if not isinstance(part, ast.Statement) for name in self._names_behind(part)]
         if error.code in ("P106", "P317", "P318"):
             own = [name for name in names if name in args and name not in self.inputs]
-            defaults = {param.name: param.default for param in self.row().params}
+            defaults = {param.name: param.default for param in (*self.params(), DTYPE)}
             return next((name for name in own if args[name] != defaults[name]), own[0] if own else None)
         roles = dict(zip(self.inputs, ("input", "second"), strict=False))
         return next((roles[name] for name in names if name in roles), None)

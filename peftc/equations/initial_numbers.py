@@ -33,12 +33,13 @@ def first_value(primitive: Primitive, operands: Sequence[Operand]) -> str:
     product with w is w, bit for bit.
     """
     firsts = [operand.first if isinstance(operand, Value) else "" for operand in operands]
+    sizes = {operand.type.size for operand in operands if isinstance(operand, Value)}
     match primitive.name, firsts:
         case (("frozen" | "column" | "none" | "dropout"), [first, *_]):
             return first
         case "norm", [first] if first:
             return f"norm({first})"
-        case "ratio", [a, b] if a and a == b:
+        case "ratio", [a, b] if a and a == b and len(sizes) == 1:
             return f"ratio({a})"
         case "*", ["ratio(norm(w))", "w"] | ["w", "ratio(norm(w))"]:
             return "w"

@@ -123,7 +123,7 @@ class Operands:
                 inner = self.operand(value)
                 if isinstance(inner, Value):
                     return self._apply(OPERATORS["*"], (-1, inner), node)
-                return -real(inner, node)
+                return inner if isinstance(inner, Missing) else -real(inner, node)
             case ast.Binary(op, left, right):
                 return self._binary(node, op, self.operand(left), self.operand(right))
             case ast.Call(function):
@@ -177,6 +177,8 @@ class Operands:
                     return None
 
     def _binary(self, node: ast.Binary, op: str, left: Operand, right: Operand) -> Operand:
+        if isinstance(right, Missing) and not isinstance(left, Value) and left == 0 and op in "+-":
+            return right
         if op not in "+-":
             for side, part in ((left, node.left), (right, node.right)):
                 if isinstance(side, Missing) and not (op == "/" and part is node.right):

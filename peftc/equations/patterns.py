@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from peftc.diagnostics.record import record
 from peftc.equations.analysis import Place
+from peftc.equations.operands import TOKENS
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, PAPER_NAMES
 from peftc.equations.values import Type, Value
 from peftc.syntax import ast
@@ -103,7 +104,8 @@ def _is_of_rows(place: Place, node: ast.Expr) -> bool:
             fits = sizes in ((2, 1), (3, 2)) if source.batch == "tokens" else sizes == (2, 2) and not source.batch
             return fits and not _varies(place, left) and all(_is_of_rows(place, part) for part in (left, right))
         case ast.Call(function, args):
-            return FUNCTIONS[place.function(function)].by_rows and _is_of_rows(place, args[0])
+            parts = [arg for arg in args if arg != ast.Name(TOKENS)]
+            return FUNCTIONS[place.function(function)].by_rows and all(_is_of_rows(place, part) for part in parts)
         case ast.Binary() | ast.Negative():
             return all(_is_of_rows(place, part) for part in children(node))
         case _:

@@ -56,14 +56,6 @@ def features(form: str, shape: Shape | None, role: str) -> int:
     )
 
 
-def linear_features(form: str, shape: Shape | None) -> int:
-    """d of what a linear map reads: hidden states, or ids as one-hot vectors.
-
-    Raises: Illegal P310 for any other shape.
-    """
-    return shape.count if isinstance(shape, Ids) else features(form, shape, "reads")
-
-
 def over(dims: Dims) -> Tokens:
     """What a function of hidden states gives: the features of the target, at the tokens of the input."""
     assert isinstance(dims.target, Tokens)

@@ -81,7 +81,7 @@ class Ladder(FormModule):
     def owner(cls, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> FormModule:
         return LadderEnd(args, dims, dtype, device)
 
-    def forward(self, h: Tensor, x: Tensor | None = None, plus: Tensor | None = None) -> Tensor:
+    def forward(self, h: Tensor, x: Tensor | None = None) -> Tensor:
         end = self.owner_module
         assert isinstance(end, LadderEnd)
         again = runs_again()
@@ -96,12 +96,11 @@ class Ladder(FormModule):
             if not again:
                 end.handed.states[self.task][self.index] = s
             if self.form_args["replace"]:
-                return h if plus is None else plus + h
-            return h.new_zeros(()).expand_as(h) if plus is None else plus
+                return h
+            return h.new_zeros(()).expand_as(h)
         if not (self.training or torch.is_grad_enabled()):
             end.handed.states.pop(self.task, None)
-        value = end(s).to(h.dtype)
-        return value if plus is None else plus + value
+        return end(s).to(h.dtype)
 
     def rung(self, h: Tensor, below: Tensor | None) -> Tensor:
         """The state of this layer, from its hidden state and the state of the layer below."""

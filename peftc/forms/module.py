@@ -326,12 +326,6 @@ def kaiming(fan_in: int) -> Draw:
     return lambda values, generator: values.uniform_(-bound, bound, generator=generator)
 
 
-def kaiming_relu(fan_in: int) -> Draw:
-    """Kaiming uniform with the gain of relu: U(-√(6/fan_in), √(6/fan_in))."""
-    bound = sqrt(6 / fan_in)
-    return lambda values, generator: values.uniform_(-bound, bound, generator=generator)
-
-
 def constant(value: float) -> Draw:
     return lambda values, generator: values.fill_(value)
 

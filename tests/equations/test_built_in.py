@@ -119,6 +119,8 @@ def test_a_number_multiplies_where_a_value_is_thinnest() -> None:
         ("f = A @ x if a f = x if word == one", "a=false, word=two", "no condition of its values"),
         ("let y = 2 if a param s[d(x)] = 1 if y f = A @ (s * x + x)", "a=false", "no condition of `y` holds"),
         ("param s[d(x)] = 1 if a f = A @ (s * x)", "a=false", "`s` is not there"),
+        ("param s[d(x)] = 1 if a f = A @ ((0 - s) * x)", "a=false", "is no factor"),
+        ("param s[d(x)] = 1 if a param u[d(x)] = 1 if a f = A @ ((s + u) * x)", "a=false", "is no factor"),
         ("param s[d(x)] = 1 if a let z = s f = A @ (x * z + x)", "a=false", "`z` is not there"),
     ],
 )
@@ -192,3 +194,13 @@ def test_dropout_is_off_where_the_form_is_not_trained() -> None:
     assert not torch.equal(linear(x), linear(x))
     next(m for m in linear.modules() if type(m).__name__ == "EquationModule").eval()
     assert torch.equal(linear(x), linear(x))
+
+
+def test_a_ratio_along_the_other_side_of_a_square_weight_is_no_identity() -> None:
+    """m is as long as the inputs are many: m / norm(w) is not 1."""
+    form = "form g(w) { param m[cols(w)] = norm(w) f = ratio(m, frozen(norm(w))) * w }"
+    plan = peftc.plan(f"peft 2\n{form}\nedit e at layer[*].attn.q {{ w = g(w) }}", zoo.build("bert"))
+    assert not plan.edits[0].identity
+    right = form.replace("ratio(m,", "ratio(column(m),").replace("cols", "rows")
+    plan = peftc.plan(f"peft 2\n{right}\nedit e at layer[*].attn.q {{ w = g(w) }}", zoo.build("bert"))
+    assert plan.edits[0].identity

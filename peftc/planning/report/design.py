@@ -54,9 +54,9 @@ def design_of(site_edits: Sequence[SiteEdit]) -> Design:
     reads_h = any(isinstance(term, Read) and term.state == "h" for term in subterms(main))
     insertion: Insertion = "weight" if state in ("w", "b") else "sequential" if reads_h else "parallel"
     composition = f"{state} ← {show_composition(value, main, f'Δ{state}')}"
-    return Design(
-        name, main.instance.form.shown(source, main.instance.args, main.instance.dims), insertion, modified, composition
-    )
+    instance = main.instance
+    functional = instance.form.shown(source, instance.args, instance.dims)
+    return Design(name, functional, insertion, modified, composition)
 
 
 def table(designs: Iterable[tuple[str, Design]]) -> str:
