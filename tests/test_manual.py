@@ -26,7 +26,7 @@ def test_every_form_and_recipe_is_on_the_page() -> None:
     text = page()
     for name in (*FORMS, *resources.recipes()):
         assert f"### `{name}`\n" in text
-    assert all(f"| `{param.name}` |" in text for form in FORMS.values() for param in form.params)
+    assert all(f"| `{param.name}` |" in text for form in FORMS.values() for param in form.arguments)
 
 
 def test_costs_and_folding_on_the_page_are_those_of_plans() -> None:

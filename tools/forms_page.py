@@ -10,7 +10,7 @@ from pathlib import Path
 
 from peftc.equations.table import FORMS
 from peftc.filesystem import resources
-from peftc.forms import Form, Param
+from peftc.forms import Argument, Form
 from peftc.semantics.arguments import interval, signature
 from peftc.semantics.form_facts import SITES, D, default_of, facts_of
 from peftc.syntax import ast
@@ -98,21 +98,23 @@ def page() -> str:
 
 def form_section(form: Form) -> str:
     """One form: how it is called, its equation, its arguments, its paper."""
-    text = form.equation if form.definition is None else f"```peft\n{form.definition.text}\n```"
+    text = form.equation if form.text is None else f"```peft\n{form.text}\n```"
     lines = [f"### `{form.name}`", "", f"`{signature(form)}`", "", text, ""]
-    lines += ["| argument | | default |", "|---|---|---|", *map(argument_row, form.params), ""]
+    lines += ["| argument | | default |", "|---|---|---|", *map(argument_row, form.arguments), ""]
     lines += [*(f"- {name}: {fact}" for name, fact in facts_of(form).items()), ""]
     return "\n".join([*lines, f"Source: {form.paper}", ""])
 
 
-def argument_row(param: Param) -> str:
+def argument_row(argument: Argument) -> str:
     """`| r | width of the bottleneck; at least 1 | |`"""
-    cells = [param.doc]
-    if param.choices:
-        cells.append(" or ".join(f"`{choice}{'(…)' if param.type == 'call' else ''}`" for choice in param.choices))
-    elif param.low is not None or param.high is not None:
-        cells.append(interval(param))
-    return f"| `{param.name}` | {'; '.join(cells)} | {default_of(param)} |"
+    cells = [argument.doc]
+    if argument.choices:
+        cells.append(
+            " or ".join(f"`{choice}{'(…)' if argument.type == 'call' else ''}`" for choice in argument.choices)
+        )
+    elif argument.low is not None or argument.high is not None:
+        cells.append(interval(argument))
+    return f"| `{argument.name}` | {'; '.join(cells)} | {default_of(argument)} |"
 
 
 def recipe_section(name: str, path: Path) -> str:

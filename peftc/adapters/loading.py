@@ -15,7 +15,9 @@ from peftc.adapters.files import listed_tensors, path_of, read
 from peftc.adapters.metadata import METADATA, Adapter, Base, changed_edits
 from peftc.diagnostics import Diagnostic, PeftcError, warn
 from peftc.equations.table import with_built_in
+from peftc.forms import PYTHON_FORMS
 from peftc.forms.module import FormModule, build, build_of_all, build_owner
+from peftc.forms.registry import class_path
 from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.contents import parameters, states
 from peftc.installation.record import InstalledSpec
@@ -110,7 +112,7 @@ def notify_forms(model: nn.Module) -> None:
     """Tells the forms of a model that their values have changed."""
     for form in model.modules():
         if isinstance(form, FormModule):
-            form.loaded()
+            form.after_load()
 
 
 def check_base(adapter: Adapter, model: nn.Module, other_weights: bool = False, strict: bool = False) -> None:
@@ -215,9 +217,25 @@ def adapter_tasks(adapter: Adapter, directory: Path) -> tuple[str, ...]:
 
 def expanded_spec(adapter: Adapter, directory: Path) -> ast.Spec:
     """The spec of an adapter, which may not include files. Raises: P525."""
+    check_python_forms(adapter)
     with _planning_errors():
         spec = parse_text(adapter.spec, f"{directory / METADATA}: spec")
         return expand(with_built_in(spec, adapter.forms), include=None)
+
+
+def check_python_forms(adapter: Adapter) -> None:
+    """Raises: P573 for a Python form that is not registered, or has another version."""
+    for name, saved in adapter.python_forms.items():
+        form = PYTHON_FORMS.get(name)
+        if form is None:
+            message = f"the adapter needs the Python form `{name}`, which is not registered"
+            help_ = f"register `{saved.path}`: `peftc.forms.register`, or `--forms {name}`"
+            raise PeftcError(Diagnostic("P573", message, help=help_))
+        if form.version != saved.version:
+            message = f"the adapter has version {saved.version} of the Python form `{name}`"
+            notes = (f"registered is version {form.version}, `{class_path(form)}`",)
+            help_ = "register the version that it was saved with, or train it again"
+            raise PeftcError(Diagnostic("P573", message, notes=notes, help=help_))
 
 
 def plan_adapter(

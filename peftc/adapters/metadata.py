@@ -14,8 +14,8 @@ from peftc.planning.report.plan import Plan, Record
 
 # 1.0 has its tensors in `adapter.safetensors` and no key `file`; plans have version 2.0 since 1.2.
 # 1.3 and 1.4 are of adapters with edits whose meaning has changed (`CHANGES`); 1.5 has the texts of
-# built-in forms. All others have 1.2.
-Format = Literal["1.0", "1.1", "1.2", "1.3", "1.4", "1.5"]
+# built-in forms, and 1.6 names Python forms. All others have 1.2.
+Format = Literal["1.0", "1.1", "1.2", "1.3", "1.4", "1.5", "1.6"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 FORMAT: Format = "1.2"
 METADATA, TENSORS = "adapter.json", "adapter.safetensors"
@@ -64,6 +64,13 @@ class WeightsDigest(Record):
     sha256: str
 
 
+class PythonForm(Record):
+    """A form that is a class outside of peftc: its path, and the version of what it computes."""
+
+    path: str  # "package.module:Class"
+    version: int
+
+
 class Adapter(Record):
     """An adapter without its tensors."""
 
@@ -72,6 +79,7 @@ class Adapter(Record):
     spec: str  # the expanded spec of the saved parameters, in export form and without expectations
     source: str  # the expanded spec that was compiled
     forms: dict[str, str] = Field(default_factory=dict)  # the texts of the built-in forms of `spec`, by name
+    python_forms: dict[str, PythonForm] = Field(default_factory=dict)  # those of `spec` that are not of peftc
     plan: Plan  # of `source`
     base: Base
     weights_digest: WeightsDigest | None = None  # format 1.0 has none
@@ -118,10 +126,12 @@ CHANGES = (
 )
 
 
-def format_of(site_edits: Iterable[SiteEdit], forms: Mapping[str, str]) -> Format:
-    """The format of an adapter with these edits and texts of built-in forms."""
+def format_of(
+    site_edits: Iterable[SiteEdit], forms: Mapping[str, str], python_forms: Mapping[str, PythonForm]
+) -> Format:
+    """The format of an adapter with these edits, texts of built-in forms, and Python forms."""
     edits = list(site_edits)
-    first: Format = "1.5" if forms else FORMAT
+    first: Format = "1.6" if python_forms else "1.5" if forms else FORMAT
     return max([first, *(c.format for c in CHANGES if any(map(c.concerns, edits)))], key=FORMATS.index)
 
 

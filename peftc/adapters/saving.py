@@ -17,13 +17,11 @@ from torch import Tensor, nn
 
 from peftc.adapters.base import base_of, digest_of, elect_writer, require_values, whole
 from peftc.adapters.files import listing, path_of, write
-from peftc.adapters.metadata import Adapter, format_of, tensors_name
+from peftc.adapters.metadata import Adapter, PythonForm, format_of, tensors_name
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.equations.table import FORMS, built_in_texts
-from peftc.forms.fusion_module import Fusion
-from peftc.forms.lines_module import Lines
+from peftc.equations.table import FORMS, built_in_texts, registered_forms
 from peftc.forms.module import FormModule
-from peftc.forms.sparse_module import SparseValues, refuse_unchosen
+from peftc.forms.registry import class_path
 from peftc.installation.builder import shared_name
 from peftc.installation.completeness import active_installation
 from peftc.installation.contents import parameters, states
@@ -70,6 +68,8 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
     source = joint_spec(part.spec for part in parts)
     stored = stored_statements(source)
     spec, forms, base = print_spec(stored), built_in_texts(stored), base_of(model, record)
+    registered = registered_forms(stored)
+    python_forms = {n: PythonForm(path=class_path(f), version=f.version) for n, f in registered.items()}
     tensors = {key: whole(tensor) for key, tensor in stored_tensors(model, record, name).items()}
     edits = {edit for part in parts for edit in part.edits}
     own = [p for p in record.site_edits if p.edit in edits]
@@ -77,11 +77,12 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
 
     def describe(sha256: str) -> Adapter:
         return Adapter(
-            format_version=format_of(own, forms),
+            format_version=format_of(own, forms, python_forms),
             peftc=version("peftc"),
             spec=spec,
             source=print_spec(source),
             forms=forms,
+            python_forms=python_forms,
             plan=plan,
             base=base,
             weights_digest=digest_of(base.tensors),
@@ -104,14 +105,9 @@ def _require_initialized(model: nn.Module, record: Installation, edit: str) -> N
     for place, where in record.form_modules.items():
         for form in model.get_submodule(where).modules() if place.partition("/")[0] == edit else ():
             try:
-                if isinstance(form, SparseValues):
-                    form.require_chosen()
-                elif isinstance(form, Lines):
-                    refuse_unchosen("lines", form.way, form.get_buffer("places"))
-                elif isinstance(form, Fusion):
-                    form.require_filled()
-                else:
+                if not isinstance(form, FormModule) or type(form).require_ready is FormModule.require_ready:
                     continue
+                form.require_ready()
             except PeftcError as error:
                 missing = missing or error
             else:
@@ -176,7 +172,7 @@ def stored_statements(spec: ast.Spec) -> ast.Spec:
 def _exports(record: Installation, site_edit: SiteEdit) -> Iterator[Export]:
     names = _saved_names(site_edit)
     for instance in site_edit.instances:
-        form = instance.form.collapses(instance.form.fill(instance.args))
+        form = instance.form.saved_as(instance.form.fill(instance.args))
         if form is None:
             continue
         name = f"{site_edit.edit}/{site_edit.site.path}/{instance.key}"
@@ -201,14 +197,14 @@ def _exports(record: Installation, site_edit: SiteEdit) -> Iterator[Export]:
 
 
 def _is_shared(form: str) -> bool:
-    return FORMS[form].common_count is not None and FORMS[form].common(FORMS[form].fill({})) is not None
+    return FORMS[form].has_common_part and FORMS[form].common(FORMS[form].fill({})) is not None
 
 
 def _saved_names(site_edit: SiteEdit) -> dict[str, str]:
     """The saved names of an edit's forms at a site: `mixture` becomes `adapter`."""
     counts, names = Counter[str](), dict[str, str]()
     for instance in site_edit.instances:
-        form = instance.form.collapses(instance.form.fill(instance.args)) or instance.form.name
+        form = instance.form.saved_as(instance.form.fill(instance.args)) or instance.form.name
         counts[form] += 1
         key = form if counts[form] == 1 else f"{form}_{counts[form]}"
         place = f"{site_edit.edit}/{site_edit.site.path}"
@@ -220,7 +216,7 @@ def _export_form(value: ast.Expr) -> str | None:
     form = FORMS.get(value.function) if isinstance(value, ast.Call) else None
     if form is None or not isinstance(value, ast.Call):
         return None
-    return form.collapses(bind(value, form, shared=not value.args).args)
+    return form.saved_as(bind(value, form, shared=not value.args).args)
 
 
 def _export_edit(edit: ast.Edit, inlined: dict[str, ast.Expr]) -> ast.Edit:
@@ -241,7 +237,7 @@ def _export(value: ast.Expr, inlined: dict[str, ast.Expr]) -> ast.Expr:
             call = replace(value, args=tuple(_export(arg, inlined) for arg in args))
             if (name := _export_form(value)) is None:
                 return call
-            params = {param.name for param in FORMS[name].params}.difference(TRAINING_ARGUMENTS)
+            params = {argument.name for argument in FORMS[name].arguments}.difference(TRAINING_ARGUMENTS)
             return replace(call, function=name, kwargs=tuple(k for k in kwargs if k.name in params))
         case ast.Negative(operand):
             return replace(value, operand=_export(operand, inlined))

@@ -13,12 +13,19 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from peftc.adapters.files import path_of, read
-from peftc.adapters.loading import adapter_tasks, check_base, check_tensors, notify_forms, plan_adapter
+from peftc.adapters.loading import (
+    adapter_tasks,
+    check_base,
+    check_python_forms,
+    check_tensors,
+    notify_forms,
+    plan_adapter,
+)
 from peftc.adapters.metadata import Adapter
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.equations.table import FORMS, with_built_in
-from peftc.forms.fusion_module import Fusion
+from peftc.forms.fusion_module import FusionModule
 from peftc.installation.builder import shared_name
 from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.completeness import active_installation
@@ -104,6 +111,7 @@ def warm_start(
 
 def _check_forms(adapter: Adapter, own: ast.Spec, edits: Iterable[str]) -> None:
     """Raises: P525 for an edit of the adapter whose forms have other texts in the model."""
+    check_python_forms(adapter)
     saved = with_built_in(parse_text(adapter.spec), adapter.forms)
     theirs, mine = ({s.name: s for s in spec.statements if isinstance(s, ast.Form)} for spec in (saved, own))
     wanted = [s for s in saved.statements if isinstance(s, ast.Edit) and s.name in set(edits)]
@@ -179,7 +187,7 @@ def fuse(
     sites = [(site_edit, instance) for site_edit, instance in fusions if site_edit.edit in names]
     task = None if task is None else record.task.of(task)
     modules = (name for site in sites for name in fusion_modules(record, *site, task))
-    targets = {name: Target(cast(Fusion, model.get_submodule(name))) for name in modules}
+    targets = {name: Target(cast(FusionModule, model.get_submodule(name))) for name in modules}
     for site_edit, instance in sites:
         if instance.args["n"] != len(paths):
             message = f"`{site_edit.edit}` mixes {instance.args['n']} adapters, but there are {len(paths)} directories"
@@ -194,7 +202,7 @@ def fuse(
             for name in fusion_modules(record, site_edit, instance, task):
                 targets[name].add(i, source, adapter)
     values = (pair for target in targets.values() for pair in target.module.filling(target.adapters))
-    copy_all(values, lambda: [target.module.loaded() for target in targets.values()])
+    copy_all(values, lambda: [target.module.after_load() for target in targets.values()])
     return tuple(names)
 
 
@@ -212,7 +220,7 @@ def fusion_modules(
 class Target:
     """A fusion module with the tensors of its adapters, and their names in the files."""
 
-    module: Fusion
+    module: FusionModule
     adapters: list[Mapping[str, Tensor]] = field(default_factory=list[Mapping[str, Tensor]])
     names: list[str] = field(default_factory=list[str])
 

@@ -10,7 +10,7 @@ from peftc.diagnostics import PeftcError
 from peftc.diagnostics.codes import CODES
 from peftc.diagnostics.suggestions import did_you_mean
 from peftc.equations.table import FORMS, form_errors, forms_of
-from peftc.forms.registry import Form
+from peftc.forms.form import Form
 from peftc.semantics.arguments import interval, signature
 from peftc.semantics.form_facts import default_of, facts_of
 from peftc.syntax import ast
@@ -54,14 +54,14 @@ def _explain_code(word: str) -> int:
 def _form_lines(form: Form) -> Iterator[str]:
     """How a form is called, its equation, its arguments, and what follows from them."""
     yield from (signature(form), "")
-    yield from [form.definition.text] if form.definition is not None else [form.equation]
+    yield from [form.equation if form.text is None else form.text]
     yield ""
-    for param in form.params:
+    for param in form.arguments:
         values = f": {', '.join(param.choices)}" if param.choices else ""
         limits = f", {interval(param)}" if not values and (param.low, param.high) != (None, None) else ""
         default = default_of(param).strip("`")
         yield f"  {param.name:10} {param.doc}{values}{limits}{f' ({default})' if default else ''}"
     yield ""
     yield from (f"  {name:10} {fact.replace('`', '')}" for name, fact in facts_of(form).items())
-    if form.definition is None:
+    if form.text is None:
         yield f"  {'Source':10} {form.paper}"

@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     output_format = getattr(args, "output_format", "text")
     try:
+        for name in getattr(args, "forms", ()):
+            import_module("peftc.forms").register_entry_point(name)
         code = args.run(args)
         sys.stdout.flush()
         return code
@@ -89,6 +91,13 @@ INCLUDE = argument(
     metavar="DIR",
     help="another folder from which `use` may read, besides that of the spec (repeatable)",
 )
+FORMS = argument(
+    "--forms",
+    action="append",
+    default=[],
+    metavar="NAME",
+    help="a Python form that an installed package offers as an entry point; its code runs (repeatable)",
+)
 FORMAT = argument(
     "--output-format", choices=("text", "json", "github"), default="text", help="how diagnostics are printed"
 )
@@ -113,7 +122,7 @@ NO_CACHE = argument(
 )
 JSON = argument("--json", action="store_true", help="print the result as JSON")
 STRICT = argument("--strict", action="store_true", help="exit 1 if there are warnings")
-ON_MODEL = (SPEC, MODEL, REMOTE_CODE, SET, INCLUDE, TASKS, MODEL_FORMAT)
+ON_MODEL = (SPEC, MODEL, REMOTE_CODE, SET, INCLUDE, FORMS, TASKS, MODEL_FORMAT)
 VERIFY = (
     argument(
         "--sites",
@@ -179,12 +188,12 @@ def parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run_of(name))
         return command
 
-    add("check", "report errors and warnings in specs, without a model", PATHS, INCLUDE, FORMAT)
+    add("check", "report errors and warnings in specs, without a model", PATHS, INCLUDE, FORMS, FORMAT)
     modes = add("fmt", "format specs", PATHS, UPGRADE).add_mutually_exclusive_group()
     modes.add_argument("--check", action="store_true", help="write nothing; list the files that would change")
     modes.add_argument("--diff", action="store_true", help="write nothing; print the changes")
-    add("expand", "print a spec with its methods and constants expanded", SPEC, SET, INCLUDE, FORMAT)
-    add("explain", "explain a diagnostic code or a form; without one, list all codes", CODE, OF_SPEC)
+    add("expand", "print a spec with its methods and constants expanded", SPEC, SET, INCLUDE, FORMS, FORMAT)
+    add("explain", "explain a diagnostic code or a form; without one, list all codes", CODE, OF_SPEC, FORMS)
     for name, help, arguments in MODEL_COMMANDS:
         add(name, help, *arguments)
     return top

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from peftc.equation_code.code import evaluate, forward_of
 from peftc.equation_code.fold import Fold
 from peftc.equation_code.hooks import Hookable
-from peftc.equation_code.initial_values import draw_of, write_initial
-from peftc.equations.definition import OWNER, scope_of
+from peftc.equation_code.initial_values import draw_at, write_initial
+from peftc.equations.definition import OWNER, TextForm
 from peftc.equations.patterns import bottleneck_of, takes_rows
 from peftc.equations.primitives import ACTIVATIONS
 from peftc.forms.affine_module import Affine
 from peftc.forms.module import Draw, FormModule, Generators, HiddenUnits
-from peftc.forms.registry import Args, Dims, EquationForm
 from peftc.syntax import ast
 
 if TYPE_CHECKING:
@@ -32,27 +30,14 @@ class EquationModule(Hookable, FormModule):
     The parameters have the names and sizes of the text. The code of an edited model has the
     operations of the equation itself, and reads the parameters here; `forward` runs the same
     operations where the form is chosen at run time, as those of several tasks are.
-    Shapes: as `Definition.shape` says.
+    Shapes: as `TextForm.shape` says.
     """
 
-    def __init__(
-        self,
-        args: Args,
-        dims: Dims,
-        dtype: torch.dtype,
-        device: torch.device | str | None,
-        definition: EquationForm,
-        scopes: frozenset[str],
-    ) -> None:
-        super().__init__(args, dims, dtype, device)
-        self.definition, self.scopes = definition, scopes
-        place = self.place
+    definition: TextForm
+
+    def setup(self) -> None:
+        place, own = self.place, self.own_names()
         self.arity = len(place.inputs)
-        for name, size in place.sizes.items():
-            line = place.parameters[name]
-            if scope_of(line) in scopes:
-                (self.fixed if line.fixed else self.parameter)(name, *size)
-        own = self.own_names()
         self._fixed = tuple(name for name in own if place.parameters[name].fixed)
         # Those whose first values follow from the base's weight.
         self._computed = tuple(name for name in own if name not in self._draws())
@@ -78,7 +63,8 @@ class EquationModule(Hookable, FormModule):
 
     def own_names(self) -> list[str]:
         """The parameters and fixed values that this module has."""
-        return [name for name, line in self.place.parameters.items() if scope_of(line) in self.scopes]
+        parameters = self.definition.parameters(self.form_args, self.form_dims)
+        return [parameter.name for parameter in parameters if parameter.scope in self.scopes]
 
     def tensors(self) -> dict[str, Tensor]:
         """The parameters and fixed values of the equation, by name."""
@@ -101,7 +87,7 @@ class EquationModule(Hookable, FormModule):
         """How parameters and fixed values are drawn, the same for all forms at alike places."""
         key = "draws", self.scopes
         if key not in self.place.code:
-            draws = ((name, draw_of(self.place, name)) for name in self.own_names())
+            draws = ((name, draw_at(self.place, name)) for name in self.own_names())
             self.place.code[key] = {name: draw for name, draw in draws if draw is not None}
         return self.place.code[key]
 

@@ -14,7 +14,7 @@ from peftc.equations.primitives import INITIAL_VALUES
 from peftc.equations.products import Products
 from peftc.equations.values import FormError, Number, Type, Value, type_of
 from peftc.equations.words import NONE
-from peftc.forms.registry import Args
+from peftc.forms.form import Args
 from peftc.forms.shapes import KeyValue, Rows, Shape, Tokens, Vector, Weight
 from peftc.syntax import ast
 from peftc.syntax.numbers import COMPARISONS

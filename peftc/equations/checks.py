@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from peftc.diagnostics import Diagnostic, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
-from peftc.equations.definition import RESULT, SCOPES, inputs_of
+from peftc.equations.definition import RESULT, inputs_of
 from peftc.equations.operands import OUT, TOKENS
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, INITIAL_VALUES, NUMBERS, SIZES
 from peftc.equations.reserved import is_reserved
@@ -117,7 +117,7 @@ class _FormChecker:
     def _parameter(self, line: ast.Parameter) -> Iterator[Diagnostic]:
         for size in line.sizes:
             yield from self._expression(size)
-        if line.scope and line.scope not in SCOPES:
+        if line.scope and line.scope not in ("site", "group", "edit"):
             help_ = "`per site`, `per group` (of an attention) or `per edit`; `per task` belongs to an edit"
             yield Diagnostic("P023", f"a parameter is not `per {line.scope}`", line.name_span, help=help_)
         match line.value:

@@ -1,10 +1,9 @@
-"""From the text of a form to its row: what the planner asks is answered by the equation."""
+"""From the text of a form to what the planner asks of it: the equation answers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
-from math import prod
+from functools import cached_property, lru_cache
 from typing import Any, Literal, cast
 
 from peftc.diagnostics import Related, Source, Span
@@ -12,9 +11,8 @@ from peftc.equations.analysis import Place, place_of
 from peftc.equations.patterns import bottleneck_of
 from peftc.equations.values import FormError, shape_of
 from peftc.equations.words import NONE, is_choice, words_of
-from peftc.forms.arguments import DTYPE
-from peftc.forms.projected import SEED
-from peftc.forms.registry import Args, AtInit, Count, Dims, EquationForm, Form, Illegal, Param, Scope
+from peftc.forms.arguments import DTYPE, SEED
+from peftc.forms.form import Args, Argument, Dims, Form, Parameter, PlacementError, Scope
 from peftc.forms.shapes import Ids, Shape, Tokens, Weight
 from peftc.syntax import ast
 from peftc.syntax.numbers import numeric_value
@@ -27,7 +25,7 @@ RESULT = "f"
 OWNER = "owner_module"  # the attribute of a module with the module of common parameters
 Ends = Literal["", "low", "high", "both"]
 _SWAPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
-SCOPES = ("site", "group", "edit")
+PARAMETERS = "parameters"  # of the code of a place
 
 
 def inputs_of(form: ast.Form) -> tuple[str, ...]:
@@ -35,76 +33,45 @@ def inputs_of(form: ast.Form) -> tuple[str, ...]:
     return tuple(param.name for param in form.params if param.name in STATES and param.default is None)
 
 
-class Definition:
-    """A form of a text. Its methods are the functions of the row, see `registry.Form`."""
+class TextForm(Form):
+    """A form with a text: its equation answers what `Form` asks."""
 
     def __init__(self, form: ast.Form, source: Source | None) -> None:
         self.form, self.source = form, source
-        self.inputs: tuple[str, ...] = inputs_of(form)
+        lines = [line for line in form.body if isinstance(line, ast.Equation)]
+        scopes = set(map(scope_of, self._lines()))
+        self.name = form.name
+        self.equation = f"{RESULT} = {print_expression(lines[-1].value)}" if lines else ""
+        self.paper = " ".join(line.lstrip("# ") for line in form.leading if line)
+        self.inputs = inputs_of(form)
+        self.arguments = (*self._arguments(), DTYPE)
+        self.module = MODULE
+        if "site" in scopes and len(scopes) > 1:
+            self.common_module = MODULE
+            self.separates_tasks = any(not line.fixed and line.scope for line in self._lines())
+        self.mixes_shapes = scopes != {"site"}
+        self._common: Scope | None = "edit" if "edit" in scopes else "group" if "group" in scopes else None
         self.place = lru_cache(maxsize=256)(self._place)
         parts = (part for value in values(form) for part in walk(value) if isinstance(part, ast.Call))
         self._is_wide = any(part.function == "widest" for part in parts)
 
-    @property
-    def name(self) -> str:
-        return self.form.name
-
-    @property
-    def text(self) -> str:
-        """The form as a spec has it, with its comments."""
+    @cached_property
+    def text(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # as a spec has it, with its comments
         return print_statement(self.form)
 
     def flops(self, args: Args, dims: Dims) -> int:
-        """The floating-point operations of one token, or of a weight."""
         return self.at(args, dims).flops
 
     def shown(self, source: str, args: Args, dims: Dims) -> str:
-        """What it computes of `source`, in short."""
-        bottleneck = bottleneck_of(self.at(args, dims)) if self.inputs else None
+        bottleneck = bottleneck_of(self.at(self.fill(args), dims)) if self.inputs else None
         return f"{self.name}({source})" if bottleneck is None else bottleneck.shown(source)
 
-    def scopes_of(self, part: str) -> frozenset[str]:
-        """The scopes of the parameters that a module has: that of a "site", or the "common" one."""
-        if not self._has_both_scopes():
-            return frozenset(SCOPES)
-        return frozenset({"site"} if part == "site" else {"group", "edit"})
-
-    def __deepcopy__(self, memo: object) -> Definition:
-        return self
-
     def __reduce__(self) -> Any:
-        return (_definition, (self.form, self.source))
-
-    def __reduce_row__(self) -> Any:
-        return (form_row, (self.form, self.source))
-
-    def row(self) -> Form:
-        lines = [line for line in self.form.body if isinstance(line, ast.Equation)]
-        equation = f"{RESULT} = {print_expression(lines[-1].value)}" if lines else ""
-        notes = " ".join(line.lstrip("# ") for line in self.form.leading if line)
-        return Form(
-            name=self.form.name,
-            equation=equation,
-            takes_input=bool(self.inputs),
-            params=(*self.params(), DTYPE),
-            shape=self.shape,
-            count=self.count,
-            at_init=_ask_at_a_place,
-            affine=_ask_at_a_place,
-            module=MODULE,
-            paper=notes,
-            common=self.common,
-            common_count=self.common_count if self._has_both_scopes() else None,
-            apart=self._has_both_scopes() and any(not line.fixed and line.scope for line in self._parameters()),
-            rank=self.rank,
-            anywhere=self._scopes() != {"site"},
-            second=self.inputs[1] if len(self.inputs) > 1 else "",
-            definition=self,
-        )
+        return (text_form, (self.form, self.source))
 
     # Arguments
 
-    def params(self) -> Iterator[Param]:
+    def _arguments(self) -> Iterator[Argument]:
         """The arguments of a call. Those that sizes are computed from are whole numbers."""
         whole, words = self._names_in_sizes(), words_of(self.form)
         for param in self.form.params:
@@ -116,18 +83,18 @@ class Definition:
             kind = "int" if is_whole else "float"
             match param.default:
                 case None:
-                    yield Param(name, kind, doc, None, True, low, high, open_ends)
+                    yield Argument(name, kind, doc, None, True, low, high, open_ends)
                 case ast.Boolean(value):
-                    yield Param(name, "bool", doc, value)
+                    yield Argument(name, "bool", doc, value)
                 case ast.Name(word) if word in words.get(name, ()) and is_choice(self.form, name):
-                    yield Param(name, "choice", doc, word, choices=words[name])
+                    yield Argument(name, "choice", doc, word, choices=words[name])
                 case ast.Number() as number:
                     value = Place(self.form, {}, {}, ()).number(number)
                     assert not isinstance(value, str)
-                    yield Param(name, kind, doc, value if is_whole else float(value), False, low, high, open_ends)
+                    yield Argument(name, kind, doc, value if is_whole else float(value), False, low, high, open_ends)
                 case value:
                     doc = doc if param.trailing or value == ast.Name(NONE) else f"{doc}; {print_expression(value)}"
-                    yield Param(name, kind, doc, None, False, low, high, open_ends)
+                    yield Argument(name, kind, doc, None, False, low, high, open_ends)
         if any(isinstance(line, ast.Parameter) and line.fixed for line in self.form.body):
             yield SEED
 
@@ -168,7 +135,7 @@ class Definition:
         return place_of(self.form, self.inputs, dict(args), shapes, widest)  # pyright: ignore[reportArgumentType]
 
     def at(self, args: Args, dims: Dims) -> Place:
-        """The form at a place. Raises: Illegal, with the part of the text that has no meaning."""
+        """The form at a place. Raises: PlacementError, with the part of the text that is wrong."""
         try:
             shapes = (dims.target, dims.input, dims.second)
             widest = dims.widest if self._is_wide else (0, 0)
@@ -178,11 +145,11 @@ class Definition:
         except RecursionError:
             raise self.illegal(FormError("P018", "its equation is nested too deeply", self.form)) from None
 
-    def illegal(self, error: FormError, args: Args | None = None) -> Illegal:
+    def illegal(self, error: FormError, args: Args | None = None) -> PlacementError:
         label = "this line of the form" if error.code == "P317" else error.message
         related = (Related(error.node.span, self.source, label),) if self.source is not None else ()
         message = error.message if error.code == "P317" else f"`{self.form.name}` does not fit: {error.message}"
-        return Illegal(error.code, message, self._blamed(error, args or {}), help=error.help, related=related)
+        return PlacementError(error.code, message, self._blamed(error, args or {}), help=error.help, related=related)
 
     def _blamed(self, error: FormError, args: Args) -> str | None:
         """The argument of the call that an error is about, or "input" or "second"."""
@@ -191,7 +158,7 @@ class Definition:
         names = [name for part in parts if not isinstance(part, ast.Statement) for name in self._names_behind(part)]
         if error.code in ("P106", "P317", "P318"):
             own = [name for name in names if name in args and name not in self.inputs]
-            defaults = {param.name: param.default for param in (*self.params(), DTYPE)}
+            defaults = {param.name: param.default for param in self.arguments}
             return next((name for name in own if args[name] != defaults[name]), own[0] if own else None)
         roles = dict(zip(self.inputs, ("input", "second"), strict=False))
         return next((roles[name] for name in names if name in roles), None)
@@ -218,37 +185,30 @@ class Definition:
             raise self.illegal(FormError("P301", f"its value is {value.type}, and no state is", node))
         return shape
 
-    def count(self, args: Args, dims: Dims) -> Count:
+    def parameters(self, args: Args, dims: Dims) -> Iterable[Parameter]:
         place = self.at(args, dims)
-        total = self._total(place, {"site"}) if self._has_both_scopes() else self._total(place, set(SCOPES))
-        return Count(total, total)
+        if PARAMETERS not in place.code:
+            place.code[PARAMETERS] = tuple(
+                Parameter(
+                    name,
+                    place.sizes[name],
+                    scope="common" if line.scope else "site",
+                    role="fixed" if line.fixed else "trained",
+                )
+                for name, line in place.parameters.items()
+            )
+        return place.code[PARAMETERS]
 
-    def common_count(self, args: Args, dims: Dims) -> Count:
-        total = self._total(self.at(args, dims), {"group", "edit"})
-        return Count(total, total)
-
-    def _total(self, place: Place, scopes: Iterable[str]) -> int:
-        parameters = place.parameters.items()
-        return sum(prod(place.sizes[n]) for n, line in parameters if not line.fixed and scope_of(line) in scopes)
-
-    def _parameters(self) -> list[ast.Parameter]:
+    def _lines(self) -> list[ast.Parameter]:
         return [line for line in self.form.body if isinstance(line, ast.Parameter)]
 
-    def _scopes(self) -> set[str]:
-        return set(map(scope_of, self._parameters()))
-
-    def _has_both_scopes(self) -> bool:
-        return "site" in self._scopes() and len(self._scopes()) > 1
-
     def common(self, args: Args) -> Scope | None:
-        scopes = self._scopes()
-        return "edit" if "edit" in scopes else "group" if "group" in scopes else None
+        return self._common
 
-    def initial(self, args: Args, dims: Dims) -> AtInit:
+    def initial(self, args: Args, dims: Dims) -> float | None:
         return self.at(args, dims).value.initial
 
-    def passes(self, args: Args, dims: Dims) -> bool:
-        """Whether its value is its input when training starts, where that is the base's weight."""
+    def keeps_base(self, args: Args, dims: Dims) -> bool:
         return self.at(args, dims).value.first == "w"
 
     def not_affine(self, args: Args, dims: Dims) -> str | None:
@@ -280,28 +240,19 @@ class Definition:
         return value.rank
 
 
-def _ask_at_a_place(args: Args) -> None:
-    """Of an equation, sizes may decide: `Form.initial` and `Form.not_affine` have them."""
-    raise TypeError("what a form of a text computes depends on its place")
-
-
 def scope_of(parameter: ast.Parameter) -> str:
     return parameter.scope or "site"
 
 
-_ROWS: dict[tuple[ast.Form, str, Span], Form] = {}
+_FORMS: dict[tuple[ast.Form, str, Span], TextForm] = {}
 
 
-def form_row(form: ast.Form, source: Source | None = None) -> Form:
-    """The row of a form in a text: one object for a text at one place of a file."""
+def text_form(form: ast.Form, source: Source | None = None) -> TextForm:
+    """A form with a text: one object for a text at one place of a file."""
     own = form.origin or source
     key = (form, "" if own is None else own.path, form.span)
-    if key not in _ROWS:
-        if len(_ROWS) > 1_000:
-            _ROWS.clear()
-        _ROWS[key] = Definition(form, own).row()
-    return _ROWS[key]
-
-
-def _definition(form: ast.Form, source: Source | None) -> EquationForm | None:
-    return form_row(form, source).definition
+    if key not in _FORMS:
+        if len(_FORMS) > 1_000:
+            _FORMS.clear()
+        _FORMS[key] = TextForm(form, own)
+    return _FORMS[key]

@@ -12,7 +12,8 @@ from importlib import import_module
 from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.filesystem import resources
 from peftc.forms import PYTHON_FORMS
-from peftc.forms.registry import Form
+from peftc.forms.form import Form
+from peftc.forms.registry import is_built_in
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_statement
@@ -26,7 +27,7 @@ class BuiltInForms(Mapping[str, Form]):
 
     def __getitem__(self, name: str) -> Form:
         form = PYTHON_FORMS.get(name)
-        return _row(_parsed(name)) if form is None else form
+        return _form(_parsed(name)) if form is None else form
 
     def __contains__(self, name: object) -> bool:
         return name in PYTHON_FORMS or name in resources.forms()
@@ -49,23 +50,33 @@ def _parsed(name: str) -> ast.Form:
     return replace(form, origin=spec.source)
 
 
-def _row(form: ast.Form, source: Source | None = None) -> Form:
-    return import_module("peftc.equations.definition").form_row(form, source)
+def _form(form: ast.Form, source: Source | None = None) -> Form:
+    return import_module("peftc.equations.definition").text_form(form, source)
 
 
 def forms_of(spec: ast.Spec) -> Mapping[str, Form]:
     """The forms that the edits of a spec can call, by name."""
-    own = {form.name: _row(form, spec.source) for form in _own(spec)}
+    own = {form.name: _form(form, spec.source) for form in _own(spec)}
     return ChainMap(own, FORMS) if own else FORMS  # pyright: ignore[reportArgumentType]  # it is only read
+
+
+def _calls(spec: ast.Spec) -> dict[str, None]:
+    """The names of what a spec calls, in their order."""
+    parts = (part for statement in spec.statements for value in values(statement) for part in walk(value))
+    return dict.fromkeys(part.function for part in parts if isinstance(part, ast.Call))
+
+
+def registered_forms(spec: ast.Spec) -> dict[str, Form]:
+    """The Python forms that a spec calls and that are not of the package, by name."""
+    forms = ((name, PYTHON_FORMS.get(name)) for name in _calls(spec))
+    return {name: form for name, form in forms if form is not None and not is_built_in(form)}
 
 
 def built_in_texts(spec: ast.Spec) -> dict[str, str]:
     """The texts of the built-in forms that a spec calls, by name."""
     own = {form.name: form for form in _own(spec)}
-    parts = (part for statement in spec.statements for value in values(statement) for part in walk(value))
-    calls = dict.fromkeys(part.function for part in parts if isinstance(part, ast.Call))
     texts: dict[str, str] = {}
-    for name in calls:
+    for name in _calls(spec):
         form = own.get(name)
         if form is None and name in resources.forms():
             texts[name] = print_statement(_parsed(name))
@@ -85,7 +96,7 @@ def with_built_in(spec: ast.Spec, texts: Mapping[str, str]) -> ast.Spec:
         form = next((s for s in source.statements if isinstance(s, ast.Form)), None)
         if form is None or form.name != name or len(source.statements) > 1:
             raise PeftcError(Diagnostic("P521", f"the text of the form `{name}` is another one"))
-        if name not in FORMS or FORMS[name].definition is None or _parsed(name) != form:
+        if name not in FORMS or FORMS[name].text is None or _parsed(name) != form:
             forms.append(replace(form, built_in=True, origin=source.source))
     return replace(spec, statements=(*forms, *spec.statements)) if forms else spec
 

@@ -1,34 +1,38 @@
-"""Arguments that several forms take, and how their rows read them."""
+"""Arguments that several forms take, and how forms read them."""
 
 from __future__ import annotations
 
-from peftc.forms.registry import Args, Dims, Illegal, Param
-from peftc.forms.shapes import Ids, Shape, Tokens
+from peftc.forms.form import Args, Argument, Dims, FirstValue, PlacementError
+from peftc.forms.shapes import Ids, Shape, Tokens, Vector, Weight
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "leaky_relu", "tanh", "sigmoid", "none")
+_WRITTEN = {"relu": "ReLU", "gelu": "GELU", "silu": "SiLU"}  # activations, as papers write them
 
-ACT = Param("act", "choice", "activation between the two projections", "relu", choices=ACTIVATIONS)
-WIDTH = Param("r", "int", "width of the bottleneck, in features", low=1)
-REDUCTION = Param("reduction", "int", "instead of r: r = d_in // reduction", low=1)
-DROPOUT = Param(
+ACT = Argument("act", "choice", "activation between the two projections", "relu", choices=ACTIVATIONS)
+WIDTH = Argument("r", "int", "width of the bottleneck, in features", low=1)
+REDUCTION = Argument("reduction", "int", "instead of r: r = d_in // reduction", low=1)
+DROPOUT = Argument(
     "dropout", "float", "probability of zeroing a feature while training", 0.0, low=0.0, high=1.0, open="high"
 )
-R = Param("r", "int", "rank of the product B A", required=True, low=1)
-ALPHA = Param(
+R = Argument("r", "int", "rank of the product B A", required=True, low=1)
+ALPHA = Argument(
     "alpha", "float", "numerator of the scale; without it alpha = r, so that the scale is 1", low=0.0, open="low"
 )
-DTYPE = Param(
+DTYPE = Argument(
     "dtype",
     "choice",
     "dtype of the parameters; without it float32 where the base is float16 or bfloat16, else the base's",
     choices=("float32", "float64", "bfloat16", "float16"),
 )
-INIT = Param(
+INIT = Argument(
     "init",
     "choice",
     "first values: bert N(0, 0.02), houlsby N(0, 0.01) cut at two deviations, lora Kaiming (a=√5) down and zero up",
     "bert",
     choices=("bert", "lora", "houlsby"),
+)
+SEED = Argument(
+    "seed", "int", "of the values that are never trained; they are drawn again from it and not saved", 0, low=0
 )
 
 
@@ -44,18 +48,6 @@ def number(args: Args, name: str) -> float:
     return float(value)
 
 
-def features(form: str, shape: Shape | None, role: str) -> int:
-    """d of a hidden state (batch, tokens, d); `role` is "reads" or "writes".
-
-    Raises: Illegal P310 for any other shape.
-    """
-    if isinstance(shape, Tokens):
-        return shape.d
-    raise Illegal(
-        "P310", f"`{form}` {role} hidden states [batch, tokens, d], here it has {describe(shape)}", input_of(role)
-    )
-
-
 def over(dims: Dims) -> Tokens:
     """What a function of hidden states gives: the features of the target, at the tokens of the input."""
     assert isinstance(dims.target, Tokens)
@@ -69,14 +61,23 @@ def describe(shape: Shape | None) -> str:
     return "nothing" if shape is None else f"{shape}"
 
 
-def input_of(role: str) -> str | None:
-    return "input" if role == "reads" else None
+def changed_weight(form: str, dims: Dims) -> Weight | Vector:
+    """The weight or bias that a form changes. Raises: PlacementError P310 for other states."""
+    if isinstance(dims.target, Weight | Vector):
+        return dims.target
+    message = f"`{form}` is a change of a weight or a bias, here {dims.target}"
+    raise PlacementError("P310", message, help="assign it to `w`")
+
+
+def size_of(target: Weight | Vector) -> tuple[int, ...]:
+    """(out, in) of a weight, (d,) of a bias."""
+    return (target.d_out, target.d_in) if isinstance(target, Weight) else (target.d,)
 
 
 def bounded_rank(form: str, r: int, d_out: int, d_in: int) -> None:
-    """Raises: Illegal P311 where r exceeds min(d_out, d_in): such a product has no more rank than that."""
+    """Raises: PlacementError P311 where r exceeds min(d_out, d_in), the most rank of such a product."""
     if r > min(d_out, d_in):
-        raise Illegal(
+        raise PlacementError(
             "P311",
             f"`{form}` has rank {r}, above min(d_in, d_out) = {min(d_out, d_in)}",
             "r",
@@ -86,21 +87,15 @@ def bounded_rank(form: str, r: int, d_out: int, d_in: int) -> None:
 
 
 def divides(form: str, args: Args, name: str, whole: int) -> int:
-    """The argument `name`, which must divide `whole` features.
-
-    Raises: Illegal P313 where it does not.
-    """
+    """The argument `name`, which must divide `whole` features. Raises: PlacementError P313."""
     part = integer(args, name)
     if whole % part:
         near = [n for n in range(1, whole + 1) if whole % n == 0]
         below = max((n for n in near if n < part), default=1)
         above = min((n for n in near if n > part), default=whole)
-        raise Illegal(
-            "P313",
-            f"`{name}` of `{form}` is {part}, which does not divide {whole} features",
-            name,
-            help=f"the nearest that do are {below} and {above}" if below != above else f"use {below}",
-        )
+        help_ = f"the nearest that do are {below} and {above}" if below != above else f"use {below}"
+        message = f"`{name}` of `{form}` is {part}, which does not divide {whole} features"
+        raise PlacementError("P313", message, name, help=help_)
     return part
 
 
@@ -111,3 +106,46 @@ def hidden_width(args: Args) -> int | None:
         return None
     assert isinstance(reparam, tuple)
     return reparam[1]
+
+
+# Bottlenecks
+
+
+def width(args: Args, d_in: int, form: str) -> int:
+    """r, or d_in // reduction.
+
+    Raises: PlacementError P312 unless exactly one of the two is passed, or where no feature is left.
+    """
+    r, reduction = args["r"], args["reduction"]
+    if (r is None) == (reduction is None):
+        which = "both" if r is not None else "neither"
+        message = f"`{form}` takes either `r` or `reduction`, here it has {which}"
+        raise PlacementError("P312", message, "reduction" if r else None)
+    if r is not None:
+        return integer(args, "r")
+    by = integer(args, "reduction")
+    if by > d_in:
+        message = f"`reduction` of `{form}` is {by}, which leaves no feature of {d_in}"
+        raise PlacementError("P312", message, "reduction", help=f"use reduction <= {d_in}, or `r`")
+    return d_in // by
+
+
+def not_linear(args: Args) -> str | None:
+    """Why a bottleneck is not affine: its activation; None where it has none."""
+    return None if args["act"] == "none" else f"its activation {args['act']} is not linear"
+
+
+def activated(args: Args, inner: str) -> str:
+    """`ReLU(h W_down)`, or `h W_down` without an activation."""
+    return inner if args["act"] == "none" else f"{_WRITTEN.get(str(args['act']), str(args['act']))}({inner})"
+
+
+def first_projections(args: Args) -> tuple[FirstValue, FirstValue]:
+    """First values of the projections down and up of a bottleneck, by the argument `init`."""
+    match args["init"]:
+        case "lora":
+            return "kaiming", 0.0
+        case "houlsby":
+            return ("truncated", 0.01), ("truncated", 0.01)
+        case _:
+            return ("normal", 0.02), ("normal", 0.02)

@@ -2,62 +2,67 @@
 
 from __future__ import annotations
 
-from peftc.forms.arguments import ACT, DROPOUT, DTYPE, REDUCTION, features, integer, over
-from peftc.forms.bottleneck import activated, width
-from peftc.forms.registry import Args, Count, Dims, Form, Illegal, Param, register
+from collections.abc import Iterable
+
+from peftc.forms.arguments import ACT, DROPOUT, DTYPE, REDUCTION, activated, integer, over, width
+from peftc.forms.form import Args, Argument, Dims, Form, Parameter, PlacementError
+from peftc.forms.registry import register
 from peftc.forms.shapes import Shape
 
-
-def sizes(args: Args, dims: Dims) -> tuple[int, int, int]:
-    """n, r, d"""
-    d = features("fusion", dims.input, "reads")
-    return integer(args, "n"), width(args, d, "fusion"), d
+_STD = 0.02  # of the first values of Q and K
 
 
-def _shape(args: Args, dims: Dims) -> Shape:
-    _, _, d = sizes(args, dims)
-    if features("fusion", dims.target, "writes") != d:
-        raise Illegal("P301", f"`fusion` reads {dims.input} but writes {dims.target}", "input")
-    return over(dims)
-
-
-def _count(args: Args, dims: Dims) -> Count:
-    n, r, d = sizes(args, dims)
-    trained = (3 if args["value"] else 2) * d * d + d
-    return Count(trained, trained + n * (2 * d * r + (r + d if args["bias"] else 0)))
-
-
-register(
-    Form(
-        name="fusion",
-        equation="f(x) = Σᵢ aᵢ zᵢ V, aᵢ = softmaxᵢ((x Q + b) · zᵢ K), zᵢ = act(x W_down,i + b_down,i) W_up,i + b_up,i: adapters that "
-        "`peftc.fuse` reads, and that are not trained",
-        takes_input=True,
-        params=(
-            Param("n", "int", "how many adapters", required=True, low=1),
-            Param("r", "int", "width of their bottlenecks, in features", low=1),
-            REDUCTION,
-            ACT,
-            Param("bias", "bool", "whether their projections have biases", True),
-            Param("value", "bool", "whether there is V, which begins next to the identity", True),
-            Param("penalty", "float", "weight of ‖I − V‖² among `peftc.losses`", 0.01, low=0.0),
-            Param(
-                "dropout",
-                "float",
-                "probability of zeroing a score of the attention while training",
-                DROPOUT.default,
-                low=0.0,
-                high=1.0,
-                open="high",
-            ),
-            DTYPE,
-        ),
-        shape=_shape,
-        count=_count,
-        at_init=lambda args: None,
-        affine=lambda args: "its attention depends on the input",
-        module="peftc.forms.fusion_module:Fusion",
-        paper="Pfeiffer et al. 2021, arXiv:2005.00247 (AdapterFusion)",
-        design=lambda source, args: f"Σᵢ aᵢ {activated(args, f'{source} W_down,i')} W_up,i V",
+@register
+class Fusion(Form):
+    name = "fusion"
+    equation = (
+        "f(x) = Σᵢ aᵢ zᵢ V, aᵢ = softmaxᵢ((x Q + b) · zᵢ K), zᵢ = act(x W_down,i + b_down,i) W_up,i + b_up,i: adapters that "
+        "`peftc.fuse` reads, and that are not trained"
     )
-)
+    paper = "Pfeiffer et al. 2021, arXiv:2005.00247 (AdapterFusion)"
+    module = "peftc.forms.fusion_module:FusionModule"
+    arguments = (
+        Argument("n", "int", "how many adapters", required=True, low=1),
+        Argument("r", "int", "width of their bottlenecks, in features", low=1),
+        REDUCTION,
+        ACT,
+        Argument("bias", "bool", "whether their projections have biases", True),
+        Argument("value", "bool", "whether there is V, which begins next to the identity", True),
+        Argument("penalty", "float", "weight of ‖I − V‖² among `peftc.losses`", 0.01, low=0.0),
+        Argument(
+            "dropout",
+            "float",
+            "probability of zeroing a score of the attention while training",
+            DROPOUT.default,
+            low=0.0,
+            high=1.0,
+            open="high",
+        ),
+        DTYPE,
+    )
+
+    def shape(self, args: Args, dims: Dims) -> Shape:
+        d = self.read_features(dims)
+        width(args, d, self.name)
+        if self.written_features(dims) != d:
+            raise PlacementError("P301", f"`fusion` reads {dims.input} but writes {dims.target}", "input")
+        return over(dims)
+
+    def parameters(self, args: Args, dims: Dims) -> Iterable[Parameter]:
+        n, d = integer(args, "n"), self.read_features(dims)
+        r = width(args, d, self.name)
+        yield Parameter("query", (d, d), ("normal", _STD))
+        yield Parameter("query_bias", (d,))
+        yield Parameter("key", (d, d), ("normal", _STD))
+        yield Parameter("value", (d, d) if args["value"] else None)
+        yield Parameter("down", (n, r, d), role="state")
+        yield Parameter("up", (n, d, r), role="state")
+        if args["bias"]:
+            yield Parameter("down_bias", (n, r), role="state")
+            yield Parameter("up_bias", (n, d), role="state")
+
+    def not_affine(self, args: Args, dims: Dims) -> str | None:
+        return "its attention depends on the input"
+
+    def shown(self, source: str, args: Args, dims: Dims) -> str:
+        return f"Σᵢ aᵢ {activated(args, f'{source} W_down,i')} W_up,i V"

@@ -6,22 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.forms.arguments import number
+from peftc.forms.arguments import integer, number
 from peftc.forms.bottleneck_module import ACTIVATION
-from peftc.forms.fusion import sizes
-from peftc.forms.module import Draw, FormModule, constant, has_values, normal
-from peftc.forms.registry import Args, Dims
+from peftc.forms.module import Draw, FormModule, has_values
 
-STD = 0.02  # of the first values of Q and K
 NEAR = 1e-6  # first values of V beside its diagonal
 FILLED = "filled"
 
 
-class Fusion(FormModule):
+class FusionModule(FormModule):
     """f(x) = Σᵢ aᵢ zᵢ V, aᵢ = softmaxᵢ((x Q + b) · zᵢ K), zᵢ = act(x W_down,i + b_down,i) W_up,i + b_up,i. A bias of K would be the same in
     all scores, and there is none. The adapters are states: saved, and never trained. Before they are there, the value is zero.
 
@@ -32,21 +29,16 @@ class Fusion(FormModule):
     and penalty as in the authors' code (AdapterHub, `dynamic`).
     """
 
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
-        n, r, d = sizes(args, dims)
-        self.query = self.parameter("query", d, d)
-        self.query_bias = self.parameter("query_bias", d)
-        self.key = self.parameter("key", d, d)
-        self.value = self.optional("value", args["value"], d, d)
-        shapes = {"down": (n, r, d), "up": (n, d, r)}
-        if args["bias"]:
-            shapes |= {"down_bias": (n, r), "up_bias": (n, d)}
-        for name, size in shapes.items():
-            self.state(name, torch.zeros(size, dtype=dtype, device=device))
+    query: nn.Parameter
+    query_bias: nn.Parameter
+    key: nn.Parameter
+    value: nn.Parameter | None
+
+    def setup(self) -> None:
+        args = self.form_args
         self.state(FILLED, torch.zeros((), dtype=torch.bool))
-        self.known = False  # to be filled
-        self.n, self.act, self.p = n, str(args["act"]), number(args, "dropout")
+        self.is_known = False  # to be filled
+        self.n, self.act, self.p = integer(args, "n"), str(args["act"]), number(args, "dropout")
 
     def adapter(self) -> tuple[str, ...]:
         """The names of the tensors of an adapter."""
@@ -58,25 +50,25 @@ class Fusion(FormModule):
             yield from ((self.get_buffer(name)[i], tensors[name]) for name in self.adapter())
         yield self.get_buffer(FILLED), torch.tensor(True)
 
-    def loaded(self) -> None:
-        self.known = False
+    def after_load(self) -> None:
+        self.is_known = False
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self.loaded()
+        self.after_load()
 
-    def require_filled(self) -> None:
+    def require_ready(self) -> None:
         """Raises: P544 where there are no adapters."""
-        if not self.known:
+        if not self.is_known:
             filled = self.get_buffer(FILLED)
             if has_values(filled) and not bool(filled):
                 message = f"`fusion` has none of the {self.n} adapters that it mixes"
                 raise PeftcError(Diagnostic("P544", message, help="peftc.fuse(model, directories) reads them"))
-            self.known = True
+            self.is_known = True
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.require_filled()
+            self.require_ready()
         down, up = self.get_buffer("down"), self.get_buffer("up").mT.flatten(0, 1)  # (n, r, d) and (n r, d)
         down_bias, up_bias = (self.get_buffer(f"{s}_bias") if self.form_args["bias"] else None for s in ("down", "up"))
         h = x.to(self.query.dtype)
@@ -90,16 +82,16 @@ class Fusion(FormModule):
         mixed = mixed if up_bias is None else mixed + a @ up_bias
         return (mixed if self.value is None else F.linear(mixed, self.value)).to(x.dtype)
 
-    def penalty(self) -> Tensor | None:
-        """penalty · ‖I − V‖² (Frobenius); None without V."""
+    def penalties(self) -> Mapping[str, Tensor]:
+        """identity: penalty · ‖I − V‖² (Frobenius)."""
         if self.value is None:
-            return None
+            return {}
         identity = torch.eye(len(self.value), dtype=self.value.dtype, device=self.value.device)
-        return number(self.form_args, "penalty") * (identity - self.value).square().sum()
+        return {"identity": number(self.form_args, "penalty") * (identity - self.value).square().sum()}
 
     def draws(self) -> Mapping[str, Draw]:
-        drawn = {"query": normal(STD), "query_bias": constant(0.0), "key": normal(STD)}
-        return drawn if self.value is None else drawn | {"value": _near_identity}
+        draws = super().draws()
+        return draws if self.value is None else {**draws, "value": _near_identity}
 
 
 def _near_identity(values: Tensor, generator: torch.Generator) -> object:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from peftc.forms.registry import Dims, Illegal
+from peftc.forms.form import Dims, PlacementError
 
 
 def check_depth(form: str, dims: Dims) -> None:
-    """Raises: Illegal P315 where a form does not stand in the last layer, or one forward passes a layer more than once."""
+    """Raises: PlacementError P315 where a form does not stand in the last layer, or one forward passes a layer more than once."""
     if not dims.spots:
         return
     stack, _, last = dims.spots[-1].layer.rpartition("[")
@@ -14,11 +14,11 @@ def check_depth(form: str, dims: Dims) -> None:
         message = (
             f"`{form}` cannot be `shared`: its places are not alike, and those of a stack have a part in common already"
         )
-        raise Illegal("P315", message, help=f"write `{form}(…)` in the equation")
+        raise PlacementError("P315", message, help=f"write `{form}(…)` in the equation")
     if dims.runs > 1:
         message = f"the layers of `{stack}`, or modules in them, run {dims.runs} times: `{form}` has one place for each"
-        raise Illegal("P315", message)
+        raise PlacementError("P315", message)
     if not last or int(last[:-1]) != dims.depth - 1:
         where = f"its last place is layer {last[:-1]} of {dims.depth}" if last else "it has no place in a layer"
         help_ = f"let the selector reach `layer[{dims.depth - 1}]`" if last else "write it at `layer[*]`"
-        raise Illegal("P315", f"`{form}` ends at the last layer of its stack, and {where}", help=help_)
+        raise PlacementError("P315", f"`{form}` ends at the last layer of its stack, and {where}", help=help_)

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from peftc.forms.arguments import integer, number
-from peftc.forms.bottleneck import width
+from peftc.forms.arguments import number
 from peftc.forms.bottleneck_module import ACTIVATION, EPSILON
-from peftc.forms.hyper import layers_of, net_of, nets_of, parts_of, spots_of, stack_of
-from peftc.forms.module import Draw, FormModule, constant, normal
-from peftc.forms.registry import Args, Dims
+from peftc.forms.hyper import Hyper, net_of, stack_of
+from peftc.forms.module import FormModule
 
 if TYPE_CHECKING:
     from peftc.forms.affine_module import Affine
 
-SPREAD = 0.01  # deviation of the first values of all projections
 NORM_EPSILON = 1e-6  # of the layer norm after the task projector
-NUMBER = re.compile(r"_\d+$")  # of a stack or a network, behind a name
-MADE = ("down", "up", "down_bias", "up_bias", "scale", "shift")
-DRAWS: Mapping[str, Draw] = {  # of what does not begin as N(0, SPREAD)
-    **dict.fromkeys(("p1_bias", "p2_bias", "norm_bias", *(f"{name}_offset" for name in MADE)), constant(0.0)),
-    **dict.fromkeys(("layers", "positions"), normal(1.0)),
-    "norm_weight": constant(1.0),
-}
+NAMES = ("down", "up", "down_bias", "up_bias", "scale", "shift")  # of what networks make
 
 
 class HyperNetworks(FormModule):
@@ -39,39 +28,12 @@ class HyperNetworks(FormModule):
     scale_i, shift_i (d_out, t); with `offset` the biases of all these, down_offset_i (r · d_in,) and so on.
     """
 
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
-        t = integer(args, "t")
-        self.layers = self.parameter("layers", len(layers_of(dims)), t)
-        for stack, parts in enumerate(parts_of(args, dims).values()):
-            self.project(self.end(stack), len(parts), t, integer(args, "m"))
-        for i, (d_in, d_out) in enumerate(nets_of(args, dims).values()):
-            r = width(args, d_in, "hyper")
-            self.network(i, "down", True, r * d_in, t)
-            self.network(i, "up", True, d_out * r, t)
-            self.network(i, "down_bias", args["bias"], r, t)
-            self.network(i, "up_bias", args["bias"], d_out, t)
-            self.network(i, "scale", args["norm"], d_out, t)
-            self.network(i, "shift", args["norm"], d_out, t)
+    definition: Hyper
+    layers: nn.Parameter
 
     def end(self, stack: int) -> str:
         """What follows the names of what a stack has."""
         return f"_{stack}" if self.form_args["nets"] == "stacks" else ""
-
-    def project(self, end: str, positions: int, t: int, m: int) -> None:
-        """Registers the embeddings of positions and the projector of a stack."""
-        self.parameter(f"positions{end}", positions, t)
-        self.parameter(f"p1{end}", m, 3 * t)
-        self.parameter(f"p1_bias{end}", m)
-        self.parameter(f"p2{end}", t, m)
-        self.parameter(f"p2_bias{end}", t)
-        self.parameter(f"norm_weight{end}", t)
-        self.parameter(f"norm_bias{end}", t)
-
-    def network(self, i: int, name: str, wanted: object, size: int, t: int) -> None:
-        """Registers what makes `size` numbers."""
-        self.optional(f"{name}_{i}", wanted, size, t)
-        self.optional(f"{name}_offset_{i}", wanted and self.form_args["offset"], size)
 
     def embedding(self, task: Tensor, layer: int, stack: int, position: int) -> Tensor:
         """I (t,)."""
@@ -88,22 +50,14 @@ class HyperNetworks(FormModule):
             return None
         return weight @ embedding if offset is None else weight @ embedding + offset
 
-    def draws(self) -> Mapping[str, Draw]:
-        return {name: DRAWS.get(NUMBER.sub("", name), normal(SPREAD)) for name, _ in self.named_parameters()}
-
 
 class TaskEmbedding(FormModule):
     """The embedding of one task: task (t,). The networks are its `owner_module`."""
 
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
-        self.embedding = self.parameter("embedding", integer(args, "t"))
-
-    def draws(self) -> Mapping[str, Draw]:
-        return {"embedding": normal(1.0)}
+    embedding: nn.Parameter
 
 
-class Hyper(FormModule):
+class HyperModule(FormModule):
     """f(x) = γ ⊙ LN(act(x D + b) U + c) + β; D, U, b, c, γ, β = W I each, or W I + w; dropout follows act.
 
     Shapes: x (batch, tokens, d_in); f (batch, tokens, d_out); I (t,).
@@ -111,22 +65,16 @@ class Hyper(FormModule):
     with a layer norm, and the embeddings begin as N(0, 1), all projections as N(0, 0.01), w as 0.
     """
 
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
-        spot = spots_of(dims)[dims.index]
-        stacks, stack = parts_of(args, dims), stack_of(args, spot)
-        self.layer, self.stack = layers_of(dims).index(spot.layer), list(stacks).index(stack)
-        self.position, self.net = stacks[stack].index(spot.part), list(nets_of(args, dims)).index(net_of(args, spot))
+    definition: Hyper
+
+    def setup(self) -> None:
+        form, args, dims = self.definition, self.form_args, self.form_dims
+        spot = form.spots(dims)[dims.index]
+        stacks, stack = form.parts(args, dims), stack_of(args, spot)
+        self.layer, self.stack = form.layers(dims).index(spot.layer), list(stacks).index(stack)
+        self.position, self.net = stacks[stack].index(spot.part), list(form.nets(args, dims)).index(net_of(args, spot))
         self.d_in, self.d_out = spot.d_in, spot.d_out
         self.act, self.p = str(args["act"]), number(args, "dropout")
-
-    @classmethod
-    def owner(cls, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> FormModule:
-        return TaskEmbedding(args, dims, dtype, device)
-
-    @classmethod
-    def of_all(cls, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> FormModule:
-        return HyperNetworks(args, dims, dtype, device)
 
     def weights(self) -> dict[str, Tensor | None]:
         """D (r, d_in), U (d_out, r), as `nn.Linear` has them, and the vectors b, c, γ, β, by the names of their networks."""
@@ -135,7 +83,7 @@ class Hyper(FormModule):
         networks = task.owner_module
         assert isinstance(networks, HyperNetworks)
         embedding = networks.embedding(task.embedding, self.layer, self.stack, self.position)
-        made = {name: networks.made(name, self.net, embedding) for name in MADE}
+        made = {name: networks.made(name, self.net, embedding) for name in NAMES}
         down, up = made["down"], made["up"]
         assert down is not None
         assert up is not None

@@ -2,72 +2,77 @@
 
 from __future__ import annotations
 
-from peftc.forms.arguments import ACT, DROPOUT, DTYPE, INIT, REDUCTION, features, integer, over
-from peftc.forms.bottleneck import width
+from collections.abc import Iterable
+
+from peftc.forms.arguments import ACT, DROPOUT, DTYPE, INIT, REDUCTION, first_projections, integer, over, width
+from peftc.forms.form import Args, Argument, Dims, Form, Parameter, PlacementError, Scope
 from peftc.forms.handed import check_depth
-from peftc.forms.registry import Args, Count, Dims, Form, Illegal, Param, register
+from peftc.forms.registry import register
 from peftc.forms.shapes import Shape
 
 
-def sizes(args: Args, dims: Dims) -> tuple[int, int, int]:
-    """d, r, and the hidden features of a block."""
-    d = features("ladder", dims.input, "reads")
-    r = width(args, d, "ladder")
-    return d, r, r * integer(args, "expand")
-
-
-def _shape(args: Args, dims: Dims) -> Shape:
-    d, _, _ = sizes(args, dims)
-    if dims.second is not None and dims.second != dims.input:
-        message = f"`ladder` starts from {dims.second} and reads {dims.input}: they have the same features"
-        raise Illegal("P301", message, "second")
-    if features("ladder", dims.target, "writes") != d:
-        raise Illegal("P301", f"`ladder` reads {dims.input} but writes {dims.target}", "input")
-    check_depth("ladder", dims)
-    return over(dims)
-
-
-def _count(args: Args, dims: Dims) -> Count:
-    d, r, hidden = sizes(args, dims)
-    biases = 2 * r + hidden if args["bias"] else 0
-    total = d * r + 1 + 2 * r + 2 * r * hidden + biases
-    return Count(total, total)
-
-
-def _common_count(args: Args, dims: Dims) -> Count:
-    d, r, _ = sizes(args, dims)
-    start = (r * d + (r if args["bias"] else 0)) if dims.second is not None else 0
-    total = start + 2 * r + r * d + (d if args["bias"] else 0)
-    return Count(total, total)
-
-
-register(
-    Form(
-        name="ladder",
-        equation="s ← σ(a / t) s + (1 − σ(a / t)) (h W_down + b_down), s ← s + act(LN(s) U + c) V + e in every layer, from s = 0, or "
+@register
+class Ladder(Form):
+    name = "ladder"
+    equation = (
+        "s ← σ(a / t) s + (1 − σ(a / t)) (h W_down + b_down), s ← s + act(LN(s) U + c) V + e in every layer, from s = 0, or "
         "from s = x W_start + b_start with the x of the first layer, `ladder(h, x)`; f = LN(s) W_up + b_up in the last layer, and 0 in the "
-        "others, or h where it replaces the last state; no gradient enters h and x",
-        takes_input=True,
-        second="what the side network starts from",
-        params=(
-            Param("r", "int", "width of the side network, in features", low=1),
-            REDUCTION,
-            Param("expand", "int", "hidden features of a block, in multiples of r", 4, low=1),
-            ACT,
-            Param("temperature", "float", "t: what a, which begins as 0, is divided by", 1.0, low=0.0, open="low"),
-            Param("replace", "bool", "the value is h in all layers but the last: for `h = ladder(h, …)`", False),
-            Param("bias", "bool", "whether the projections have biases", True),
-            DROPOUT,
-            INIT,
-            DTYPE,
-        ),
-        shape=_shape,
-        count=_count,
-        at_init=lambda args: 0.0 if args["init"] == "lora" and not args["replace"] else None,
-        affine=lambda args: "it depends on the states of all layers",
-        module="peftc.forms.ladder_module:Ladder",
-        paper="Sung et al. 2022, arXiv:2206.06522 (LST), with blocks that are applied token by token",
-        common=lambda args: "group",
-        common_count=_common_count,
+        "others, or h where it replaces the last state; no gradient enters h and x"
     )
-)
+    paper = "Sung et al. 2022, arXiv:2206.06522 (LST), with blocks that are applied token by token"
+    inputs = ("h", "x")
+    module = "peftc.forms.ladder_module:LadderRung"
+    common_module = "peftc.forms.ladder_module:LadderEnd"
+    arguments = (
+        Argument("r", "int", "width of the side network, in features", low=1),
+        REDUCTION,
+        Argument("expand", "int", "hidden features of a block, in multiples of r", 4, low=1),
+        ACT,
+        Argument("temperature", "float", "t: what a, which begins as 0, is divided by", 1.0, low=0.0, open="low"),
+        Argument("replace", "bool", "the value is h in all layers but the last: for `h = ladder(h, …)`", False),
+        Argument("bias", "bool", "whether the projections have biases", True),
+        DROPOUT,
+        INIT,
+        DTYPE,
+    )
+
+    def shape(self, args: Args, dims: Dims) -> Shape:
+        d = self.read_features(dims)
+        width(args, d, self.name)
+        if dims.second is not None and dims.second != dims.input:
+            message = f"`ladder` starts from {dims.second} and reads {dims.input}: they have the same features"
+            raise PlacementError("P301", message, "second")
+        if self.written_features(dims) != d:
+            raise PlacementError("P301", f"`ladder` reads {dims.input} but writes {dims.target}", "input")
+        check_depth(self.name, dims)
+        return over(dims)
+
+    def parameters(self, args: Args, dims: Dims) -> Iterable[Parameter]:
+        d = self.read_features(dims)
+        r = width(args, d, self.name)
+        hidden, biased, (_, last) = r * integer(args, "expand"), args["bias"], first_projections(args)
+        yield Parameter("gate", (1,))
+        yield Parameter("down", (r, d), "kaiming")
+        yield Parameter("norm_weight", (r,), 1.0)
+        yield Parameter("norm_bias", (r,))
+        yield Parameter("block_in", (hidden, r), "kaiming")
+        yield Parameter("block_out", (r, hidden), "kaiming")
+        yield Parameter("down_bias", (r,) if biased else None)
+        yield Parameter("block_in_bias", (hidden,) if biased else None)
+        yield Parameter("block_out_bias", (r,) if biased else None)
+        starts = dims.second is not None
+        yield Parameter("end_norm_weight", (r,), 1.0, scope="common")
+        yield Parameter("end_norm_bias", (r,), scope="common")
+        yield Parameter("up", (d, r), last, scope="common")
+        yield Parameter("up_bias", (d,) if biased else None, scope="common")
+        yield Parameter("start", (r, d) if starts else None, "kaiming", scope="common")
+        yield Parameter("start_bias", (r,) if starts and biased else None, scope="common")
+
+    def initial(self, args: Args, dims: Dims) -> float | None:
+        return 0.0 if args["init"] == "lora" and not args["replace"] else None
+
+    def not_affine(self, args: Args, dims: Dims) -> str | None:
+        return "it depends on the states of all layers"
+
+    def common(self, args: Args) -> Scope | None:
+        return "group"

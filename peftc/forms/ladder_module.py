@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peftc.forms.arguments import number
 from peftc.forms.bottleneck_module import ACTIVATION, EPSILON
 from peftc.forms.handed_module import Handed, lost_gradient, runs_again
-from peftc.forms.ladder import sizes
-from peftc.forms.module import Draw, FormModule, constant, kaiming, projections
-from peftc.forms.registry import Args, Dims
+from peftc.forms.module import FormModule
 
 
 class LadderEnd(FormModule):
@@ -23,16 +19,14 @@ class LadderEnd(FormModule):
     Shapes: up (d, r); up_bias (d,); end_norm_weight, end_norm_bias (r,); start (r, d); start_bias (r,).
     """
 
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
-        d, r, _ = sizes(args, dims)
-        self.end_norm_weight = self.parameter("end_norm_weight", r)
-        self.end_norm_bias = self.parameter("end_norm_bias", r)
-        self.up = self.parameter("up", d, r)
-        self.up_bias = self.optional("up_bias", args["bias"], d)
-        begins = dims.second is not None
-        self.start = self.optional("start", begins, r, d)
-        self.start_bias = self.optional("start_bias", begins and args["bias"], r)
+    end_norm_weight: nn.Parameter
+    end_norm_bias: nn.Parameter
+    up: nn.Parameter
+    up_bias: nn.Parameter | None
+    start: nn.Parameter | None
+    start_bias: nn.Parameter | None
+
+    def setup(self) -> None:
         self.handed = Handed[Tensor]()
 
     def forward(self, s: Tensor) -> Tensor:
@@ -44,14 +38,8 @@ class LadderEnd(FormModule):
         assert self.start is not None
         return F.linear(x.detach().to(self.start.dtype), self.start, self.start_bias)
 
-    def draws(self) -> Mapping[str, Draw]:
-        _, up = projections(str(self.form_args["init"]), self.up.shape[1])
-        drawn: dict[str, Draw] = {name: constant(0.0) for name, _ in self.named_parameters()}
-        drawn |= {"up": up, "end_norm_weight": constant(1.0)}
-        return drawn if self.start is None else drawn | {"start": kaiming(self.start.shape[1])}
 
-
-class Ladder(FormModule):
+class LadderRung(FormModule):
     """s ← σ(a / t) s + (1 − σ(a / t)) (h W_down + b_down), s ← s + act(LN(s) U + c) V + e; the value is LN(s) W_up + b_up at the last
     rung, and 0 at the others, or h with `replace`. s begins as 0, or as x W_start + b_start with the x of the first layer. No gradient
     enters h and x. Blocks see one token at a time, so that a cache of keys and values changes nothing.
@@ -63,23 +51,19 @@ class Ladder(FormModule):
     state is replaced.
     """
 
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
-        d, r, hidden = sizes(args, dims)
-        self.gate = self.parameter("gate", 1)
-        self.down = self.parameter("down", r, d)
-        self.norm_weight = self.parameter("norm_weight", r)
-        self.norm_bias = self.parameter("norm_bias", r)
-        self.block_in = self.parameter("block_in", hidden, r)
-        self.block_out = self.parameter("block_out", r, hidden)
-        self.down_bias = self.optional("down_bias", args["bias"], r)
-        self.block_in_bias = self.optional("block_in_bias", args["bias"], hidden)
-        self.block_out_bias = self.optional("block_out_bias", args["bias"], r)
-        self.act, self.p, self.t = str(args["act"]), number(args, "dropout"), number(args, "temperature")
+    gate: nn.Parameter
+    down: nn.Parameter
+    norm_weight: nn.Parameter
+    norm_bias: nn.Parameter
+    block_in: nn.Parameter
+    block_out: nn.Parameter
+    down_bias: nn.Parameter | None
+    block_in_bias: nn.Parameter | None
+    block_out_bias: nn.Parameter | None
 
-    @classmethod
-    def owner(cls, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> FormModule:
-        return LadderEnd(args, dims, dtype, device)
+    def setup(self) -> None:
+        args = self.form_args
+        self.act, self.p, self.t = str(args["act"]), number(args, "dropout"), number(args, "temperature")
 
     def forward(self, h: Tensor, x: Tensor | None = None) -> Tensor:
         end = self.owner_module
@@ -110,9 +94,3 @@ class Ladder(FormModule):
         z = F.layer_norm(s, s.shape[-1:], self.norm_weight, self.norm_bias, EPSILON)
         z = ACTIVATION[self.act](F.linear(z, self.block_in, self.block_in_bias))
         return s + F.linear(F.dropout(z, self.p, self.training), self.block_out, self.block_out_bias)
-
-    def draws(self) -> Mapping[str, Draw]:
-        drawn: dict[str, Draw] = {name: constant(0.0) for name, _ in self.named_parameters()}
-        r, d = self.down.shape
-        drawn |= {"down": kaiming(d), "norm_weight": constant(1.0)}
-        return drawn | {"block_in": kaiming(r), "block_out": kaiming(self.block_out.shape[1])}

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from peftc.forms.arguments import features
 from peftc.forms.handed_module import Handed, lost_gradient, runs_again
-from peftc.forms.module import Draw, FormModule, constant
-from peftc.forms.registry import Args, Dims
+from peftc.forms.module import FormModule
 
 
 class LayerQuery(FormModule):
@@ -19,9 +15,9 @@ class LayerQuery(FormModule):
     Shapes: query (d,).
     """
 
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
-        self.query = self.parameter("query", features("layer_attention", dims.input, "reads"))
+    query: nn.Parameter
+
+    def setup(self) -> None:
         self.handed = Handed[tuple[Tensor, ...]]()
 
     def forward(self, states: tuple[Tensor, ...]) -> Tensor:
@@ -30,11 +26,8 @@ class LayerQuery(FormModule):
         a = (h @ self.query).softmax(-1)
         return (a.unsqueeze(-2) @ h).squeeze(-2)
 
-    def draws(self) -> Mapping[str, Draw]:
-        return {"query": constant(0.0)}
 
-
-class LayerAttention(FormModule):
+class LayerAttentionModule(FormModule):
     """f(h) = Σₗ aₗ hₗ in the last layer, a = softmaxₗ(hₗ · q) over the layers that the form is in; h in the others. One token at a time, so
     that a cache of keys and values changes nothing. A layer that was dropped is not among them.
 
@@ -43,10 +36,6 @@ class LayerAttention(FormModule):
     that of another forward.
     Source: Cao et al. 2022, Findings of NAACL, Eq. 1 and 2. That q begins with zero, a mean of all layers, is of here.
     """
-
-    @classmethod
-    def owner(cls, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> FormModule:
-        return LayerQuery(args, dims, dtype, device)
 
     def forward(self, h: Tensor) -> Tensor:
         common = self.owner_module

@@ -2,66 +2,64 @@
 
 from __future__ import annotations
 
-from peftc.forms.arguments import DTYPE
-from peftc.forms.registry import Args, Count, Dims, Form, Param, register
+from collections.abc import Iterable
+
+from peftc.forms.arguments import DTYPE, changed_weight, number, size_of
+from peftc.forms.form import Args, Argument, Dims, Parameter, Scope
+from peftc.forms.registry import register
 from peftc.forms.shapes import entries
-from peftc.forms.sparse import changes, of_weight
+from peftc.forms.sparse import WeightChange, chosen
 
 
-def _count(args: Args, dims: Dims) -> Count:
-    trained = 2 * entries(dims.target) + (1 if args["structured"] else 0)
-    return Count(trained, trained if args["keep"] else 0)
-
-
-def _common_count(args: Args, dims: Dims) -> Count:
-    return Count(0, 0 if args["keep"] else changes(args, dims))
-
-
-register(
-    Form(
-        name="masked",
-        equation="f = z ⊙ Δ, z hard-concrete gates with learnt α; `peftc.calibrate` keeps the largest among all sites of the edit",
-        takes_input=False,
-        params=(
-            Param(
-                "density",
-                "float",
-                "part of the entries that is kept, and saved",
-                required=True,
-                low=0.0,
-                high=1.0,
-                open="low",
-            ),
-            Param(
-                "penalty", "float", "weight of the expected number of entries among `peftc.losses`", 1.25e-7, low=0.0
-            ),
-            Param("structured", "bool", "a gate for each weight or bias as a whole, too", True),
-            Param("alpha", "float", "first value of α", 5.0),
-            Param(
-                "lower",
-                "float",
-                "where the gates are cut: they are stretched to begin below 0",
-                -1.5,
-                high=0.0,
-                open="high",
-            ),
-            Param("upper", "float", "and to end above 1", 1.5, low=1.0, open="low"),
-            Param(
-                "keep", "bool", "save Δ and α, so that training can go on; else only what is kept, a `sparse`", False
-            ),
-            DTYPE,
+@register
+class Masked(WeightChange):
+    name = "masked"
+    equation = "f = z ⊙ Δ, z hard-concrete gates with learnt α; `peftc.calibrate` keeps the largest among all sites of the edit"
+    paper = "Guo et al. 2021, arXiv:2012.07463 (Diff Pruning); gates of Louizos et al. 2018, arXiv:1712.01312"
+    module = "peftc.forms.masked_module:MaskedModule"
+    common_module = "peftc.forms.masked_module:MaskedSites"
+    mixes_shapes = True
+    separates_tasks = True
+    arguments = (
+        Argument(
+            "density",
+            "float",
+            "part of the entries that is kept, and saved",
+            required=True,
+            low=0.0,
+            high=1.0,
+            open="low",
         ),
-        shape=lambda args, dims: of_weight("masked", dims),
-        count=_count,
-        at_init=lambda args: 0.0,
-        affine=lambda args: None,
-        module="peftc.forms.masked_module:Masked",
-        paper="Guo et al. 2021, arXiv:2012.07463 (Diff Pruning); gates of Louizos et al. 2018, arXiv:1712.01312",
-        common=lambda args: "edit",
-        common_count=_common_count,
-        anywhere=True,
-        apart=True,
-        changes=changes,
-        collapses=lambda args: None if args["keep"] else "sparse",
+        Argument("penalty", "float", "weight of the expected number of entries among `peftc.losses`", 1.25e-7, low=0.0),
+        Argument("structured", "bool", "a gate for each weight or bias as a whole, too", True),
+        Argument("alpha", "float", "first value of α", 5.0),
+        Argument(
+            "lower",
+            "float",
+            "where the gates are cut: they are stretched to begin below 0",
+            -1.5,
+            high=0.0,
+            open="high",
+        ),
+        Argument("upper", "float", "and to end above 1", 1.5, low=1.0, open="low"),
+        Argument("keep", "bool", "save Δ and α, so that training can go on; else only what is kept, a `sparse`", False),
+        DTYPE,
     )
-)
+
+    def parameters(self, args: Args, dims: Dims) -> Iterable[Parameter]:
+        size, alpha = size_of(changed_weight(self.name, dims)), number(args, "alpha")
+        role = "trained" if args["keep"] else "training"
+        yield Parameter("delta", size, role=role)
+        yield Parameter("alpha", size, alpha, role=role)
+        yield Parameter("group", (1,) if args["structured"] else None, alpha, role=role)
+        if not args["keep"]:
+            yield Parameter("values", (self.changed_entries(args, dims),), scope="common", role="saved")
+
+    def common(self, args: Args) -> Scope | None:
+        return "edit"
+
+    def saved_as(self, args: Args) -> str | None:
+        return None if args["keep"] else "sparse"
+
+    def changed_entries(self, args: Args, dims: Dims) -> int:
+        return chosen(args, dims.spread[1] or entries(dims.target))

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import log
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.arguments import number
-from peftc.forms.module import Draw, FormModule, constant
-from peftc.forms.registry import Args, Dims
-from peftc.forms.shapes import Weight, entries
-from peftc.forms.sparse import chosen
+from peftc.forms.module import FormModule
+from peftc.forms.selective_module import SelectiveModule
 
 EDGE = 1e-4  # draws are this far from 0 and 1
 
 
-class MaskedSites(FormModule):
+class MaskedSites(SelectiveModule):
     """The sites of a `masked`, in their order: what is kept of them is one choice. `pruned`: whether it has been made."""
 
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
-        self.count = chosen(args, dims.spread[1] or entries(dims.target))
-        self.members: dict[int, Masked] = {}
+    scored = "nothing"
+
+    def setup(self) -> None:
+        self.members: dict[int, MaskedModule] = {}
         self.state("pruned", torch.zeros((), dtype=torch.bool))
 
     @property
-    def way(self) -> str:
+    def criterion(self) -> str:
         return "value"
+
+    @property
+    def unit_count(self) -> int:
+        count = self.definition.changed_entries(self.form_args, self.form_dims)
+        assert count is not None
+        return count
+
+    def units(self, scores: Sequence[Tensor]) -> Tensor:
+        return self.flat().abs()
 
     @torch.no_grad()
     def flat(self) -> Tensor:
@@ -45,21 +52,23 @@ class MaskedSites(FormModule):
             start += member.delta.numel()
         self.get_buffer("pruned").fill_(True)
 
-    def expected(self) -> Tensor:
-        """penalty · E‖f‖₀, over all sites."""
-        found = [self.members[i].expected() for i in sorted(self.members)]
-        return number(self.form_args, "penalty") * torch.stack(found).sum()
+    def penalties(self) -> Mapping[str, Tensor]:
+        """l0: penalty · E‖f‖₀, over all sites, until the gates are pruned."""
+        if bool(self.get_buffer("pruned")):
+            return {}
+        expected = torch.stack([self.members[i].expected() for i in sorted(self.members)]).sum()
+        return {"l0": number(self.form_args, "penalty") * expected}
 
     def collapsed(self) -> Mapping[str, Tensor]:
         if not bool(self.get_buffer("pruned")):
-            message = f"`masked` has not been cut down to the {self.count} entries that are saved"
+            message = f"`masked` has not been cut down to the {self.unit_count} entries that are saved"
             raise PeftcError(Diagnostic("P543", message, help="peftc.calibrate(model) keeps the largest"))
         kept = torch.cat([self.members[i].get_buffer("kept").flatten() for i in sorted(self.members)])
         places = kept.nonzero()[:, 0]
         return {"values": self.flat()[places], "places": places}
 
 
-class Masked(FormModule):
+class MaskedModule(FormModule):
     """f = kept ⊙ z ⊙ Δ; z = min(1, max(0, s (upper − lower) + lower)), s = σ(log u − log(1 − u) + α) with u drawn by torch's
     generator in each forward while training, else s = σ(α). With `structured`, times the same of one α for the whole weight.
 
@@ -68,18 +77,13 @@ class Masked(FormModule):
     Source: Guo et al. 2021, arXiv:2012.07463, section 3; s without draws: Louizos et al. 2018, Eq. 13.
     """
 
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
-        target = dims.target
-        size = (target.d_out, target.d_in) if isinstance(target, Weight) else (entries(target),)
-        self.delta, self.alpha = self.parameter("delta", *size), self.parameter("alpha", *size)
-        self.group = self.optional("group", args["structured"], 1)
-        self.lower, self.upper = number(args, "lower"), number(args, "upper")
-        self.state("kept", torch.ones(size, dtype=torch.bool))
+    delta: nn.Parameter
+    alpha: nn.Parameter
+    group: nn.Parameter | None
 
-    @classmethod
-    def owner(cls, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> FormModule:
-        return MaskedSites(args, dims, dtype, device)
+    def setup(self) -> None:
+        self.lower, self.upper = number(self.form_args, "lower"), number(self.form_args, "upper")
+        self.state("kept", torch.ones(self.delta.shape, dtype=torch.bool))
 
     def join(self, owner: FormModule, index: int, task: str | None = None) -> None:
         super().join(owner, index, task)
@@ -117,7 +121,3 @@ class Masked(FormModule):
         mask.view(-1)[kept] = True
         self.get_buffer("kept").copy_(mask)
         self.delta.copy_(value * mask)
-
-    def draws(self) -> Mapping[str, Draw]:
-        open_ = constant(number(self.form_args, "alpha"))
-        return {"delta": constant(0.0)} | {name: open_ for name, _ in self.named_parameters() if name != "delta"}

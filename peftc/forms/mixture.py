@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from peftc.forms.arguments import ACT, DROPOUT, DTYPE, INIT, REDUCTION, WIDTH, features, integer, over
-from peftc.forms.bottleneck import affine, width
-from peftc.forms.registry import Args, Count, Dims, Form, Param, register
+from collections.abc import Iterable
+
+from peftc.forms.arguments import (
+    ACT,
+    DROPOUT,
+    DTYPE,
+    INIT,
+    REDUCTION,
+    WIDTH,
+    first_projections,
+    integer,
+    not_linear,
+    over,
+    width,
+)
+from peftc.forms.form import Args, Argument, Dims, Form, Parameter
+from peftc.forms.registry import register
 from peftc.forms.shapes import Shape
-
-
-def sizes(args: Args, dims: Dims) -> tuple[int, int, int]:
-    """d_in, r, d_out"""
-    d_in, d_out = features("mixture", dims.input, "reads"), features("mixture", dims.target, "writes")
-    return d_in, width(args, d_in, "mixture"), d_out
 
 
 def copies(args: Args) -> tuple[int, int]:
@@ -20,53 +28,57 @@ def copies(args: Args) -> tuple[int, int]:
     return (1 if args["share"] == "down" else n), (1 if args["share"] == "up" else n)
 
 
-def _shape(args: Args, dims: Dims) -> Shape:
-    sizes(args, dims)
-    return over(dims)
-
-
-def _count(args: Args, dims: Dims) -> Count:
-    d_in, r, d_out = sizes(args, dims)
-    down, up = d_in * r + (r if args["bias"] else 0), r * d_out + (d_out if args["bias"] else 0)
-    downs, ups = copies(args)
-    trained = downs * down + ups * up
-    return Count(trained, trained if args["keep"] else down + up)
-
-
-register(
-    Form(
-        name="mixture",
-        equation="f(x) = act(x W_down,i + b_i) W_up,j + b_j, i and j at random while training; then with the means of the W and b",
-        takes_input=True,
-        params=(
-            Param("n", "int", "bottlenecks", 4, low=2),
-            WIDTH,
-            REDUCTION,
-            Param(
-                "share",
-                "choice",
-                "a projection that all bottlenecks have in common",
-                "none",
-                choices=("none", "down", "up"),
-            ),
-            ACT,
-            Param("bias", "bool", "whether the projections have biases", True),
-            DROPOUT,
-            INIT,
-            Param(
-                "keep",
-                "bool",
-                "save all bottlenecks, so that training can go on; else only their mean, an adapter",
-                False,
-            ),
-            DTYPE,
+@register
+class Mixture(Form):
+    name = "mixture"
+    equation = "f(x) = act(x W_down,i + b_i) W_up,j + b_j, i and j at random while training; then with the means of the W and b"
+    paper = "Wang et al. 2022, arXiv:2205.12410 (AdaMix)"
+    module = "peftc.forms.mixture_module:MixtureModule"
+    arguments = (
+        Argument("n", "int", "bottlenecks", 4, low=2),
+        WIDTH,
+        REDUCTION,
+        Argument(
+            "share",
+            "choice",
+            "a projection that all bottlenecks have in common",
+            "none",
+            choices=("none", "down", "up"),
         ),
-        shape=_shape,
-        count=_count,
-        at_init=lambda args: 0.0 if args["init"] == "lora" else None,
-        affine=affine,
-        module="peftc.forms.mixture_module:Mixture",
-        paper="Wang et al. 2022, arXiv:2205.12410 (AdaMix)",
-        collapses=lambda args: None if args["keep"] else "adapter",
+        ACT,
+        Argument("bias", "bool", "whether the projections have biases", True),
+        DROPOUT,
+        INIT,
+        Argument(
+            "keep", "bool", "save all bottlenecks, so that training can go on; else only their mean, an adapter", False
+        ),
+        DTYPE,
     )
-)
+
+    def shape(self, args: Args, dims: Dims) -> Shape:
+        width(args, self.read_features(dims), self.name)
+        self.written_features(dims)
+        return over(dims)
+
+    def parameters(self, args: Args, dims: Dims) -> Iterable[Parameter]:
+        d_in, d_out = self.read_features(dims), self.written_features(dims)
+        r, (downs, ups), (down, up) = width(args, d_in, self.name), copies(args), first_projections(args)
+        biased, role = args["bias"], "trained" if args["keep"] else "training"
+        yield Parameter("down", (downs, r, d_in), down, role=role)
+        yield Parameter("up", (ups, d_out, r), up, role=role)
+        yield Parameter("down_bias", (downs, r) if biased else None, role=role)
+        yield Parameter("up_bias", (ups, d_out) if biased else None, role=role)
+        if not args["keep"]:
+            yield Parameter("down", (r, d_in), role="saved")
+            yield Parameter("up", (d_out, r), role="saved")
+            yield Parameter("down_bias", (r,) if biased else None, role="saved")
+            yield Parameter("up_bias", (d_out,) if biased else None, role="saved")
+
+    def initial(self, args: Args, dims: Dims) -> float | None:
+        return 0.0 if args["init"] == "lora" else None
+
+    def not_affine(self, args: Args, dims: Dims) -> str | None:
+        return not_linear(args)
+
+    def saved_as(self, args: Args) -> str | None:
+        return None if args["keep"] else "adapter"

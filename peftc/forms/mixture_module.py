@@ -6,20 +6,19 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peftc.forms.arguments import number
 from peftc.forms.bottleneck_module import ACTIVATION
-from peftc.forms.mixture import copies, sizes
-from peftc.forms.module import Draw, FormModule, constant, projections
-from peftc.forms.registry import Args, Dims
+from peftc.forms.mixture import copies
+from peftc.forms.module import FormModule
 
 if TYPE_CHECKING:
     from peftc.forms.affine_module import Affine
 
 
-class Mixture(FormModule):
+class MixtureModule(FormModule):
     """f(x) = act(x W_down,i + b_i) W_up,j + b_j; i and j are `route` while training, and drawn anew in each forward where no step
     has set them. Otherwise W and b are the means over all bottlenecks.
 
@@ -28,17 +27,17 @@ class Mixture(FormModule):
     Source: Wang et al. 2022, arXiv:2205.12410, section 3: stochastic routing, merged for inference.
     """
 
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
-        d_in, r, d_out = sizes(args, dims)
-        downs, ups = self.copies = copies(args)
-        self.down, self.up = self.parameter("down", downs, r, d_in), self.parameter("up", ups, d_out, r)
-        self.down_bias = self.optional("down_bias", args["bias"], downs, r)
-        self.up_bias = self.optional("up_bias", args["bias"], ups, d_out)
-        self.act, self.p = str(args["act"]), number(args, "dropout")
+    down: nn.Parameter
+    up: nn.Parameter
+    down_bias: nn.Parameter | None
+    up_bias: nn.Parameter | None
+
+    def setup(self) -> None:
+        args, device = self.form_args, self.down.device
+        self.copies, self.act, self.p = copies(args), str(args["act"]), number(args, "dropout")
         self.register_buffer("route", torch.full((2,), -1, device=device), persistent=False)
 
-    def stepped(self, generator: torch.Generator) -> None:
+    def after_step(self, generator: torch.Generator) -> None:
         chosen = torch.stack([torch.randint(count, (), generator=generator) for count in self.copies])
         self.get_buffer("route").copy_(chosen)
 
@@ -68,8 +67,3 @@ class Mixture(FormModule):
     def collapsed(self) -> Mapping[str, Tensor]:
         with torch.no_grad():
             return {name: parameter.mean(0) for name, parameter in self.named_parameters()}
-
-    def draws(self) -> Mapping[str, Draw]:
-        down, up = projections(str(self.form_args["init"]), self.down.shape[2])
-        drawn = {"down": down, "up": up}
-        return drawn | {name: constant(0.0) for name, _ in self.named_parameters() if name.endswith("_bias")}

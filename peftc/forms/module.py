@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from math import sqrt
-from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.forms.registry import Args, Dims, EquationForm, Form
+from peftc.forms.form import Args, Dims, FirstValue, Form, Parameter
 from peftc.modules.new_modules import module_with, uninitialised_like
 from peftc.modules.torch_attributes import TABLES
 
@@ -39,22 +39,41 @@ class Placement(Protocol):
 
 
 class FormModule(nn.Module):
-    """A functional form with its parameters at one site (or, as an owner, at several).
+    """The tensors of a form at one site, or what several sites have in common, and how it computes.
 
-    Called with exactly one tensor: its input or, for a form without one, a tensor from which only dtype, device and batch
-    are taken. Computes in the dtype of its parameters and returns the dtype of that tensor. Owns its parameters directly,
-    under the names that are saved.
+    A form that is a Python class names a subclass of this as its `module`. The subclass defines
+    `forward`. The tensors that `Form.parameters` yields are its attributes, under their names.
+    `forward` is called with the inputs of the form or, for a form without inputs, with a tensor of
+    which only dtype, device and batch are meant. It computes in the dtype of its parameters, and
+    returns the dtype of that tensor.
 
-    `owner_module` holds what is common to several sites, where the form has such a part; `index` is the number of this
-    site among them. It is held without being registered, so it is saved, moved and counted once, where it is registered;
-    copies and pickles of the model keep one owner.
+    Attributes:
+        definition: the form.
+        form_args: the arguments of the call, with all defaults.
+        form_dims: the place where it stands.
+        owner_module: the module with what sites have in common, if there is one. It is no child of
+            this module: it is saved, moved and counted once. Copies and pickles of the model keep
+            one owner.
+        index: which of these sites this is.
+        task: of edits `per task`, whose parameters these are.
+        reduction: what becomes of the penalties of the sites of an edit.
     """
 
     owner_module: FormModule | None
     index: int
+    reduction: ClassVar[Literal["sum", "mean"]] = "sum"
 
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
+    def __init__(
+        self,
+        definition: Form,
+        args: Args,
+        dims: Dims,
+        scopes: Collection[str],
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
         super().__init__()
+        self.definition, self.scopes = definition, frozenset(scopes)
         self.form_args = dict(args)
         self.form_dims = dims
         self._options: tuple[torch.dtype, torch.device | str | None] = (dtype, device)
@@ -62,41 +81,33 @@ class FormModule(nn.Module):
         self.index = 0
         self.task: str | None = None
         self._states: tuple[str, ...] = ()
+        for parameter in definition.parameters(args, dims):
+            if parameter.scope in self.scopes:
+                self._register(parameter)
+        self.setup()
 
-    @classmethod
-    def owner(cls, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> FormModule:
-        """The module that holds the parameters of several sites, or their common part."""
-        return cls(args, dims, dtype, device)
+    def _register(self, parameter: Parameter) -> None:
+        dtype, device = self._options
+        dtype = cast(torch.dtype, getattr(torch, parameter.dtype)) if parameter.dtype else dtype
+        name, size = parameter.name, parameter.size
+        match parameter.role:
+            case "trained" | "training":
+                value = None if size is None else nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+                self.register_parameter(name, value)
+            case "fixed":
+                self.register_buffer(name, None if size is None else torch.empty(size, dtype=dtype, device=device))
+            case "state":
+                self.state(name, torch.zeros(size or (), dtype=dtype, device=device))
+            case "saved":
+                pass
 
-    @classmethod
-    def of_all(cls, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> FormModule:
-        """What the owners of all tasks have in common, where `Form.all_count` says so."""
-        raise TypeError(f"{cls.__name__} has nothing that all tasks have in common")
+    def setup(self) -> None:
+        """Adds what `forward` needs beside the tensors: numbers, states, buffers."""
 
     def join(self, owner: FormModule, index: int, task: str | None = None) -> None:
         """Makes this the site numbered `index` of those that have `owner` in common; of edits `per task`, for one task."""
         self.__dict__["owner_module"] = owner
         self.index, self.task = index, task
-
-    def parameter(self, name: str, *size: int) -> nn.Parameter:
-        """Registers an uninitialised parameter."""
-        dtype, device = self._options
-        made = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
-        self.register_parameter(name, made)
-        return made
-
-    def optional(self, name: str, wanted: object, *size: int) -> nn.Parameter | None:
-        """An uninitialised parameter where it is wanted, else None under that name."""
-        if wanted:
-            return self.parameter(name, *size)
-        self.register_parameter(name, None)
-        return None
-
-    def fixed(self, name: str, *size: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Registers a buffer that is never trained nor saved, since it can be drawn again (`fixed_draws`)."""
-        made = torch.empty(size, dtype=dtype or self._options[0], device=self._options[1])
-        self.register_buffer(name, made)
-        return made
 
     def state(self, name: str, value: Tensor) -> Tensor:
         """Registers a buffer that changes while training and is saved with the parameters."""
@@ -125,8 +136,12 @@ class FormModule(nn.Module):
         return cls.initialise is not FormModule.initialise or cls.fix is not FormModule.fix
 
     def draws(self) -> Mapping[str, Draw]:
-        """How the first values of each parameter are drawn."""
-        return {}
+        """How the first values of each parameter are drawn, by `Parameter.first`."""
+        return {
+            p.name: draw_of(p.first, p.size)
+            for p in self.definition.parameters(self.form_args, self.form_dims)
+            if p.role in ("trained", "training") and p.size is not None and p.scope in self.scopes
+        }
 
     def fix(self, place: str) -> None:
         """Draws what is never trained: it depends on the argument `seed`, the place and the name alone, so that whoever has
@@ -136,7 +151,7 @@ class FormModule(nn.Module):
             _fill(self.get_buffer(name), draw, seeded(f"{self.form_args['seed']}/{place}/{name}"))
 
     def fixed_draws(self) -> Mapping[str, Draw]:
-        """How each buffer of `fixed` is drawn."""
+        """How each fixed tensor is drawn."""
         return {}
 
     def copier(self) -> Callable[[], FormModule] | None:
@@ -176,14 +191,25 @@ class FormModule(nn.Module):
     def prepare(self) -> None:
         """Makes what the first call would make, which `torch.compile` cannot."""
 
-    def loaded(self) -> None:
+    def after_load(self) -> None:
         """Called when parameters and states have been read from a file."""
 
-    def stepped(self, generator: torch.Generator) -> None:
-        """What changes after each step of training."""
+    def after_step(self, generator: torch.Generator) -> None:
+        """What changes after each step of training (`peftc.step`).
+
+        Args:
+            generator: on the CPU; it depends on the seed, the site and the number of the step.
+        """
+
+    def penalties(self) -> Mapping[str, Tensor]:
+        """The terms that it adds to the loss (`peftc.losses`), by name: numbers, ()."""
+        return {}
+
+    def require_ready(self) -> None:
+        """Raises: PeftcError if it has nothing to train or save yet: something has to be selected or read first."""
 
     def collapsed(self) -> Mapping[str, Tensor]:
-        """The parameters of the simpler form that is saved in the place of this one, where `Form.collapses` says so."""
+        """The parameters of the simpler form that is saved in its place (`Form.saved_as`), by name."""
         raise TypeError(f"{type(self).__name__} is saved as it is")
 
     def collapsed_at(self, index: int) -> Mapping[str, Tensor]:
@@ -191,8 +217,11 @@ class FormModule(nn.Module):
         return self.collapsed()
 
     def fold(self, value: Affine) -> Affine:
-        """This form of an affine value; only where `Form.affine` says None."""
-        raise TypeError(f"{type(self).__name__} is not affine")  # the planner's verdict comes first
+        """The form of an affine value, for a form that is affine (`Form.not_affine`)."""
+        message = f"`{self.definition.name}` is affine, and {type(self).__name__} has no `fold`"
+        raise PeftcError(
+            Diagnostic("P574", message, help="write `FormModule.fold`, or the reason in `Form.not_affine`")
+        )
 
     def hidden_units(self) -> HiddenUnits | None:
         """Of U act(D x + b) + c the parts D (r, d_in), b (r,), U (d_out, r), c (d_out,), and the name of act; None for another form."""
@@ -209,7 +238,7 @@ class Member(FormModule):
     owner_module: FormModule  # pyright: ignore[reportIncompatibleVariableOverride]  # a member always has one
 
     def __init__(self, owner: FormModule, index: int) -> None:
-        super().__init__(owner.form_args, owner.form_dims, torch.float32, None)
+        super().__init__(owner.definition, owner.form_args, owner.form_dims, (), torch.float32, None)
         self.join(owner, index)
 
     def forward(self, like: Tensor) -> Tensor | Pair:
@@ -225,30 +254,51 @@ class Member(FormModule):
         return f"index={self.index}, of {type(self.owner_module).__name__}"
 
 
+EVERY_SCOPE = ("site", "common", "tasks")
+
+
 def build(instance: Placement, *, dtype: torch.dtype, device: torch.device | str | None = None) -> FormModule:
-    """The module of an instance with the parameters of its site, uninitialised; `dtype` is the base's at the site."""
-    args = instance.form.fill(instance.args)
-    if (definition := instance.form.definition) is not None:
-        cls: Any = _class_of(instance.form)
-        return cls(args, instance.dims, parameter_dtype(args, dtype), device, definition, definition.scopes_of("site"))
-    return _class_of(instance.form)(args, instance.dims, parameter_dtype(args, dtype), device)
+    """The module of an instance at its site, uninitialised; `dtype` is the base's at the site."""
+    form = instance.form
+    scopes = ("site",) if form.has_common_part else EVERY_SCOPE
+    return _module(form.module_of(instance.form.fill(instance.args)), instance, scopes, dtype, device)
 
 
 def build_owner(instance: Placement, *, dtype: torch.dtype, device: torch.device | str | None = None) -> FormModule:
-    """The module that holds what all sites of `instance.owner` have in common, uninitialised; registered once, at the root."""
-    args = instance.form.fill(instance.args)
-    if (definition := instance.form.definition) is not None:
-        cls: Any = _class_of(instance.form)
-        return cls(
-            args, instance.dims, parameter_dtype(args, dtype), device, definition, definition.scopes_of("common")
-        )
-    return _class_of(instance.form).owner(args, instance.dims, parameter_dtype(args, dtype), device)
+    """The module with what all sites of `instance.owner` have in common, uninitialised; registered once, at the root."""
+    form = instance.form
+    if form.has_common_part:
+        return _module(form.common_module, instance, ("common",), dtype, device)
+    return _module(form.module_of(form.fill(instance.args)), instance, EVERY_SCOPE, dtype, device)
 
 
 def build_of_all(instance: Placement, *, dtype: torch.dtype, device: torch.device | str | None = None) -> FormModule:
-    """The module that holds what all tasks have in common (`instance.of_all`), uninitialised; registered once, at the root."""
-    args = instance.form.fill(instance.args)
-    return _class_of(instance.form).of_all(args, instance.dims, parameter_dtype(args, dtype), device)
+    """The module with what all tasks have in common, uninitialised; registered once, at the root."""
+    return _module(instance.form.tasks_module, instance, ("tasks",), dtype, device)
+
+
+def _module(
+    path: str, instance: Placement, scopes: Sequence[str], dtype: torch.dtype, device: torch.device | str | None
+) -> FormModule:
+    args, (module, _, name) = instance.form.fill(instance.args), path.partition(":")
+    if module.startswith("peftc."):
+        cls = cast(type[FormModule], getattr(import_module(module), name))
+    else:
+        cls = _class_of_user(instance.form, module, name)
+    return cls(instance.form, args, instance.dims, scopes, parameter_dtype(args, dtype), device)
+
+
+def _class_of_user(form: Form, module: str, name: str) -> type[FormModule]:
+    """Raises: P574 where a Python form names no module."""
+    try:
+        cls = getattr(import_module(module), name)
+    except Exception as error:  # the user's code
+        message = f"the module of the Python form `{form.name}` cannot be imported: {type(error).__name__}: {error}"
+        raise PeftcError(Diagnostic("P574", message)) from error
+    if not isinstance(cls, type) or not issubclass(cls, FormModule):
+        message = f"the module of the Python form `{form.name}`, `{module}:{name}`, is no `peftc.forms.FormModule`"
+        raise PeftcError(Diagnostic("P574", message))
+    return cls
 
 
 def member(owner: FormModule, index: int) -> Member:
@@ -295,7 +345,7 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, dict):
         return all(map(_is_plain, cast(dict[str, object], value).values()))
     return value is None or isinstance(
-        value, bool | int | float | str | frozenset | Dims | torch.dtype | torch.device | EquationForm
+        value, bool | int | float | str | frozenset | Dims | torch.dtype | torch.device | Form
     )
 
 
@@ -303,39 +353,32 @@ def has_values(tensor: Tensor) -> bool:
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
-def _class_of(form: Form) -> type[FormModule]:
-    module, _, name = form.module.partition(":")
-    return cast(type[FormModule], getattr(import_module(module), name))
-
-
 # First values --------------------------------------------------------------------------------------------------------
 
 
-def normal(std: float) -> Draw:
-    return lambda values, generator: values.normal_(0.0, std, generator=generator)
+def draw_of(first: FirstValue, size: Sequence[int]) -> Draw:
+    """How a first value is drawn (`Parameter.first`).
 
-
-def truncated(std: float) -> Draw:
-    """N(0, std) cut at two deviations (Houlsby et al. 2019)."""
-    return lambda values, generator: nn.init.trunc_normal_(values, 0.0, std, -2 * std, 2 * std, generator=generator)
-
-
-def kaiming(fan_in: int) -> Draw:
-    """Kaiming uniform with a = √5, as `nn.Linear`: U(-1/√fan_in, 1/√fan_in)."""
-    bound = 1 / sqrt(fan_in)
-    return lambda values, generator: values.uniform_(-bound, bound, generator=generator)
-
-
-def constant(value: float) -> Draw:
-    return lambda values, generator: values.fill_(value)
-
-
-def projections(init: str, fan_in: int) -> tuple[Draw, Draw]:
-    """First values of the down and the up projection of a bottleneck (`arguments.INIT`)."""
-    match init:
-        case "lora":
-            return kaiming(fan_in), constant(0.0)
-        case "houlsby":
-            return truncated(0.01), truncated(0.01)
+    - a number: all entries are it;
+    - normal, truncated (at two deviations), uniform: N(0, a), or U(-a, a); a is 1 without it;
+    - kaiming: as the weight of `nn.Linear`, U(-1/√n, 1/√n) for the last dimension n;
+    - orthogonal: rows or columns are orthonormal; identity: ones on the diagonal.
+    """
+    if isinstance(first, int | float):
+        return lambda values, generator: values.fill_(first)
+    kind, number = first if isinstance(first, tuple) else (first, 1.0)
+    match kind:
+        case "normal":
+            return lambda values, generator: values.normal_(0.0, number, generator=generator)
+        case "truncated":
+            ends = (-2 * number, 2 * number)
+            return lambda values, generator: nn.init.trunc_normal_(values, 0.0, number, *ends, generator=generator)
+        case "kaiming" | "uniform":
+            bound = 1 / sqrt(size[-1]) if kind == "kaiming" else number
+            return lambda values, generator: values.uniform_(-bound, bound, generator=generator)
+        case "orthogonal":
+            return lambda values, generator: nn.init.orthogonal_(values, generator=generator)
+        case "identity":
+            return lambda values, generator: nn.init.eye_(values)
         case _:
-            return normal(0.02), normal(0.02)
+            raise ValueError(f"there is no distribution `{kind}`")

@@ -3,47 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from peftc.forms.arguments import hidden_width, integer
-from peftc.forms.module import Draw, FormModule, Pair, kaiming, normal
-from peftc.forms.registry import Args, Dims
+from peftc.forms.module import FormModule, Pair
 from peftc.forms.shapes import KeyValue
 
 
-class Prefix(FormModule):
+class PrefixModule(FormModule):
     """f = (P_k, P_v), for every example of the batch.
 
     Shapes: key, value (kv_heads, len, d_head or d_value); each part of f has the batch before.
     Source: Li and Liang 2021, arXiv:2101.00190.
     """
 
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
-        assert isinstance(dims.target, KeyValue)
-        heads, length, d_head = dims.target.kv_heads, integer(args, "len"), dims.target.d_head
-        self.key = self.parameter("key", heads, length, d_head)
-        self.value = self.parameter("value", heads, length, dims.target.d_value or d_head)
-
-    @classmethod
-    def owner(cls, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> FormModule:
-        made = cls if hidden_width(args) is None else PrefixGroup
-        return made(args, dims, dtype, device)
+    key: nn.Parameter
+    value: nn.Parameter
 
     def forward(self, like: Tensor) -> Pair:
         return _spread(self.key, like), _spread(self.value, like)
 
     def takes_rows(self) -> bool:
         return True
-
-    def draws(self) -> Mapping[str, Draw]:
-        std = self.form_args["std"]
-        draw = normal(0.02 if std is None else cast(float, std))
-        return {"key": draw, "value": draw}
 
 
 class PrefixGroup(FormModule):
@@ -54,17 +37,16 @@ class PrefixGroup(FormModule):
     Source: Li and Liang 2021, arXiv:2101.00190, section 4.3.
     """
 
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
-        m = hidden_width(args)
-        assert isinstance(dims.target, KeyValue)
-        assert m is not None
-        self.heads, self.widths = dims.target.kv_heads, dims.target.widths
-        self.embedding = self.parameter("embedding", integer(args, "len"), dims.d_model)
-        self.down = self.parameter("down", m, dims.d_model)
-        self.down_bias = self.parameter("down_bias", m)
-        self.up = self.parameter("up", dims.sites * sum(self.widths), m)
-        self.up_bias = self.parameter("up_bias", dims.sites * sum(self.widths))
+    embedding: nn.Parameter
+    down: nn.Parameter
+    down_bias: nn.Parameter
+    up: nn.Parameter
+    up_bias: nn.Parameter
+
+    def setup(self) -> None:
+        target = self.form_dims.target
+        assert isinstance(target, KeyValue)
+        self.heads, self.widths = target.kv_heads, target.widths
 
     def rows(self, index: int) -> Pair:
         """P_k and P_v of one site, (kv_heads, len, d_head or d_value), in the dtype of the parameters."""
@@ -83,16 +65,6 @@ class PrefixGroup(FormModule):
         with torch.no_grad():
             key, value = self.rows(index)
         return {"key": key.contiguous(), "value": value.contiguous()}
-
-    def draws(self) -> Mapping[str, Draw]:
-        d, m = self.down.shape[1], self.down.shape[0]
-        return {
-            "embedding": normal(1.0),
-            "down": kaiming(d),
-            "down_bias": kaiming(d),
-            "up": kaiming(m),
-            "up_bias": kaiming(m),
-        }
 
 
 def _spread(rows: Tensor, like: Tensor) -> Tensor:

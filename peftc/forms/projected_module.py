@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import sqrt
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from peftc.forms.arguments import integer
-from peftc.forms.module import Draw, FormModule, constant, normal
-from peftc.forms.projected import layers
-from peftc.forms.registry import Args, Dims
-from peftc.forms.shapes import Weight, entries
-
-if TYPE_CHECKING:
-    pass
+from peftc.forms.arguments import changed_weight, size_of
+from peftc.forms.module import Draw, FormModule, draw_of
+from peftc.forms.projected import layers_of
+from peftc.forms.shapes import entries
 
 ORDER_16 = [
     [float((-1) ** (i & j).bit_count()) for j in range(16)] for i in range(16)
@@ -27,18 +22,11 @@ ORDER_16 = [
 class Theta(FormModule):
     """θ (d,), zero at first; with `scaled` θ (d − m,) and λ (m,), one at first, for m layers."""
 
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
-        m = len(layers(dims)) if args["scaled"] else 0
-        self.theta = self.parameter("theta", integer(args, "d") - m)
-        self.scale = self.optional("scale", m, m)
-
-    def draws(self) -> Mapping[str, Draw]:
-        drawn = {"theta": constant(0.0)}
-        return drawn if self.scale is None else drawn | {"scale": constant(1.0)}
+    theta: nn.Parameter
+    scale: nn.Parameter | None
 
 
-class Fastfood(FormModule):
+class FastfoodModule(FormModule):
     """f = P θ, or λ P θ with the λ of the layer, in n log n: P = H G Π H B / √(n · Σ G²) of the first entries of n, a power of two; θ
     is filled with zeros.
 
@@ -48,19 +36,15 @@ class Fastfood(FormModule):
     Source: Aghajanyan et al. 2021, arXiv:2012.13255, section 3 (DID, and with λ SAID); Le et al. 2014, arXiv:1408.3060.
     """
 
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
-        target = dims.target
-        self.size = (target.d_out, target.d_in) if isinstance(target, Weight) else (entries(target),)
-        n = 1 << (max(entries(target), integer(args, "d")) - 1).bit_length()
-        self.G, self.B = self.fixed("G", n), self.fixed("B", n)
-        self.order = self.fixed("order", n, dtype=torch.int64)
-        spot = dims.spots[dims.index] if dims.spots else None
-        self.layer = layers(dims).index(spot.home or spot.layer or spot.part) if spot is not None else 0
+    G: Tensor
+    B: Tensor
+    order: Tensor
 
-    @classmethod
-    def owner(cls, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> FormModule:
-        return Theta(args, dims, dtype, device)
+    def setup(self) -> None:
+        dims = self.form_dims
+        self.size = size_of(changed_weight("fastfood", dims))
+        spot = dims.spots[dims.index] if dims.spots else None
+        self.layer = layers_of(dims).index(spot.home or spot.layer or spot.part) if spot is not None else 0
 
     def forward(self, like: Tensor) -> Tensor:
         assert isinstance(self.owner_module, Theta)
@@ -76,7 +60,7 @@ class Fastfood(FormModule):
 
     def fixed_draws(self) -> Mapping[str, Draw]:
         return {
-            "G": normal(1.0),
+            "G": draw_of(("normal", 1.0), ()),
             "B": lambda values, generator: values.bernoulli_(0.5, generator=generator).mul_(2).sub_(1),
             "order": lambda values, generator: values.copy_(torch.randperm(len(values), generator=generator)),
         }

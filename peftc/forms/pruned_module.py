@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from peftc.forms.arguments import number
+from peftc.forms.arguments import first_projections, number, width
 from peftc.forms.bottleneck_module import ACTIVATION
-from peftc.forms.module import Draw, FormModule, Generators, constant, has_values, projections
-from peftc.forms.pruned import SPARSE_ADAPTER, sizes
-from peftc.forms.registry import Args, Dims
+from peftc.forms.module import FormModule, Generators, draw_of, has_values
 from peftc.forms.sparse_module import SparseValues
 
 if TYPE_CHECKING:
@@ -26,23 +24,22 @@ class PrunedValues(SparseValues):
     `dense`, where it is set, stands for all of them (total,): what is pruned is chosen by its gradient.
     """
 
-    form = SPARSE_ADAPTER
+    scored = "all"
 
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
+    def setup(self) -> None:
+        super().setup()
         self.origin = 0
-        self.dense: Tensor | None = None
 
-    def first(self) -> Tensor:
+    def first_values(self) -> Tensor:
         """The first values of all entries (total,), drawn again."""
         drawn = torch.empty(self.total)
-        draw, _ = projections(str(self.form_args["init"]), self.total)
-        draw(drawn, torch.Generator().manual_seed(self.origin))
+        first, _ = first_projections(self.form_args)
+        draw_of(first, (self.total,))(drawn, torch.Generator().manual_seed(self.origin))
         return drawn.to(self.values)
 
     def begin(self) -> None:
         with torch.no_grad():
-            self.values.copy_(self.first()[self.get_buffer("places")])
+            self.values.copy_(self.first_values()[self.get_buffer("places")])
 
     def within(self, start: int, count: int) -> Tensor:
         return super().within(start, count) if self.dense is None else self.dense[start : start + count]
@@ -54,7 +51,7 @@ class PrunedValues(SparseValues):
                 self.values.zero_()
 
 
-class SparseAdapter(FormModule):
+class SparseAdapterModule(FormModule):
     """f(x) = act(x W_down + b_down) W_up + b_up; the entries of both W that are not trained are zero, and dropout follows act.
 
     Shapes: x (batch, tokens, d_in); f (batch, tokens, d_out); W_down (r, d_in) and W_up (d_out, r), in this order among the
@@ -63,16 +60,14 @@ class SparseAdapter(FormModule):
     Source: He et al. 2022, arXiv:2210.04284, section 2: pruned at initialisation.
     """
 
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
-        self.d_in, self.r, self.d_out = sizes(args, dims)
-        self.down_bias = self.optional("down_bias", args["bias"], self.r)
-        self.up_bias = self.optional("up_bias", args["bias"], self.d_out)
-        self.act, self.p, self.start = str(args["act"]), number(args, "dropout"), dims.spread[0]
+    down_bias: nn.Parameter | None
+    up_bias: nn.Parameter | None
 
-    @classmethod
-    def owner(cls, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> FormModule:
-        return PrunedValues(args, dims, dtype, device)
+    def setup(self) -> None:
+        form, args, dims = self.definition, self.form_args, self.form_dims
+        self.d_in, self.d_out = form.read_features(dims), form.written_features(dims)
+        self.r = width(args, self.d_in, form.name)
+        self.act, self.p, self.start = str(args["act"]), number(args, "dropout"), dims.spread[0]
 
     def forward(self, x: Tensor) -> Tensor:
         down, up = self.weights()
@@ -84,14 +79,11 @@ class SparseAdapter(FormModule):
         owner = self.owner_module
         assert isinstance(owner, PrunedValues)
         if self.training:
-            owner.require_chosen()
+            owner.require_ready()
         down, up = owner.within(self.start, self.r * (self.d_in + self.d_out)).split(
             [self.r * self.d_in, self.d_out * self.r]
         )
         return down.view(self.r, self.d_in), up.view(self.d_out, self.r)
-
-    def draws(self) -> Mapping[str, Draw]:
-        return {name: constant(0.0) for name, _ in self.named_parameters()}
 
     def fold(self, value: Affine) -> Affine:
         down, up = self.weights()

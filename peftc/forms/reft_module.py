@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from peftc.forms.arguments import features, integer
-from peftc.forms.module import Draw, FormModule, kaiming
-from peftc.forms.reft import picks
-from peftc.forms.registry import Args, Dims
+from peftc.forms.module import FormModule
 from peftc.forms.rowwise_module import linear
 from peftc.forms.sequence_module import Sequence, picked
 
@@ -19,7 +15,7 @@ if TYPE_CHECKING:
     from peftc.forms.affine_module import Affine
 
 
-class ReFT(FormModule):
+class ReFTModule(FormModule):
     """f(h) = Rᵀ (W h + b − R h), or Rᵀ (W h + b) without `subtract`; not zero at first.
 
     Where R is orthonormal, its rows are those of the stored matrix made so (Gram-Schmidt), which is itself orthonormal at
@@ -37,12 +33,9 @@ class ReFT(FormModule):
 
     sequence: Sequence | None = None
 
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
-        r, d = integer(args, "r"), features("reft", dims.input, "reads")
-        self.R = self.parameter("R", r, features("reft", dims.target, "writes"))
-        self.W = self.parameter("W", r, d)
-        self.b = self.parameter("b", r)
+    R: nn.Parameter
+    W: nn.Parameter
+    b: nn.Parameter
 
     def forward(self, h: Tensor) -> Tensor:
         rotation, z = self.rotation(), h.to(self.W.dtype)
@@ -50,7 +43,7 @@ class ReFT(FormModule):
         if self.form_args["subtract"]:
             inner = inner - linear(z, rotation)
         made = inner @ rotation
-        if picks(self.form_args):
+        if self.definition.selects_positions(self.form_args):
             made = made.masked_fill(~picked(self.form_args, self.sequence, h), 0.0)
         return made.to(h.dtype)
 
@@ -67,16 +60,7 @@ class ReFT(FormModule):
         q, upper = torch.linalg.qr(rows.mT)
         return (q * upper.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).mT.to(self.R.dtype)
 
-    def draws(self) -> Mapping[str, Draw]:
-        d = self.W.shape[1]
-        rows = orthonormal if self.form_args["orthogonal"] else kaiming(d)
-        return {"R": rows, "W": kaiming(d), "b": kaiming(d)}
-
     def fold(self, value: Affine) -> Affine:
         rotation = self.rotation().detach()
         weight = self.W.detach() - rotation if self.form_args["subtract"] else self.W
         return value.through(weight, self.b).through(rotation.t())
-
-
-def orthonormal(values: Tensor, generator: torch.Generator) -> Tensor:
-    return nn.init.orthogonal_(values, generator=generator)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.arguments import integer
-from peftc.forms.registry import Args
+from peftc.forms.form import Args
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from peftc.forms.arguments import DTYPE, number
-from peftc.forms.projected import SEED
-from peftc.forms.registry import Args, Count, Dims, Form, Illegal, Param, register
-from peftc.forms.shapes import Shape, Vector, Weight, entries
+from collections.abc import Iterable
+
+from peftc.forms.arguments import DTYPE, SEED, changed_weight, number, size_of
+from peftc.forms.form import Args, Argument, Dims, Form, Parameter, PlacementError, Scope
+from peftc.forms.registry import register
+from peftc.forms.shapes import Shape, Vector, entries
+
+_WAYS = (
+    "of the largest Fisher information (mean of squared gradients), of the largest change in a first fine-tuning, of the largest "
+    "absolute value, or any"
+)
+_CHOICES = ("fisher", "change", "magnitude", "random")
 
 
 def chosen(args: Args, total: int) -> int:
@@ -13,111 +21,78 @@ def chosen(args: Args, total: int) -> int:
     return max(1, round(number(args, "density") * total))
 
 
-def changes(args: Args, dims: Dims) -> int:
-    """How many entries of the weights and biases of all sites are chosen."""
-    return chosen(args, dims.spread[1] or entries(dims.target))
+def density(what: str) -> Argument:
+    doc = f"part of the {what} that is trained"
+    return Argument("density", "float", doc, required=True, low=0.0, high=1.0, open="low")
 
 
-def _count(args: Args, dims: Dims) -> Count:
-    count = changes(args, dims)
-    return Count(count, count)
+class WeightChange(Form):
+    """A form that is a change of a weight or a bias, zero at first."""
+
+    inputs = ()
+
+    def shape(self, args: Args, dims: Dims) -> Shape:
+        return changed_weight(self.name, dims)
+
+    def initial(self, args: Args, dims: Dims) -> float | None:
+        return 0.0
+
+    def not_affine(self, args: Args, dims: Dims) -> str | None:
+        return None
 
 
-def lines(args: Args, dims: Dims) -> tuple[int, int]:
-    """How many rows (columns) are trained, at least one, and how many entries each of them has."""
-    assert isinstance(dims.target, Weight | Vector)
-    d_out, d_in = (dims.target.d_out, dims.target.d_in) if isinstance(dims.target, Weight) else (dims.target.d, 1)
-    count, length = (d_out, d_in) if args["by"] == "row" else (d_in, d_out)
-    return max(1, round(number(args, "density") * count)), length
-
-
-def of_weight(form: str, dims: Dims) -> Shape:
-    """The weight or bias that a form changes. Raises: Illegal P310 for other states."""
-    if not isinstance(dims.target, Weight | Vector):
-        raise Illegal(
-            "P310", f"`{form}` is a change of a weight or a bias, here {dims.target}", help="assign it to `w`"
-        )
-    return dims.target
-
-
-def _lines_shape(args: Args, dims: Dims) -> Shape:
-    if args["by"] == "column" and isinstance(dims.target, Vector):
-        raise Illegal("P310", f"only a weight has columns, here {dims.target}", "by", help="leave `by` out")
-    return of_weight("lines", dims)
-
-
-def _lines_changes(args: Args, dims: Dims) -> int:
-    count, length = lines(args, dims)
-    return count * length
-
-
-def _lines_count(args: Args, dims: Dims) -> Count:
-    count = _lines_changes(args, dims)
-    return Count(count, count)
-
-
-WAYS = (
-    "of the largest Fisher information (mean of squared gradients), of the largest change in a first fine-tuning, of the largest "
-    "absolute value, or any"
-)
-
-CHOICES = ("fisher", "change", "magnitude", "random")
-
-
-def density(what: str) -> Param:
-    return Param(
-        "density", "float", f"part of the {what} that is trained", required=True, low=0.0, high=1.0, open="low"
+@register
+class Sparse(WeightChange):
+    name = "sparse"
+    equation = "f = D, zero but at the entries that `peftc.calibrate` has chosen among those of all sites of the edit"
+    paper = "Sung et al. 2021, arXiv:2111.09839 (FishMask); Ansell et al. 2022, arXiv:2110.07560 (LT-SFT)"
+    module = "peftc.forms.sparse_module:SparseModule"
+    common_module = "peftc.forms.sparse_module:SparseValues"
+    mixes_shapes = True
+    arguments = (
+        density("entries"),
+        Argument("select", "choice", f"which: {_WAYS}", "fisher", choices=_CHOICES),
+        SEED,
+        DTYPE,
     )
 
+    def parameters(self, args: Args, dims: Dims) -> Iterable[Parameter]:
+        yield Parameter("values", (self.changed_entries(args, dims),), scope="common")
 
-SPARSE = register(
-    Form(
-        name="sparse",
-        equation="f = D, zero but at the entries that `peftc.calibrate` has chosen among those of all sites of the edit",
-        takes_input=False,
-        params=(
-            density("entries"),
-            Param("select", "choice", f"which: {WAYS}", "fisher", choices=CHOICES),
-            SEED,
-            DTYPE,
+    def common(self, args: Args) -> Scope | None:
+        return "edit"
+
+    def changed_entries(self, args: Args, dims: Dims) -> int:
+        return chosen(args, dims.spread[1] or entries(dims.target))
+
+
+@register
+class Lines(WeightChange):
+    name = "lines"
+    equation = "f = D, zero but in the rows (columns) that `peftc.calibrate` has chosen at each site; those of `b` are those of `w`"
+    paper = "Vucetic et al. 2022, arXiv:2205.01541 (FAR)"
+    module = "peftc.forms.lines_module:LinesModule"
+    arguments = (
+        density("rows"),
+        Argument(
+            "by", "choice", "what is chosen as one: rows are the outputs of a Linear", "row", choices=("row", "column")
         ),
-        shape=lambda args, dims: of_weight("sparse", dims),
-        count=lambda args, dims: Count(0, 0),
-        at_init=lambda args: 0.0,
-        affine=lambda args: None,
-        module="peftc.forms.sparse_module:Sparse",
-        paper="Sung et al. 2021, arXiv:2111.09839 (FishMask); Ansell et al. 2022, arXiv:2110.07560 (LT-SFT)",
-        common=lambda args: "edit",
-        common_count=_count,
-        anywhere=True,
-        changes=changes,
+        Argument("select", "choice", f"which: {_WAYS}; summed over each", "change", choices=_CHOICES),
+        SEED,
+        DTYPE,
     )
-)
 
-register(
-    Form(
-        name="lines",
-        equation="f = D, zero but in the rows (columns) that `peftc.calibrate` has chosen at each site; those of `b` are those of `w`",
-        takes_input=False,
-        params=(
-            density("rows"),
-            Param(
-                "by",
-                "choice",
-                "what is chosen as one: rows are the outputs of a Linear",
-                "row",
-                choices=("row", "column"),
-            ),
-            Param("select", "choice", f"which: {WAYS}; summed over each", "change", choices=CHOICES),
-            SEED,
-            DTYPE,
-        ),
-        shape=_lines_shape,
-        count=_lines_count,
-        at_init=lambda args: 0.0,
-        affine=lambda args: None,
-        module="peftc.forms.lines_module:Lines",
-        paper="Vucetic et al. 2022, arXiv:2205.01541 (FAR)",
-        changes=_lines_changes,
-    )
-)
+    def shape(self, args: Args, dims: Dims) -> Shape:
+        if args["by"] == "column" and isinstance(dims.target, Vector):
+            message = f"only a weight has columns, here {dims.target}"
+            raise PlacementError("P310", message, "by", help="leave `by` out")
+        return super().shape(args, dims)
+
+    def parameters(self, args: Args, dims: Dims) -> Iterable[Parameter]:
+        size = list(size_of(changed_weight(self.name, dims)))
+        dim = 0 if args["by"] == "row" else 1
+        size[dim] = chosen(args, size[dim])
+        yield Parameter("values", tuple(size))
+
+    def changed_entries(self, args: Args, dims: Dims) -> int:
+        return self.count(args, dims).trained

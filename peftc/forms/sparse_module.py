@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.forms.module import Draw, FormModule, constant, has_values, seeded
-from peftc.forms.registry import Args, Dims
-from peftc.forms.shapes import Weight, entries
-from peftc.forms.sparse import SPARSE, chosen
+from peftc.forms.arguments import changed_weight, size_of
+from peftc.forms.module import FormModule, has_values, seeded
+from peftc.forms.selective_module import SelectiveModule
+from peftc.forms.shapes import entries
 
 UNCHOSEN = -1
 
@@ -24,47 +23,41 @@ def refuse_unchosen(form: str, way: str, places: Tensor) -> None:
         raise PeftcError(Diagnostic("P540", message, help="peftc.calibrate(model, batches) chooses it"))
 
 
-class SparseValues(FormModule):
+class SparseValues(SelectiveModule):
     """The trained entries of all sites of a `sparse`. `places` says where they are among the entries of all sites, one site after the other, in
     ascending order; -1 before they have been chosen.
 
     Shapes: values and places (k,).
     """
 
-    form = SPARSE
+    values: nn.Parameter
 
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
-        self.total = dims.spread[1] or self.form.entries(args, dims)
-        count = chosen(args, self.total)
-        self.values = self.parameter("values", count)
-        self.state("places", torch.full((count,), UNCHOSEN, dtype=torch.int64, device=device))
+    def setup(self) -> None:
+        self.total = self.form_dims.spread[1] or self.definition.entries(self.form_args, self.form_dims)
+        places = torch.full(self.values.shape, UNCHOSEN, dtype=torch.int64, device=self.values.device)
+        self.state("places", places)
         self.bounds: dict[tuple[int, int], tuple[int, int]] = {}
-        self.chosen = False  # known to be
-
-    def units(self, scores: Sequence[Tensor]) -> Tensor:
-        """The scores of all entries, from those of the entries of each site."""
-        return torch.cat([s.reshape(-1) for s in scores])
+        self.is_chosen = False  # known to be
 
     def choose(self, places: Tensor) -> None:
         """Sets which entries are trained; their values begin anew."""
         with torch.no_grad():
             self.get_buffer("places").copy_(places.sort()[0])
         self.begin()
-        self.loaded()
+        self.after_load()
 
     def begin(self) -> None:
         """The first values of the chosen entries."""
         with torch.no_grad():
             self.values.zero_()
 
-    def loaded(self) -> None:
+    def after_load(self) -> None:
         self.bounds.clear()
-        self.chosen = False
+        self.is_chosen = False
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self.loaded()
+        self.after_load()
 
     def within(self, start: int, count: int) -> Tensor:
         """The entries of a site, which begin at `start`; zero where they are not trained. Shape: (count,)."""
@@ -84,22 +77,18 @@ class SparseValues(FormModule):
         return self.bounds[start, stop]
 
     @property
-    def way(self) -> str:
-        return str(self.form_args["select"])
-
-    @property
-    def count(self) -> int:
+    def unit_count(self) -> int:
         """How many entries are trained."""
         return len(self.values)
 
-    def require_chosen(self) -> None:
+    def require_ready(self) -> None:
         """Raises: P540 where no entries have been chosen."""
-        if not self.chosen:
-            refuse_unchosen(self.form.name, self.way, self.get_buffer("places"))
-            self.chosen = True
+        if not self.is_chosen:
+            refuse_unchosen(self.definition.name, self.criterion, self.get_buffer("places"))
+            self.is_chosen = True
 
     def fix(self, place: str) -> None:
-        if self.way != "random" or not has_values(self.values):
+        if self.criterion != "random" or not has_values(self.values):
             return
         generator, found = seeded(f"{self.form_args['seed']}/places"), torch.empty(0, dtype=torch.int64)
         while len(found) < len(self.values):  # drawn anew until there are enough different ones
@@ -108,11 +97,8 @@ class SparseValues(FormModule):
         found = found[torch.randperm(len(found), generator=generator)[: len(self.values)]]
         self.choose(found)
 
-    def draws(self) -> Mapping[str, Draw]:
-        return {"values": constant(0.0)}
 
-
-class Sparse(FormModule):
+class SparseModule(FormModule):
     """f = D, zero but at the chosen entries of this site.
 
     Shapes: f as the weight (out, in) or the bias (d,) that it changes.
@@ -120,19 +106,12 @@ class Sparse(FormModule):
     Source: Sung et al. 2021, arXiv:2111.09839, Eq. 4; Ansell et al. 2022, arXiv:2110.07560.
     """
 
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
-        target = dims.target
-        self.size = (target.d_out, target.d_in) if isinstance(target, Weight) else (entries(target),)
-        self.start = dims.spread[0]
-
-    @classmethod
-    def owner(cls, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> FormModule:
-        return SparseValues(args, dims, dtype, device)
+    def setup(self) -> None:
+        self.size, self.start = size_of(changed_weight("sparse", self.form_dims)), self.form_dims.spread[0]
 
     def forward(self, like: Tensor) -> Tensor:
         owner = self.owner_module
         assert isinstance(owner, SparseValues)
         if self.training:
-            owner.require_chosen()
+            owner.require_ready()
         return owner.within(self.start, entries(self.form_dims.target)).view(self.size).to(like.dtype)

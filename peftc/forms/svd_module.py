@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from peftc.forms.arguments import features, integer, number
-from peftc.forms.module import Draw, FormModule, constant, normal
-from peftc.forms.registry import Args, Dims
+from peftc.forms.arguments import integer, number
+from peftc.forms.module import FormModule
 from peftc.forms.rowwise_module import linear
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ EPSILON = 1e-5  # added to the rank, as PEFT does
 IMPORTANCE, UNCERTAINTY = "importance", "uncertainty"
 
 
-class SVD(FormModule):
+class SVDModule(FormModule):
     """f(x) = alpha / (r + 1e-5) · P (λ ⊙ (Q dropout(x))); P and Q N(0, 0.02), λ zero; alpha = r where none is given.
 
     Which λ are `kept`, and the smoothed importances, are a state that `peftc.step` changes.
@@ -29,19 +28,20 @@ class SVD(FormModule):
     Source: Zhang et al. 2023, arXiv:2303.10512, Eq. 3; scale and first values as PEFT has them.
     """
 
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
-        r, d_in = integer(args, "r"), features("svd", dims.input, "reads")
-        self.P = self.parameter("P", features("svd", dims.target, "writes"), r)
-        self.Q = self.parameter("Q", r, d_in)
-        self.values = self.parameter("values", r)
+    reduction = "mean"
+    P: nn.Parameter
+    Q: nn.Parameter
+    values: nn.Parameter
+
+    def setup(self) -> None:
+        args, r = self.form_args, len(self.values)
         self.scale = (float(r) if args["alpha"] is None else number(args, "alpha")) / (r + EPSILON)
         self.p = number(args, "dropout")
         if args["target"] is not None:
             self.state("kept", torch.ones(r, dtype=torch.bool))
             for name, parameter in list(self.named_parameters()):
                 for what in (IMPORTANCE, UNCERTAINTY):
-                    self.state(f"{name}_{what}", torch.zeros(parameter.shape, dtype=dtype))
+                    self.state(f"{name}_{what}", torch.zeros(parameter.shape, dtype=parameter.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         z = linear(F.dropout(x.to(self.P.dtype), self.p, self.training), self.Q)
@@ -49,9 +49,6 @@ class SVD(FormModule):
 
     def takes_rows(self) -> bool:
         return True
-
-    def draws(self) -> Mapping[str, Draw]:
-        return {"P": normal(0.02), "Q": normal(0.02), "values": constant(0.0)}
 
     def fold(self, value: Affine) -> Affine:
         values = self.values.detach().to(value.dtype)
@@ -91,8 +88,10 @@ class SVD(FormModule):
         }
         return entry["values"] + (entry["Q"].mean(1) + entry["P"].mean(0))
 
-    def orthogonality(self) -> Tensor:
-        """w · mean of ‖PᵀP − I‖ and ‖QQᵀ − I‖."""
+    def penalties(self) -> Mapping[str, Tensor]:
+        """orthogonality: w · mean of ‖PᵀP − I‖ and ‖QQᵀ − I‖ (Frobenius)."""
+        if not self.form_args["orthogonality"]:
+            return {}
         one = torch.eye(len(self.values), dtype=self.P.dtype, device=self.P.device)
         norms = [torch.linalg.matrix_norm(product - one) for product in (self.P.t() @ self.P, self.Q @ self.Q.t())]
-        return number(self.form_args, "orthogonality") * torch.stack(norms).mean()
+        return {"orthogonality": number(self.form_args, "orthogonality") * torch.stack(norms).mean()}

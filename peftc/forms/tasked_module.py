@@ -86,7 +86,7 @@ class Tasked(FormModule):
 
     def __init__(self, chosen: Chosen, forms: Mapping[str, FormModule]) -> None:
         first = next(iter(forms.values()))
-        super().__init__(first.form_args, first.form_dims, torch.float32, None)
+        super().__init__(first.definition, first.form_args, first.form_dims, (), torch.float32, None)
         self.tasks = nn.ModuleDict(forms)
         for form in forms.values():
             form.prepare()

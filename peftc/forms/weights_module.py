@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from peftc.forms.arguments import integer
-from peftc.forms.module import Draw, FormModule, constant
-from peftc.forms.registry import Args, Dims
-from peftc.forms.weights import blocks
+from peftc.forms.module import FormModule
 
 
-class Orthogonal(FormModule):
+class OrthogonalModule(FormModule):
     """f(W) = W Rᵀ: what W reads is rotated, block by block; Q zero at first, so that R is the identity.
 
     R = (I − Q)(I + Q)⁻¹ (Cayley), or I + 2 Q + 2 Q² + … + Qⁿ with `neumann` = n + 1, which is nearly its transpose, as in PEFT.
@@ -21,11 +17,10 @@ class Orthogonal(FormModule):
     Source: Qiu et al. 2023, arXiv:2306.07280.
     """
 
-    def __init__(self, args: Args, dims: Dims, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__(args, dims, dtype, device)
-        number, self.size = blocks(args, dims)
-        self.Q = self.parameter("Q", number, self.size * (self.size - 1) // 2)
-        self.neumann = args["neumann"]
+    Q: nn.Parameter
+
+    def setup(self) -> None:
+        self.size, self.neumann = integer(self.form_args, "block"), self.form_args["neumann"]
 
     def forward(self, weight: Tensor) -> Tensor:
         w = weight.to(self.Q.dtype).unflatten(1, (-1, self.size))
@@ -45,6 +40,3 @@ class Orthogonal(FormModule):
             power = power @ q
             total = total + (power if term == integer(self.form_args, "neumann") - 1 else 2 * power)
         return total
-
-    def draws(self) -> Mapping[str, Draw]:
-        return {"Q": constant(0.0)}

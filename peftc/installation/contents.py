@@ -68,7 +68,7 @@ def reload_forms(model: nn.Module) -> None:
     """Tells forms that their values have changed."""
     for module in model.modules():
         if isinstance(module, FormModule):
-            module.loaded()
+            module.after_load()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from peftc.cache.entries import FORMAT, read, write
 from peftc.cache.environment import environment
 from peftc.cache.location import cache_folder
 from peftc.cache.table_json import decode, decode_table, encode, encode_table
-from peftc.equations.table import built_in_texts
+from peftc.equations.table import built_in_texts, registered_forms
 from peftc.installation.cached_analysis import keep_latest
 from peftc.installation.compilations import Compilation
 from peftc.installation.model_state import ModelState, NotComparable, StateText, state_text
@@ -50,8 +50,8 @@ class Storage:
     def of(
         cls, source: ModelSource, state: ModelState | None, spec: ast.Spec, tasks: tuple[str, ...]
     ) -> Storage | None:
-        """None if there is no cache, or the model has code that may change."""
-        if state is None or cache_folder() is None:
+        """None if there is no cache, or the model or a form has code that may change."""
+        if state is None or cache_folder() is None or registered_forms(spec):
             return None
         try:
             text: StateText = state_text(state)

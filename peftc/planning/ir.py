@@ -14,7 +14,7 @@ from typing import Literal
 
 from peftc.addressing.renaming import with_changes
 from peftc.addressing.sites import Site
-from peftc.forms.registry import Args, Count, Dims, Form
+from peftc.forms.form import Args, Count, Dims, Form
 from peftc.forms.shapes import Ids, KeyValue, Scalar, Shape, Tokens, Vector, Weight
 from peftc.syntax import ast
 
@@ -36,12 +36,12 @@ class FormInstance:
 
     @property
     def has_site_parameters(self) -> bool:
-        return self.owner is None or self.form.common_count is not None
+        return self.owner is None or self.form.has_common_part
 
     @cached_property
     def selects_positions(self) -> bool:
         """Whether the form acts at some positions, which its stack tells it."""
-        return self.form.picks(self.form.fill(self.args))
+        return self.form.selects_positions(self.form.fill(self.args))
 
     def task_suffixes(self) -> tuple[tuple[str | None, str], ...]:
         """Each task with the suffix of its parameter names; (None, "") without tasks."""
@@ -51,21 +51,25 @@ class FormInstance:
         """The owner of what a task shares: its own owner if all trained parameters are shared."""
         if self.owner is None or task is None:
             return self.owner
-        trains = self.has_site_parameters and not self.form.apart and self.form.count(self.args, self.dims).trained
+        trains = (
+            self.has_site_parameters and not self.form.separates_tasks and self.form.count(self.args, self.dims).trained
+        )
         return self.owner if trains else f"{self.owner}.tasks.{task}"
 
     @property
     def all_tasks_owner(self) -> str | None:
         """The owner of what all tasks share, if each task also has a common part of its own."""
-        return None if self.owner is None or self.form.all_count is None else f"{self.owner}.all"
+        return None if self.owner is None or not self.form.tasks_module else f"{self.owner}.all"
 
     def owners(self) -> list[str]:
         names = [*(self.owner_of(task) for task, _ in self.task_suffixes()), self.all_tasks_owner]
         return list(dict.fromkeys(name for name in names if name is not None))
 
     def common_count(self, owner: str) -> Count:
-        count = self.form.all_count if owner == self.all_tasks_owner else self.form.common_count
-        return (count or self.form.count)(self.args, self.dims)
+        form = self.form
+        if owner == self.all_tasks_owner:
+            return form.tasks_count(self.args, self.dims)
+        return (form.common_count if form.has_common_part else form.count)(self.args, self.dims)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

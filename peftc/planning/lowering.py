@@ -9,7 +9,8 @@ from peftc.addressing.module_infos import infos_of
 from peftc.addressing.sites import Site, State
 from peftc.diagnostics import Diagnostic, PeftcError, Related, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
-from peftc.forms import Dims, Form, Illegal
+from peftc.forms import Dims, Form, PlacementError
+from peftc.forms.calls import shape_at
 from peftc.forms.prompt import PROMPT
 from peftc.forms.shapes import KeyValue, Scalar, Tokens
 from peftc.planning.ir import (
@@ -241,29 +242,29 @@ class TermLowering:
         dims = Dims(source, self.target.shape, table.d_model, positions=table.positions, second=second_shape)
         instance = self.instances.create(form, bound.args, dims, self.target.name, owner)
         try:
-            shape = form.shape(bound.args, instance.dims)
-        except Illegal as illegal:
-            raise self._illegal(illegal, use, bound.second if illegal.argument == "second" else bound.input) from None
-        if form.definition is not None and instance.owner is not None:
-            sizes = form.definition.common_sizes(bound.args, instance.dims)
+            shape = shape_at(form, bound.args, instance.dims)
+        except PlacementError as refusal:
+            raise self._refusal(refusal, use, bound.second if refusal.argument == "second" else bound.input) from None
+        if instance.owner is not None:
+            sizes = form.common_sizes(bound.args, instance.dims)
             self.context.check_common_sizes(instance.owner, sizes, use.span)
         if owner is not None:
             # A form of any shape has parameters for each site, which may use them twice.
-            scope = f"{owner} at {self.site.path}" if form.anywhere else owner
+            scope = f"{owner} at {self.site.path}" if form.mixes_shapes else owner
             self.context.check_shared_shapes(owner, scope, form, dims, use.span)
         return FormCall(instance, value, second, shape=shape, source=use)
 
-    def _illegal(self, illegal: Illegal, call: ast.Call, value: ast.Expr | None) -> PeftcError:
+    def _refusal(self, refusal: PlacementError, call: ast.Call, value: ast.Expr | None) -> PeftcError:
         """The refusal of a form, at the argument that it blames, with shapes and states."""
-        keyword = next((k for k in call.kwargs if k.name == illegal.argument), None)
-        reads = illegal.argument in ("input", "second")
+        keyword = next((k for k in call.kwargs if k.name == refusal.argument), None)
+        reads = refusal.argument in ("input", "second")
         span = keyword.span if keyword else value.span if reads and value else call.span
         assert self.target is not None
-        notes = [*illegal.notes, f"`{self.target.name}` of `{self.site.path}` is {self.target.shape}"]
+        notes = [*refusal.notes, f"`{self.target.name}` of `{self.site.path}` is {self.target.shape}"]
         if isinstance(value, ast.Name) and value.id in self.site.states and value.id != self.target.name:
             notes.append(f"`{value.id}` of `{self.site.path}` is {self.site.states[value.id].shape}")
-        code, message, related = illegal.code, illegal.message, illegal.related
-        return error(code, message, span, notes=tuple(notes), help=illegal.help, related=related)
+        code, message, related = refusal.code, refusal.message, refusal.related
+        return error(code, message, span, notes=tuple(notes), help=refusal.help, related=related)
 
 
 def constant(value: float, source: ast.Expr) -> Constant:

@@ -12,7 +12,7 @@ from peftc.addressing.sites import Site, SiteTable
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.equations.table import FORMS
 from peftc.forms import Args, Count, Dims, Form
-from peftc.forms.registry import Spot
+from peftc.forms.form import Spot
 from peftc.forms.shapes import Ids, Shape, Tokens, Vector
 from peftc.planning.ir import FormInstance, SiteEdit
 from peftc.syntax import ast

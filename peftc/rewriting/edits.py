@@ -14,7 +14,7 @@ from peftc.addressing.sites import FeatureDims, Kernel, Slice, WeightRef
 from peftc.diagnostics.diagnostic import printable
 from peftc.equation_code.code import code_text
 from peftc.equations.analysis import Place
-from peftc.equations.definition import OWNER, scope_of
+from peftc.equations.definition import OWNER, TextForm, scope_of
 from peftc.forms.shapes import Scalar
 from peftc.modules.new_modules import module_with
 from peftc.modules.torch_attributes import TABLES
@@ -123,23 +123,21 @@ def is_inline(instance: ir.FormInstance) -> bool:
     """Whether the operations of a form stand in the code of the edited module: those of a text,
     where there is one form for all rows.
     """
-    return instance.form.definition is not None and not instance.tasks
+    return instance.form.text is not None and not instance.tasks
 
 
 def place_of(instance: ir.FormInstance) -> Place:
     """The equation of a form where it stands."""
-    assert instance.form.definition is not None
-    return instance.form.definition.at(instance.form.fill(instance.args), instance.dims)
+    assert isinstance(instance.form, TextForm)
+    return instance.form.at(instance.form.fill(instance.args), instance.dims)
 
 
 def owners_of(instance: ir.FormInstance) -> dict[str, str]:
     """The parameters that the form's module at the site has not itself, but its owner."""
-    definition = instance.form.definition
-    if definition is None or instance.owner is None:
+    if instance.form.text is None or instance.owner is None:
         return {}
-    own = definition.scopes_of("site") if instance.has_site_parameters else frozenset[str]()
     parameters = place_of(instance).parameters.items()
-    return {name: OWNER for name, line in parameters if scope_of(line) not in own}
+    return {n: OWNER for n, line in parameters if scope_of(line) != "site" or not instance.has_site_parameters}
 
 
 def frozen_modules(site_edit: ir.SiteEdit) -> dict[str, str]:

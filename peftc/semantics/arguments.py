@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
-from peftc.forms.registry import Form, Param, Value
+from peftc.forms.form import Argument, ArgumentValue, Form
 from peftc.semantics.substitute import constant
 from peftc.syntax import ast
 from peftc.syntax.printer import print_expression
@@ -16,7 +16,7 @@ class BoundArguments:
     """The inputs of a call (None without) and a value for every parameter of its form."""
 
     input: ast.Expr | None
-    args: dict[str, Value]
+    args: dict[str, ArgumentValue]
     second: ast.Expr | None = None
 
 
@@ -28,9 +28,9 @@ def bind(call: ast.Call, form: Form, *, shared: bool = False) -> BoundArguments:
         of range, P108 wrong number of inputs. The spans are in the text of the call.
     """
     errors = list(_input_errors(call, form, shared))
-    args: dict[str, Value] = {}
+    args: dict[str, ArgumentValue] = {}
     for keyword in call.kwargs:
-        param = form.param(keyword.name)
+        param = form.argument(keyword.name)
         if param is None:
             errors.append(_unknown(keyword, form))
         elif keyword.name in args:
@@ -42,7 +42,7 @@ def bind(call: ast.Call, form: Form, *, shared: bool = False) -> BoundArguments:
             except PeftcError as error:
                 args[keyword.name] = param.default
                 errors += error.diagnostics
-    for param in form.params:
+    for param in form.arguments:
         if param.name not in args:
             args[param.name] = param.default
             # With a surplus input (P108), the value is probably there, without its name.
@@ -57,12 +57,11 @@ def bind(call: ast.Call, form: Form, *, shared: bool = False) -> BoundArguments:
 
 def signature(form: Form) -> str:
     """`adapter(x, r, …)`: how a form is called."""
-    inputs = list(form.definition.inputs) if form.definition is not None else ["x"] if form.takes_input else []
-    inputs = ["h", "[x]"] if form.definition is None and form.second else inputs
-    return f"{form.name}({', '.join([*inputs, *map(_param, form.params)])})"
+    optional = [f"[{name}]" for name in form.inputs[1:]] if form.text is None else form.inputs[1:]
+    return f"{form.name}({', '.join([*form.inputs[:1], *optional, *map(_written, form.arguments)])})"
 
 
-def interval(param: Param) -> str:
+def interval(param: Argument) -> str:
     """The range of a parameter in words: at least 1, in [0, 1)."""
     low, high = (None if end is None else f"{end:g}" for end in (param.low, param.high))
     open_low, open_high = param.open in {"low", "both"}, param.open in {"high", "both"}
@@ -73,7 +72,7 @@ def interval(param: Param) -> str:
     return f"below {high}" if open_high else f"at most {high}"
 
 
-def _param(param: Param) -> str:
+def _written(param: Argument) -> str:
     default = param.default
     value = str(default).lower() if default is None or isinstance(default, bool) else str(default)
     return param.name if param.required else f"{param.name}={value}"
@@ -89,7 +88,7 @@ def _input_errors(call: ast.Call, form: Form, shared: bool) -> Sequence[Diagnost
         more = ", …" if call.kwargs else ""
         help_ = f"name its input: `{form.name}(x{more})` or `{form.name}(h{more})`"
         return [Diagnostic("P108", f"`{form.name}` has no input", _name_span(call), help=help_)]
-    most = required + 1 if required and form.second else required
+    most = required + 1 if required and len(form.inputs) > 1 else required
     return [_surplus(value, form, shared) for value in call.args[most:]]
 
 
@@ -97,24 +96,24 @@ def _surplus(value: ast.Expr, form: Form, shared: bool) -> Diagnostic:
     if shared and form.takes_input:
         message = f"`{form.name}` gets its input where it is used, not in `shared`"
         return Diagnostic("P108", message, value.span, help="remove it here")
-    limit = "at most two inputs" if form.second else "one input" if form.takes_input else "no input"
+    limit = "at most two inputs" if len(form.inputs) > 1 else "one input" if form.takes_input else "no input"
     help_ = f"arguments are named: {signature(form)}"
-    if form.params and not isinstance(value, ast.Name | ast.Call | ast.Binary):
-        param = next((param for param in form.params if param.required), form.params[0])
+    if form.arguments and not isinstance(value, ast.Name | ast.Call | ast.Binary):
+        param = next((param for param in form.arguments if param.required), form.arguments[0])
         help_ = f"did you mean `{param.name}={print_expression(value)}`?"
     message = f"`{form.name}` takes {limit}, `{print_expression(value)}` is one too many"
     return Diagnostic("P108", message, value.span, help=help_)
 
 
 def _unknown(keyword: ast.Keyword, form: Form) -> Diagnostic:
-    known = [param.name for param in form.params]
+    known = [param.name for param in form.arguments]
     message = f"`{form.name}` has no argument `{keyword.name}`"
     help_ = did_you_mean(keyword.name, known) or f"it has {join_names(known)}"
     span = keyword.span.first(len(keyword.name))
     return Diagnostic("P102", message, span, help=help_, notes=(f"`{signature(form)}`",))
 
 
-def _value(value: ast.Expr, param: Param, form: Form) -> Value:
+def _value(value: ast.Expr, param: Argument, form: Form) -> ArgumentValue:
     is_none = isinstance(value, ast.Name) and value.id == "none"
     if is_none and "none" not in param.choices and param.default is None and not param.required:
         return None
@@ -131,7 +130,7 @@ def _value(value: ast.Expr, param: Param, form: Form) -> Value:
             return _nested_call(value, param, form)
 
 
-def _number(value: ast.Expr, param: Param, form: Form) -> int | float:
+def _number(value: ast.Expr, param: Argument, form: Form) -> int | float:
     number = constant(value)
     if number is None or (param.type == "int" and not isinstance(number, int)):
         raise _wrong_type(value, param, form, "a whole number" if param.type == "int" else "a number")
@@ -144,7 +143,7 @@ def _number(value: ast.Expr, param: Param, form: Form) -> int | float:
     return number if param.type == "int" else float(number)
 
 
-def _choice(value: ast.Expr, param: Param, form: Form) -> str:
+def _choice(value: ast.Expr, param: Argument, form: Form) -> str:
     word = value.id if isinstance(value, ast.Name) else value.value if isinstance(value, ast.String) else None
     if word in param.choices and isinstance(value, ast.Name):
         return value.id
@@ -157,7 +156,7 @@ def _choice(value: ast.Expr, param: Param, form: Form) -> str:
     raise PeftcError(Diagnostic("P106", message, value.span, label=f"one of {', '.join(param.choices)}", help=help_))
 
 
-def _nested_call(value: ast.Expr, param: Param, form: Form) -> tuple[str, int]:
+def _nested_call(value: ast.Expr, param: Argument, form: Form) -> tuple[str, int]:
     """`reparam=mlp(800)`: a function of one whole number."""
     choices = join_names([f"{name}(…)" for name in param.choices], "or")
     if not isinstance(value, ast.Call):
@@ -176,7 +175,7 @@ def _nested_call(value: ast.Expr, param: Param, form: Form) -> tuple[str, int]:
     return value.function, number
 
 
-def _wrong_type(value: ast.Expr, param: Param, form: Form, expected: str) -> PeftcError:
+def _wrong_type(value: ast.Expr, param: Argument, form: Form, expected: str) -> PeftcError:
     message = f"`{param.name}` of `{form.name}` must be {expected}, found `{print_expression(value)}`"
     help_ = f"no parameter and no constant is named `{value.id}`" if isinstance(value, ast.Name) else None
     return PeftcError(Diagnostic("P105", message, value.span, label=param.doc, help=help_))

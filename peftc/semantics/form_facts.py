@@ -6,12 +6,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from peftc.diagnostics.suggestions import join_names
-from peftc.forms import Args, Count, Dims, Form, Illegal, Param, Value
-from peftc.forms.registry import Spot
+from peftc.forms import Args, Argument, ArgumentValue, Count, Dims, Form, PlacementError
+from peftc.forms.form import Spot
 from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Shape, Tokens, Vector, Weight
 
 D, HEADS, SITES = 768, 12, 12
-GIVEN: dict[str, Value] = {"r": 8, "len": 20, "n": 4, "d": 1000, "density": 0.005, "block": 32}  # what examples take
+GIVEN: dict[str, ArgumentValue] = {
+    "r": 8,
+    "len": 20,
+    "n": 4,
+    "d": 1000,
+    "density": 0.005,
+    "block": 32,
+}  # what examples take
 OTHER = 8  # and what they take for arguments of other names
 
 
@@ -20,22 +27,23 @@ def facts_of(form: Form) -> dict[str, str]:
     if next(stands(form), None) is None:
         return {"Shapes": "none of those of the manual, such as […, 768] to […, 3072], with r=8"}
     facts = {"Shapes": shapes_of(form), "At first": first_of(form), "Folds": folds_of(form), "Costs": costs_of(form)}
-    if form.definition is not None:
-        facts["Computes"] = f"{form.definition.flops(example_args(form), next(stands(form))[0]):,} FLOPs for one token"
+    flops = form.flops(example_args(form), next(stands(form))[0])
+    if flops is not None:
+        facts["Computes"] = f"{flops:,} FLOPs for one token"
     return facts
 
 
 def example_args(form: Form) -> Args:
     """The defaults, with what has none: a width, and what is required."""
-    width = form.param("reduction") is not None
-    taken = [p.name for p in form.params if p.required or (width and p.name == "r")]
+    width = form.argument("reduction") is not None
+    taken = [p.name for p in form.arguments if p.required or (width and p.name == "r")]
     return form.fill({name: GIVEN.get(name, OTHER) for name in taken})
 
 
 def said_args(form: Form) -> str:
     """`with r=8`, what an example takes beside the defaults."""
     args = example_args(form)
-    arguments = [f"{p.name}={args[p.name]}" for p in form.params if args[p.name] != p.default]
+    arguments = [f"{p.name}={args[p.name]}" for p in form.arguments if args[p.name] != p.default]
     return f"with {join_names(arguments)}" if arguments else ""
 
 
@@ -61,7 +69,7 @@ def stands(form: Form, wide: int = D) -> Iterator[tuple[Dims, Shape]]:
         try:
             dims = dims_of(source, target, form)
             shape = form.shape(example_args(form), dims)
-        except Illegal:
+        except PlacementError:
             continue
         if isinstance(shape, Scalar | type(target)):
             yield dims, shape
@@ -106,8 +114,10 @@ def folds_of(form: Form) -> str:
 def variants(form: Form) -> Iterator[tuple[str, Args]]:
     """An example with one argument at another value, where the form can have it."""
     args, dims = example_args(form), next(stands(form))[0]
-    for p in form.params:
-        values: tuple[Value, ...] = p.choices if p.type == "choice" else (True, False) if p.type == "bool" else ()
+    for p in form.arguments:
+        values: tuple[ArgumentValue, ...] = (
+            p.choices if p.type == "choice" else (True, False) if p.type == "bool" else ()
+        )
         values = values or ((1,) if p.type == "int" and p.default is None and not p.required else ())
         for value in values:
             if value != args[p.name] and _fits(form, {**args, p.name: value}, dims):
@@ -117,7 +127,7 @@ def variants(form: Form) -> Iterator[tuple[str, Args]]:
 def _fits(form: Form, args: Args, dims: Dims) -> bool:
     try:
         form.shape(args, dims)
-    except Illegal:
+    except PlacementError:
         return False
     return True
 
@@ -125,18 +135,13 @@ def _fits(form: Form, args: Args, dims: Dims) -> bool:
 def costs_of(form: Form) -> str:
     """`with r=8, 12,288 trained and stored`, and what sites have in common."""
     args, (dims, shape) = example_args(form), next(stands(form))
-    together = f"all {SITES} sites" + (" of a task" if form.all_count else "")
-    counts = [
-        (count(args, dims), who)
-        for count, who in (
-            (form.count, "each site"),
-            (form.common_count, together),
-            (form.all_count, f"all {SITES} sites and all tasks"),
-        )
-        if count
-    ]
+    together = f"all {SITES} sites" + (" of a task" if form.tasks_module else "")
+    counts = [(form.count(args, dims), "each site")]
+    if form.has_common_part:
+        counts.append((form.common_count(args, dims), together))
+    counts.append((form.tasks_count(args, dims), f"all {SITES} sites and all tasks"))
     costs = " and ".join(f"{counted(count)} for {who}" for count, who in counts if count.trained or count.stored)
-    saved = form.collapses(args)
+    saved = form.saved_as(args)
     what = ", ".join(part for part in (said_args(form), mapped(dims, shape)) if part)
     return f"{what}: {costs}" + (f"; saved as `{saved}`" if saved else "")
 
@@ -147,9 +152,9 @@ def counted(count: Count) -> str:
     return f"{count.trained:,} trained and {count.stored:,} stored"
 
 
-def default_of(param: Param) -> str:
-    if param.required:
+def default_of(argument: Argument) -> str:
+    if argument.required:
         return "required"
-    if param.default is None:
+    if argument.default is None:
         return ""
-    return f"`{str(param.default).lower()}`" if isinstance(param.default, bool) else f"`{param.default}`"
+    return f"`{str(argument.default).lower()}`" if isinstance(argument.default, bool) else f"`{argument.default}`"

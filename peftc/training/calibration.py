@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from peftc.addressing.sites import WeightRef
 from peftc.concurrency.interrupts import Deferral, shielded
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.forms.lines_module import Lines
-from peftc.forms.masked_module import MaskedSites
+from peftc.forms.lines_module import LinesModule
 from peftc.forms.module import FormModule
-from peftc.forms.pruned_module import PrunedValues
-from peftc.forms.sparse_module import SparseValues
+from peftc.forms.selective_module import SelectiveModule
 from peftc.installation.base_weights import refuse_quantised, view_of
 from peftc.installation.builder import shared_name
 from peftc.installation.completeness import active_installation
@@ -24,7 +22,6 @@ from peftc.installation.record import Installation
 from peftc.planning import ir
 
 Batch = Mapping[str, Any]
-SELECTORS = (SparseValues, Lines, MaskedSites)
 Loss = Callable[[nn.Module, Batch], Tensor]
 NOT_FINITE = ("scores are NaN or infinite", "the loss of each batch, and its gradients, must be finite")
 ALL_ZERO = (
@@ -75,7 +72,7 @@ def calibrate(
     if not selectors:
         raise PeftcError(Diagnostic("P541", "the model has no edit that selects what it trains"))
     batches = _check_arguments(data, loss, lr)
-    criteria = {selector.module.way for selector in selectors}
+    criteria = {selector.module.criterion for selector in selectors}
     if criteria - {"magnitude", "value"}:
         if not batches:
             raise PeftcError(Diagnostic("P541", "there are no batches to select by", help="calibrate(model, batches)"))
@@ -87,13 +84,13 @@ def calibrate(
     scores = {c: scores_by(c, model, selectors, batches, loss, lr) for c in sorted(criteria - {"value"})}
     selections: list[Tensor] = []
     for selector in selectors:
-        units = selector.units(scores.get(selector.module.way, {}))
+        units = selector.units(scores.get(selector.module.criterion, {}))
         is_finite = bool(torch.isfinite(units).all())
         if not is_finite or not bool(units.any()):
             message = f"`{selector.edit}`: the scores do not rank its entries"
             note, help_ = ALL_ZERO if is_finite else NOT_FINITE
             raise PeftcError(Diagnostic("P541", message, notes=(note,), help=help_))
-        selections.append(units.topk(selector.module.count)[1])
+        selections.append(units.topk(selector.module.unit_count)[1])
     counts = Counter[str]()
     with Deferral():  # selects for all edits or for none
         for selector, selection in zip(selectors, selections, strict=True):
@@ -132,16 +129,18 @@ class Selector:
 
     edit: str  # the first that uses it
     name: str
-    module: SparseValues | Lines | MaskedSites
+    module: SelectiveModule
     weights: list[WeightRef] = field(default_factory=list[WeightRef])  # in the order of its sites
     scored: list[WeightRef] = field(default_factory=list[WeightRef])  # those by whose scores it selects
 
     def units(self, scores: Mapping[str, Tensor]) -> Tensor:
-        if isinstance(self.module, MaskedSites):
-            return self.module.flat().abs()
-        if isinstance(self.module, PrunedValues):
-            return scores[self.name]
-        return self.module.units([view_of(scores[key(ref)], ref) for ref in self.scored])
+        match self.module.scored:
+            case "nothing":
+                return self.module.units(())
+            case "all":
+                return self.module.units([scores[self.name]])
+            case "weights":
+                return self.module.units([view_of(scores[key(ref)], ref) for ref in self.scored])
 
 
 def selectors_of(model: nn.Module, record: Installation) -> list[Selector]:
@@ -164,14 +163,14 @@ def selectors_of(model: nn.Module, record: Installation) -> list[Selector]:
                 names = [f"{record.form_modules[place]}{suffix}"] if instance.has_site_parameters else []
                 names += [shared_name(owner)] if owner is not None else []
                 modules = ((name, model.get_submodule(name)) for name in names)
-                name, module = next(((n, m) for n, m in modules if isinstance(m, SELECTORS)), ("", None))
-                if module is None or module.way == "random":
+                name, module = next(((n, m) for n, m in modules if isinstance(m, SelectiveModule)), ("", None))
+                if module is None or module.criterion == "random":
                     continue
                 selector = selectors.setdefault(name, Selector(site_edit.edit, name, module))
                 weight = site_edit.site.states[assign.state].weight
-                if weight is not None and not isinstance(module, PrunedValues | MaskedSites):
+                if weight is not None and module.scored == "weights":
                     # Entries of a bias follow the ranks of the rows of the weight.
-                    follows = isinstance(module, Lines) and assign.state == "b" and "w" in row_states
+                    follows = isinstance(module, LinesModule) and assign.state == "b" and "w" in row_states
                     selector.weights.append(weight)
                     selector.scored.append(site_edit.site.states["w" if follows else assign.state].weight or weight)
     return list(selectors.values())
@@ -190,10 +189,10 @@ def differentiable(
     With `values` the model trains; they receive copies, which are restored.
     """
     base = tuple(dict.fromkeys(key(ref) for s in selectors for ref in (*s.weights, *s.scored)))
-    pruned = {s.name: s.module for s in selectors if isinstance(s.module, PrunedValues)}
+    pruned = {s.name: s.module for s in selectors if s.module.scored == "all"}
     parameters: dict[str, Tensor] = {name: model.get_parameter(name) for name in base}
     refuse_quantised(parameters, base)
-    dense = {name: module.first().requires_grad_() for name, module in pruned.items()}
+    dense = {name: module.first_values().requires_grad_() for name, module in pruned.items()}
     parameters |= dense
     if values is not None:
         values |= {name: p.detach().clone() for name, p in parameters.items()}
@@ -241,7 +240,7 @@ def scores_by(
     criterion: str, model: nn.Module, selectors: Iterable[Selector], batches: list[Batch], loss: Loss, lr: float
 ) -> dict[str, Tensor]:
     """The scores that `calibrate` defines, by name, for the selectors with this criterion."""
-    selectors = [selector for selector in selectors if selector.module.way == criterion]
+    selectors = [selector for selector in selectors if selector.module.criterion == criterion]
     before: dict[str, Tensor] = {}
     with differentiable(model, selectors, before if criterion == "change" else None) as parameters:
         if criterion == "magnitude":

@@ -12,19 +12,17 @@ from transformers import TrainerCallback
 from peftc.concurrency.interrupts import Deferral, shielded
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.arguments import integer
-from peftc.forms.fusion_module import Fusion
-from peftc.forms.masked_module import MaskedSites
-from peftc.forms.mixture_module import Mixture
+from peftc.forms.mixture_module import MixtureModule
 from peftc.forms.module import FormModule, seeded
-from peftc.forms.svd_module import SVD
+from peftc.forms.svd_module import SVDModule
 from peftc.forms.tasked_module import Tasked
-from peftc.installation.builder import shared_name
 from peftc.installation.completeness import active_installation
 from peftc.installation.record import Installation
 
 
 def step(model: nn.Module, step: int) -> None:
-    """Updates forms after a training step: `svd` reduces its ranks, `mixture` draws a new route.
+    """Updates forms after a training step: `svd` reduces its ranks, `mixture` draws a new route,
+    a Python form does what `FormModule.after_step` says.
 
     Call it after `optimizer.step()` and before `optimizer.zero_grad()`, like PEFT's
     `update_and_allocate`: importances are smoothed |p · ∂p|. A route depends only on the seed, the
@@ -47,15 +45,16 @@ def step(model: nn.Module, step: int) -> None:
         message = f"a training step is a whole number from 0 on, not {step!r}"
         raise PeftcError(Diagnostic("P545", message, help="peftc.step(model, 1), one more each time"))
     step = index(step)
-    groups: dict[tuple[str, str | None], list[tuple[str, SVD]]] = {}
-    mixtures: list[tuple[str, Mixture]] = []
+    groups: dict[tuple[str, str | None], list[tuple[str, SVDModule]]] = {}
+    others: list[tuple[str, FormModule]] = []
     for name, form in forms_of(model, record):
-        if isinstance(form, SVD) and form.form_args["target"] is not None:
-            groups.setdefault((name.partition("/")[0], task_of(name, record)), []).append((name, form))
-        elif isinstance(form, Mixture):
-            mixtures.append((name, form))
+        if isinstance(form, SVDModule):
+            if form.form_args["target"] is not None:
+                groups.setdefault((name.partition("/")[0], task_of(name, record)), []).append((name, form))
+        elif type(form).after_step is not FormModule.after_step:
+            others.append((name, form))
     trained = {key for key, group in groups.items() if any(form.is_trained() for _, form in group)}
-    rounds: list[list[SVD]] = []
+    rounds: list[list[SVDModule]] = []
     for (edit, task), group in groups.items():
         forms = [form for _, form in group]
         ended = step > forms[0].last_round() and is_finished(forms)
@@ -67,8 +66,8 @@ def step(model: nn.Module, step: int) -> None:
             raise PeftcError(Diagnostic("P539", message, help="call `peftc.step` before `optimizer.zero_grad()`"))
         rounds.append(forms)
     with Deferral():
-        for name, mixture in mixtures:
-            mixture.stepped(seeded(f"{record.owner(name.partition('/')[0]).seed}/{name}/{step}"))
+        for name, form in others:
+            form.after_step(seeded(f"{record.owner(name.partition('/')[0]).seed}/{name}/{step}"))
         for forms in rounds:
             allocate(forms, step)
 
@@ -85,6 +84,8 @@ def losses(
     - `<edit>.identity` of a `fusion`: penalty · Σ ‖I − V‖².
     - `consistency` of all `mixture`s: (KL(p‖p') + KL(p'‖p)) / 2 of `logits` and those of a second
       forward with another route. It needs both arguments.
+
+    - what a Python form says that it adds (`FormModule.penalties`).
 
     The terms of an edit are over all sites, and of the current task.
 
@@ -105,21 +106,18 @@ def losses(
     """
     record = active_installation(model)
     _check_forward(inputs, logits)
-    means: dict[str, list[Tensor]] = {}
-    sums: dict[str, list[Tensor]] = {}
-    mixtures: list[Mixture] = []
+    penalties: dict[tuple[str, str], list[Tensor]] = {}
+    mixtures: list[MixtureModule] = []
     for name, form in forms_of(model, record):
         edit = name.partition("/")[0]
-        if isinstance(form, SVD) and form.form_args["orthogonality"] and is_of_current_task(name, record):
-            means.setdefault(f"{edit}.orthogonality", []).append(form.orthogonality())
-        elif isinstance(form, Mixture):
+        if isinstance(form, MixtureModule):
             mixtures.append(form)
-        elif isinstance(form, Fusion) and (penalty := form.penalty()) is not None and is_of_current_task(name, record):
-            sums.setdefault(f"{edit}.identity", []).append(penalty)
-    terms = {name: torch.stack(values).mean() for name, values in means.items()}
-    terms |= {name: torch.stack(values).sum() for name, values in sums.items()}
-    for name, forms in penalised_forms(model, record).items():
-        terms[f"{name}.l0"] = torch.stack([form.expected() for form in forms]).sum()
+        for term, value in form.penalties().items() if is_of_current_task(name, record) else ():
+            penalties.setdefault((f"{edit}.{term}", form.reduction), []).append(value)
+    terms = {
+        name: torch.stack(values).mean() if reduction == "mean" else torch.stack(values).sum()
+        for (name, reduction), values in penalties.items()
+    }
     if inputs is not None and logits is not None and mixtures:
         with another_route(mixtures):
             other = model(**inputs).logits
@@ -131,7 +129,7 @@ def losses(
 
 
 @shielded
-def another_route(mixtures: list[Mixture]) -> Generator[None]:
+def another_route(mixtures: list[MixtureModule]) -> Generator[None]:
     """Inside the block each forward draws its experts anew."""
     routes = [form.get_buffer("route").clone() for form in mixtures]
     for form in mixtures:
@@ -151,23 +149,6 @@ def _check_forward(inputs: Mapping[str, Any] | None, logits: Tensor | None) -> N
         kind = f"{list(logits.shape)}, {logits.dtype}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"  # pyright: ignore[reportUnnecessaryIsInstance]
         message = f"`logits` are a tensor (…, classes) of floating-point numbers, not {kind}"
         raise PeftcError(Diagnostic("P545", message))
-
-
-def penalised_forms(model: nn.Module, record: Installation) -> dict[str, list[MaskedSites]]:
-    """The `masked` forms of the current task that are not pruned yet, by edit."""
-    forms: dict[str, list[MaskedSites]] = {}
-    seen = set[str]()
-    for site_edit in record.site_edits:
-        for instance in site_edit.instances:
-            for task, _ in instance.task_suffixes():
-                owner = instance.owner_of(task)
-                if owner is None or owner in seen or not record.task.concerns(task):
-                    continue
-                seen.add(owner)
-                module = model.get_submodule(shared_name(owner))
-                if isinstance(module, MaskedSites) and not bool(module.get_buffer("pruned")):
-                    forms.setdefault(site_edit.edit, []).append(module)
-    return forms
 
 
 def consistency(logits: Tensor, others: Tensor) -> Tensor:
@@ -208,7 +189,7 @@ def task_of(name: str, record: Installation) -> str | None:
 
 
 @torch.no_grad()
-def allocate(forms: list[SVD], step: int) -> None:
+def allocate(forms: list[SVDModule], step: int) -> None:
     """One round of AdaLoRA over all sites of an edit: Zhang et al. 2023, algorithm 1."""
     # The budget falls as a cube from all ranks to `target` per site. The least important lose λ.
     args = forms[0].form_args
@@ -237,10 +218,10 @@ def allocate(forms: list[SVD], step: int) -> None:
             form.values.masked_fill_(score <= threshold, 0.0)
 
 
-def is_finished(forms: list[SVD]) -> bool:
+def is_finished(forms: list[SVDModule]) -> bool:
     rank = sum(int(form.get_buffer("kept").sum()) for form in forms)
     return rank <= integer(forms[0].form_args, "target") * len(forms)
 
 
-def is_smoothed(forms: list[SVD]) -> bool:
+def is_smoothed(forms: list[SVDModule]) -> bool:
     return any(form.is_smoothed() for form in forms)

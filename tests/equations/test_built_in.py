@@ -40,7 +40,7 @@ def test_a_text_of_the_package_is_right(name: str) -> None:
     assert main(["fmt", "--check", str(path)]) == 0
     form = FORMS[name]
     assert form.paper
-    assert all("an argument of" not in param.doc for param in form.params)
+    assert all("an argument of" not in param.doc for param in form.arguments)
 
 
 def drawn(model: nn.Module) -> nn.Module:

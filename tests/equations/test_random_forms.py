@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from peftc.equations.checks import check_form
-from peftc.equations.definition import form_row
+from peftc.equations.definition import text_form
 from peftc.forms.affine_module import Affine
+from peftc.forms.form import Args, Dims, Form
 from peftc.forms.module import FormModule, build, seeded
-from peftc.forms.registry import Args, Dims, Form
 from peftc.forms.shapes import Tokens, Weight
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
@@ -71,7 +71,7 @@ def case_of(kind: str, seed: int) -> Case:
     assert isinstance(form, ast.Form)
     hidden, weight = Dims(Tokens(D_IN), Tokens(D_OUT), D_IN), Dims(None, Weight(D_OUT, D_IN), D_IN)
     dims = weight if kind == "weight" else hidden
-    row = form_row(form, spec.source)
+    row = text_form(form, spec.source)
     module = build(Instance(row, ARGS, dims), dtype=torch.float64).eval()
     module.initialise(lambda name: seeded(f"{seed}/{name}"), {})
     module.fix("place")

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from peftc.equations.table import FORMS
 from peftc.forms import Args, Dims, Form
-from peftc.forms.fusion_module import Fusion
+from peftc.forms.form import Spot
+from peftc.forms.fusion_module import FusionModule
 from peftc.forms.module import FormModule, build, build_of_all, build_owner, member
-from peftc.forms.registry import Spot
 from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Shape, Tokens, Vector, Weight
 
 BATCH, TOKENS = 3, 5
@@ -46,7 +46,7 @@ class Case:
     @property
     def grouped(self) -> bool:
         """Whether its sites have all parameters in common."""
-        return self.form.common(self.args) is not None and self.form.common_count is None
+        return self.form.common(self.args) is not None and not self.form.has_common_part
 
     @property
     def in_part(self) -> bool:
@@ -198,21 +198,21 @@ def initialised(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:
     module = owner(case, dtype)
     module.initialise(seeded, base(case, dtype))
     module.fix("a")
-    if isinstance(module, Fusion):
+    if isinstance(module, FusionModule):
         fill(module)
     if case.in_part:
         common = build_owner(case, dtype=dtype)
         common.initialise(seeded, base(case, dtype))
         common.fix("")
         module.join(common, case.sites - 1)
-        if case.form.all_count is not None:
+        if case.form.tasks_module:
             everywhere = build_of_all(case, dtype=dtype)
             everywhere.initialise(seeded, base(case, dtype))
             common.join(everywhere, 0)
     return member(module, case.sites - 1) if case.grouped else module
 
 
-def fill(module: Fusion) -> None:
+def fill(module: FusionModule) -> None:
     """Gives a fusion its adapters."""
     for name in module.adapter():
         buffer = module.get_buffer(name)

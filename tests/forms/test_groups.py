@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from peftc.forms.module import build, build_owner, member
-from peftc.forms.prefix_module import Prefix, PrefixGroup
+from peftc.forms.prefix_module import PrefixGroup, PrefixModule
 from peftc.forms.shapes import KeyValue, Tokens
 from tests.forms.cases import Case, seeded
 
@@ -78,7 +78,7 @@ def test_collapsed_rows_equal_the_group() -> None:
     model, like = Model(GROUP), GROUP.like()
     for layer in model.layers:
         direct = build(Case("prefix", KeyValue(2, 4), None, {"len": 6}), dtype=torch.float64)
-        assert isinstance(direct, Prefix)
+        assert isinstance(direct, PrefixModule)
         direct.load_state_dict(layer.collapsed())
         assert all(torch.equal(a, b) for a, b in zip(direct(like), layer(like), strict=True))
 
@@ -86,7 +86,7 @@ def test_collapsed_rows_equal_the_group() -> None:
 def test_a_direct_prefix_can_be_shared_too() -> None:
     case = Case("prefix", KeyValue(2, 4), None, {"len": 6}, sites=3)
     model = Model(case)
-    assert isinstance(model.owner, Prefix)
+    assert isinstance(model.owner, PrefixModule)
     assert isinstance(Model(GROUP).owner, PrefixGroup)
     values = model(case.like())
     assert torch.equal(values[0], values[2])

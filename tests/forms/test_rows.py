@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from peftc.equations.table import FORMS
-from peftc.forms import Args, Dims, Illegal
+from peftc.forms import Args, Dims, PlacementError
 from peftc.forms.arguments import ACTIVATIONS
 from peftc.forms.bottleneck_module import ACTIVATION
-from peftc.forms.fusion_module import Fusion
+from peftc.forms.fusion_module import FusionModule
 from peftc.forms.masked_module import MaskedSites
 from peftc.forms.module import build
 from peftc.forms.shapes import Heads, KeyValue, Scalar, Shape, Tokens, Vector, Weight
@@ -47,17 +47,16 @@ def test_trained_count_is_the_number_of_entries(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_stored_count_is_the_count_after_collapsing(case: Case) -> None:
     count = case.form.count(case.args, case.dims)
-    if case.form.collapses(case.args) is not None and case.in_part:
+    if case.form.saved_as(case.args) is not None and case.in_part:
         sites = initialised(case).owner_module
         assert isinstance(sites, MaskedSites)
-        sites.choose(torch.arange(sites.count))
-        assert case.form.common_count is not None
+        sites.choose(torch.arange(sites.unit_count))
         assert count.stored + case.form.common_count(case.args, case.dims).stored == sites.collapsed()["values"].numel()
-    elif case.form.collapses(case.args) is not None:
+    elif case.form.saved_as(case.args) is not None:
         assert count.stored == case.sites * sum(rows.numel() for rows in initialised(case).collapsed().values())
     else:
         module = owner(case)
-        others = [module.get_buffer(name) for name in module.adapter()] if isinstance(module, Fusion) else []
+        others = [module.get_buffer(name) for name in module.adapter()] if isinstance(module, FusionModule) else []
         assert count.stored == count.trained + sum(tensor.numel() for tensor in others)
 
 
@@ -187,7 +186,7 @@ def test_refused_with_a_code_and_the_argument_to_underline(
     name: str, args: dict[str, object], source: Shape | None, target: Shape, code: str, argument: str | None
 ) -> None:
     form = FORMS[name]
-    with pytest.raises(Illegal) as excinfo:
+    with pytest.raises(PlacementError) as excinfo:
         form.shape(form.fill(args), Dims(source, target, 8))  # type: ignore[arg-type]
     assert (excinfo.value.code, excinfo.value.argument) == (code, argument)
 
@@ -197,14 +196,14 @@ def test_an_intervention_that_takes_nothing_off_may_change_the_width() -> None:
     assert form.shape(form.fill({"r": 2, "subtract": False}), Dims(Tokens(4), T, 8)) == T
 
 
-@pytest.mark.parametrize("name", [form.name for form in FORMS.values() if form.param("reduction")])
+@pytest.mark.parametrize("name", [form.name for form in FORMS.values() if form.argument("reduction")])
 def test_a_reduction_leaves_a_feature(name: str) -> None:
     form = FORMS[name]
-    args = {n: value for n, value in {"n": 1, "density": 0.5, "factorised": False}.items() if form.param(n)}
+    args = {n: value for n, value in {"n": 1, "density": 0.5, "factorised": False}.items() if form.argument(n)}
     assert form.shape(form.fill({**args, "reduction": 8}), Dims(T, T, 8)) == T
-    with pytest.raises(Illegal) as excinfo:
+    with pytest.raises(PlacementError) as excinfo:
         form.shape(form.fill({**args, "reduction": 9}), Dims(T, T, 8))
-    code = "P312" if form.definition is None else "P318"
+    code = "P312" if form.text is None else "P318"
     assert (excinfo.value.code, excinfo.value.argument) == (code, "reduction")
 
 
@@ -212,7 +211,7 @@ def test_numbers_have_ranges() -> None:
     ranges = {
         (form.name, p.name): (p.low, p.high, p.open)
         for form in FORMS.values()
-        for p in form.params
+        for p in form.arguments
         if p.low is not None
     }
     assert ranges["lora", "alpha"] == ranges["lowrank", "alpha"] == (0.0, None, "low")
@@ -233,7 +232,7 @@ def test_published_prefix_counts() -> None:
 
 
 def test_rows_can_be_listed_as_json() -> None:
-    rows = {f.name: {p.name: [p.type, p.doc, p.default, p.choices] for p in f.params} for f in FORMS.values()}
+    rows = {f.name: {p.name: [p.type, p.doc, p.default, p.choices] for p in f.arguments} for f in FORMS.values()}
     assert all(doc for form in json.loads(json.dumps(rows)).values() for _, doc, _, _ in form.values())
     assert all(f.paper and f.equation for f in FORMS.values())
     assert Vector(3) != Tokens(3)

@@ -204,11 +204,11 @@ def changed_entries(
             yield from ranges
             continue
         for instance in selectors:
-            assert instance.form.changes is not None
             # Sites with common parameters select entries together, from all their parameters.
             together = instance.owner is not None and instance.form.common(instance.args) is not None
             key = (str(instance.owner),) if together else (site_edit.edit, site_edit.site.path, instance.key)
-            count = instance.form.changes(instance.args, instance.dims)
+            count = instance.form.changed_entries(instance.args, instance.dims)
+            assert count is not None
             yield from (EntryChoice(key, count, rows) for rows in ranges)
 
 
@@ -246,7 +246,7 @@ def _selectors(term: Term) -> list[FormInstance] | None:
     """The forms that select where a term is not zero; None if it may be nonzero anywhere."""
     match term:
         case FormCall(instance=instance):
-            return [instance] if instance.form.changes is not None else None
+            return [instance] if instance.form.changed_entries(instance.args, instance.dims) is not None else None
         case Arithmetic(op="*", left=left, right=right):
             first = _selectors(left)
             return _selectors(right) if first is None else first

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
-from peftc.forms.registry import Form
+from peftc.forms.form import Form
+from peftc.forms.registry import entry_point
 from peftc.semantics.arguments import bind
 from peftc.semantics.checks.definitions import unused
 from peftc.syntax import ast
@@ -139,6 +140,10 @@ def bind_errors(call: ast.Call, forms: Forms, shared: bool = False) -> Iterator[
 def unknown_form(call: ast.Call, shared: Shared, forms: Forms) -> Diagnostic:
     """P101, with the most similar form."""
     suggestion = did_you_mean(call.function, (*forms, CONCAT, *FROZEN_MODULES, *shared))
+    if (entry := entry_point(call.function)) is not None:
+        suggestion = (
+            f"{entry} is one: register it with `--forms {call.function}`, or `peftc.forms.register_entry_point`"
+        )
     help_ = suggestion or f"the forms are {join_names(sorted(forms))}"
     return Diagnostic("P101", f"there is no form `{call.function}`", call.function_span, help=help_)
 

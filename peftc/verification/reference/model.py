@@ -93,7 +93,7 @@ class ReferenceModel:
             self.sub_layer_results |= dict.fromkeys(self.locator.sub_layer_results(root))
 
     def _bind(self, site_edit: ir.SiteEdit) -> None:
-        if any(instance.form.picks(instance.form.fill(instance.args)) for instance in site_edit.instances):
+        if any(instance.form.selects_positions(instance.form.fill(instance.args)) for instance in site_edit.instances):
             self.unavailable[key_of(site_edit)] = "its form selects positions, which it receives from the model's stack"
             return
         if any(isinstance(a.value, ir.Concat) and isinstance(a.value.shape, Tokens) for a in site_edit.assigns):
