@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from peftc.diagnostics import Diagnostic, PeftcError, PeftcWarning
 
 if TYPE_CHECKING:
-    from peftc import forms
     from peftc.adapters import fuse, load, save, warm_start
     from peftc.compiler import compile, design, parse, plan, remove, sites
     from peftc.explore import rewrite, trace
@@ -48,7 +47,6 @@ __all__ = [
     "disabled",
     "drop_task",
     "fold",
-    "forms",
     "fuse",
     "graphs",
     "load",
@@ -77,7 +75,7 @@ def __getattr__(name: str) -> Any:
     """Imports a public name at its first use, so that checking a spec does not import torch."""
     from importlib import import_module
 
-    if name == "forms":
+    if name == "forms":  # a package, not a public function: `peftc.forms.register`
         return import_module("peftc.forms")
     for home, names in _HOMES.items():
         if name in names:

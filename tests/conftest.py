@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+import peftc
+from peftc.forms import PYTHON_FORMS
 from tests.matrix import FULL
 
 # Folders whose subject is editing, not analysis: their tests share analyses.
@@ -72,6 +74,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def registered_forms() -> Iterator[None]:
+    """A test leaves no form of its own registered."""
+    before = set(PYTHON_FORMS)
+    yield
+    for name in set(PYTHON_FORMS) - before:
+        peftc.forms.unregister(name)
 
 
 @pytest.fixture

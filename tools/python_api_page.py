@@ -11,14 +11,19 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import peftc
+from peftc import forms
 from peftc.addressing.sites import ActivationRef, ModuleInfo, Site, SiteTable, State, UntracedModule, WeightRef
 from peftc.diagnostics.diagnostic import Source, Span
 from peftc.explore import TracedRegion
 from peftc.folding import dispatch
 from peftc.folding.report import Change, Folded, FoldReport, Refused
+from peftc.forms.affine_module import Affine
+from peftc.forms.module import FormModule
+from peftc.forms.selective_module import SelectiveModule
+from peftc.forms.shapes import Shape
 from peftc.installation.contents import InstalledRegion
 from peftc.planning.report import plan
 from peftc.planning.report.design import Design
@@ -52,6 +57,20 @@ FUNCTIONS = {  # every function that peftc exports, by what it is for
     "Tasks": ("task", "set_task", "tasks", "add_task", "drop_task"),
     "Verify": ("verify",),
     "Passes": ("trace", "rewrite", "graphs"),
+}
+FORMS = """## Forms in Python
+
+What no equation says, such as a state that training changes, is a class: see the
+[tutorial](tutorial.md#a-form-in-python). The built-in forms that are no texts are such classes, too.
+"""
+OF_FORMS: dict[str, Any] = {
+    **{f"peftc.forms.{name}": getattr(forms, name) for name in ("register", "register_entry_point", "unregister")},
+    **{f"peftc.forms.{name}": getattr(forms, name) for name in ("Form", "Argument", "Parameter", "Dims", "Count")},
+    "peftc.forms.PlacementError": forms.PlacementError,
+    "peftc.forms.FormModule": FormModule,
+    "peftc.forms.SelectiveModule": SelectiveModule,
+    "peftc.forms.affine_module.Affine": Affine,
+    **{f"peftc.forms.shapes.{shape.__name__}": shape for shape in get_args(Shape)},
 }
 ERRORS = ("PeftcError", "PeftcWarning", "Diagnostic")
 RESULTS: dict[str, tuple[type, ...]] = {
@@ -102,6 +121,7 @@ def page() -> str:
     parts = [HEAD, "## Functions\n"]
     for title, names in FUNCTIONS.items():
         parts += [f"### {title}\n", *(function_section(name) for name in names)]
+    parts += [FORMS, *(f"{section(thing, name)}\n" for name, thing in OF_FORMS.items())]
     parts += ["## Errors\n", *(class_section(getattr(peftc, name), f"peftc.{name}") for name in ERRORS)]
     parts.append("## Results\n")
     for title, classes in RESULTS.items():
@@ -110,10 +130,13 @@ def page() -> str:
 
 
 def function_section(name: str) -> str:
-    thing = getattr(peftc, name)
+    return section(getattr(peftc, name), f"peftc.{name}")
+
+
+def section(thing: Any, name: str) -> str:
     if inspect.isclass(thing):
-        return class_section(thing, f"peftc.{name}")
-    return "\n".join([f"#### `peftc.{name}`", "", *function_lines(name, thing)])
+        return class_section(thing, name)
+    return "\n".join([f"#### `{name}`", "", *function_lines(name.rpartition(".")[2], thing)])
 
 
 def function_lines(name: str, function: Callable[..., Any]) -> Iterator[str]:

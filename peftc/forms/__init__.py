@@ -26,7 +26,7 @@ from peftc.forms import (
     weights,
 )
 from peftc.forms.form import Args, Argument, ArgumentValue, Count, Dims, Form, Parameter, PlacementError, Scope
-from peftc.forms.registry import PYTHON_FORMS, register, register_entry_point
+from peftc.forms.registry import PYTHON_FORMS, register, register_entry_point, unregister
 
 if TYPE_CHECKING:
     from peftc.forms.module import FormModule
@@ -63,6 +63,7 @@ __all__ = [
     "register_entry_point",
     "sparse",
     "svd",
+    "unregister",
     "weights",
 ]
 

@@ -15,6 +15,7 @@ ArgumentValue = int | float | bool | str | None | tuple[str, int]  # ("mlp", 800
 Args = Mapping[str, ArgumentValue]
 Scope = Literal["group", "edit"]
 FirstValue = float | str | tuple[str, float]
+ModulePath = str | type  # "package.module:Class", imported when it is needed, or a class
 
 
 @record()
@@ -171,7 +172,7 @@ class Form:
         paper: its source.
         inputs: the names of its inputs: none, one, or two of which the second may be left out.
         arguments: the arguments of a call.
-        module: the `FormModule` that computes it, as "package.module:Class".
+        module: the `FormModule` that computes it, as "package.module:Class", or the class itself.
         common_module: the `FormModule` with the parameters of scope "common", if sites have
             modules of their own beside it.
         tasks_module: the `FormModule` with the parameters of scope "tasks".
@@ -186,9 +187,9 @@ class Form:
     paper: str = ""
     inputs: tuple[str, ...] = ("x",)
     arguments: tuple[Argument, ...] = ()
-    module: str = ""
-    common_module: str = ""
-    tasks_module: str = ""
+    module: ModulePath = ""
+    common_module: ModulePath = ""
+    tasks_module: ModulePath = ""
     mixes_shapes: bool = False
     separates_tasks: bool = False
     text: str | None = None  # of a form that has one
@@ -254,7 +255,7 @@ class Form:
         """What it computes of `source`, in short."""
         return f"{self.name}({source})"
 
-    def module_of(self, args: Args) -> str:
+    def module_of(self, args: Args) -> ModulePath:
         """The `FormModule` of a call, if it depends on the arguments."""
         return self.module
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.forms.form import Args, Dims, FirstValue, Form, Parameter
+from peftc.forms.form import Args, Dims, FirstValue, Form, ModulePath, Parameter
 from peftc.modules.new_modules import module_with, uninitialised_like
 from peftc.modules.torch_attributes import TABLES
 
@@ -278,25 +278,27 @@ def build_of_all(instance: Placement, *, dtype: torch.dtype, device: torch.devic
 
 
 def _module(
-    path: str, instance: Placement, scopes: Sequence[str], dtype: torch.dtype, device: torch.device | str | None
+    path: ModulePath, instance: Placement, scopes: Sequence[str], dtype: torch.dtype, device: torch.device | str | None
 ) -> FormModule:
-    args, (module, _, name) = instance.form.fill(instance.args), path.partition(":")
-    if module.startswith("peftc."):
+    args = instance.form.fill(instance.args)
+    if isinstance(path, str) and path.startswith("peftc."):
+        module, _, name = path.partition(":")
         cls = cast(type[FormModule], getattr(import_module(module), name))
     else:
-        cls = _class_of_user(instance.form, module, name)
+        cls = _class_of_user(instance.form, path)
     return cls(instance.form, args, instance.dims, scopes, parameter_dtype(args, dtype), device)
 
 
-def _class_of_user(form: Form, module: str, name: str) -> type[FormModule]:
+def _class_of_user(form: Form, path: ModulePath) -> type[FormModule]:
     """Raises: P574 where a Python form names no module."""
     try:
-        cls = getattr(import_module(module), name)
+        module, _, name = path.partition(":") if isinstance(path, str) else ("", "", "")
+        cls: object = getattr(import_module(module), name) if isinstance(path, str) else path
     except Exception as error:  # the user's code
         message = f"the module of the Python form `{form.name}` cannot be imported: {type(error).__name__}: {error}"
         raise PeftcError(Diagnostic("P574", message)) from error
     if not isinstance(cls, type) or not issubclass(cls, FormModule):
-        message = f"the module of the Python form `{form.name}`, `{module}:{name}`, is no `peftc.forms.FormModule`"
+        message = f"the module of the Python form `{form.name}`, `{path}`, is no `peftc.forms.FormModule`"
         raise PeftcError(Diagnostic("P574", message))
     return cls
 

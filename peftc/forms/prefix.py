@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import sqrt
 
 from peftc.forms.arguments import DTYPE, hidden_width, integer, number
-from peftc.forms.form import Args, Argument, Dims, Form, Parameter, PlacementError, Scope
+from peftc.forms.form import Args, Argument, Dims, Form, ModulePath, Parameter, PlacementError, Scope
 from peftc.forms.registry import register
 from peftc.forms.shapes import KeyValue, Shape
 
@@ -69,7 +69,7 @@ class Prefix(Form):
     def saved_as(self, args: Args) -> str | None:
         return "prefix" if hidden_width(args) is not None and not args["keep"] else None
 
-    def module_of(self, args: Args) -> str:
+    def module_of(self, args: Args) -> ModulePath:
         return self.module if hidden_width(args) is None else "peftc.forms.prefix_module:PrefixGroup"
 
     def shown(self, source: str, args: Args, dims: Dims) -> str:

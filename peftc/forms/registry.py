@@ -23,8 +23,8 @@ def register(form: FormClass) -> FormClass:
     """Makes a form that is a class known to specs, for the rest of the process.
 
     A spec never imports code: the program that compiles it registers the forms, or names the
-    entry points that do (`register_entry_point`, `peftc … --forms NAME`). Registering a class
-    again does nothing.
+    entry points that do (`register_entry_point`, `peftc … --forms NAME`). A class with the module
+    and name of an earlier one takes its place, as when a cell of a notebook runs again.
 
     Args:
         form: a subclass of `Form`. It also works as a decorator.
@@ -35,35 +35,29 @@ def register(form: FormClass) -> FormClass:
     Raises:
         PeftcError: P571 if it is not such a class, has no name that a spec can write, does not name
             its module, or has the name of another form.
-
-    Example::
-
-        @peftc.forms.register
-        class Signs(peftc.forms.Form):
-            name = "signs"
-            module = "my_package.signs:SignsModule"
-            ...
     """
     _check(form)
     present = _forms.get(form.name)
-    if present is None:
-        _forms[form.name] = cast(Form, form())
-        copyreg.pickle(form, _by_name)
-    elif not _is_same(type(present), form):
+    if present is not None and not _is_same(type(present), form):
         message = f"there is a form `{form.name}` already, `{class_path(present)}`"
         raise _refusal(form, message, "give it another name")
+    if present is None or type(present) is not form:
+        _forms[form.name] = cast(Form, form())
+        copyreg.pickle(form, _by_name)
     return form
+
+
+def unregister(name: str) -> None:
+    """Makes a form that a program has registered unknown again. Other names are ignored."""
+    if name in _forms and not is_built_in(_forms[name]):
+        del _forms[name]
 
 
 def register_entry_point(name: str) -> type[Form]:
     """Registers the form that an installed distribution offers under a name.
 
-    The distribution declares it in its pyproject.toml::
-
-        [project.entry-points."peftc.forms"]
-        signs = "my_package.forms:Signs"
-
-    Importing it runs code of the distribution: name only those that you trust.
+    The distribution declares it in the table `project.entry-points."peftc.forms"` of its
+    pyproject.toml, as in `signs = "my_package.forms:Signs"`. Importing it runs code of the distribution: name only those that you trust.
 
     Returns:
         The class.
@@ -139,9 +133,10 @@ def _check(form: object) -> None:
         raise _refusal(form, f"`{form.name}` is not a name that a spec can write", 'write `name = "…"` in the class')
     if form.name in resources.forms():
         raise _refusal(form, f"`{form.name}` is a form of peftc", "give it another name")
-    paths = [path for path in (form.module, form.common_module, form.tasks_module) if path]
-    for path in paths or [""]:
-        module, _, name = path.partition(":")
+    if not form.module:
+        raise _refusal(form, "it names no module", 'write `module = "package.module:Class"`')
+    for path in (form.module, form.common_module, form.tasks_module):
+        module, _, name = path.partition(":") if isinstance(path, str) and path else ("a", ":", "class")
         if not all(part.isidentifier() for part in (*module.split("."), name)):
             raise _refusal(form, f"`{path}` does not name a module", 'write `module = "package.module:Class"`')
     arguments = [argument.name for argument in form.arguments]
