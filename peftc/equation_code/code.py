@@ -125,6 +125,8 @@ class Code:
                 return self.operation(place.products.lets.get(name) or place.lets[name])
             case ast.Negative(value):
                 return self.emit(torch.neg, self.operation(value))
+            case ast.Binary("@", left, right) if self._is_times_blocks(left, right):
+                return self.emit(functions.times_blocks, self.operation(left), self._blocks(right))
             case ast.Binary("@", left, right):
                 return self._matmul(left, right, self.operation(right))
             case ast.Binary("+" | "-" as op, left, right):
@@ -149,9 +151,13 @@ class Code:
     def _matmul(self, left: ast.Expr, right: ast.Expr, b: Operation, bias: Operation | None = None) -> Operation:
         """A product. Args: `b`: the node of the right operand, which may have a factor."""
         type_ = self._type(right)
-        if _is_kron(left) and type_.batch == "tokens" and len(type_.size) == 1:
+        if _is_call(left, "kron") and type_.batch == "tokens" and len(type_.size) == 1:
             outer, inner = children(left)
             return self.emit(functions.kron_map, b, self.operation(outer), self.operation(inner))
+        if _is_call(left, "circulant") and type_.batch == "tokens" and len(type_.size) == 1:
+            return self.emit(functions.circulant_map, b, self.operation(children(left)[0]))
+        if self._has_blocks(left) and type_.batch == "tokens" and len(type_.size) == 1:
+            return self.emit(functions.block_map, b, self._blocks(left))
         a = self.operation(left)
         if type_.batch == "ids":
             p = self._dropout_of_ids(right)
@@ -161,6 +167,22 @@ class Code:
         if type_.batch:
             return self.emit(self.linear, b, a, *(() if bias is None else (bias,)))
         return self.emit(torch.matmul, a, b)
+
+    def _is_times_blocks(self, left: ast.Expr, right: ast.Expr) -> bool:
+        """Whether a product is that of a matrix with one that has blocks on its diagonal."""
+        return self._has_blocks(right) and not self._has_blocks(left) and len(self._type(left).size) == 2
+
+    def _has_blocks(self, node: ast.Expr) -> bool:
+        """Whether a matrix has blocks on its diagonal and nothing else, and is not formed yet."""
+        inner = children(node)[0] if _is_call(node, "t") else node
+        return _is_call(inner, "blocks") and id(node) not in self.nodes
+
+    def _blocks(self, node: ast.Expr) -> Operation:
+        """The blocks of such a matrix."""
+        inner = children(node)[0]
+        return (
+            self.emit(functions.t, self.operation(children(inner)[0])) if _is_call(node, "t") else self.operation(inner)
+        )
 
     def _sum(self, op: str, left: ast.Expr, right: ast.Expr) -> Operation:
         first, second = self.place.operand(left), self.place.operand(right)
@@ -178,7 +200,7 @@ class Code:
         """Whether a sum is that of a matrix times each token, and a vector of biases."""
         if not (isinstance(product, ast.Binary) and product.op == "@") or id(product) in self.nodes:
             return False
-        if _is_kron(product.left):
+        if any(_is_call(product.left, name) for name in ("kron", "circulant")) or self._has_blocks(product.left):
             return False
         operand, source = self.place.operand(bias), self._type(product.right)
         size = self._type(product.left).size
@@ -219,8 +241,8 @@ class Code:
         return operand.type
 
 
-def _is_kron(node: ast.Expr) -> bool:
-    return isinstance(node, ast.Call) and node.function == "kron"
+def _is_call(node: ast.Expr, function: str) -> bool:
+    return isinstance(node, ast.Call) and node.function == function
 
 
 def evaluate(place: Place, node: ast.Expr, inputs: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:

@@ -1,5 +1,7 @@
 """Functions of the primitives that torch does not have under one name."""
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -25,9 +27,24 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def softmax(x: Tensor) -> Tensor:
-    """exp(x) / Σ exp(x) over the last dimension."""
-    return torch.softmax(x, -1)
+def softmax(x: Tensor, k: int = 0) -> Tensor:
+    """exp(x) / Σ exp(x) over the last dimension; with k over its k largest, 0 for the others."""
+    return torch.softmax(x if k == 0 else x.masked_fill(~_largest(x, k), -torch.inf), -1)
+
+
+def top_k(x: Tensor, k: int) -> Tensor:
+    """The k largest of the last dimension, and 0 for the others."""
+    return x * _largest(x, k)
+
+
+def _largest(x: Tensor, k: int) -> Tensor:
+    """Which are the k largest of the last dimension; of equal ones, those that torch chooses."""
+    return torch.zeros_like(x, dtype=torch.bool).scatter(-1, x.topk(k).indices, True)
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """x / √(mean of x²) over the last dimension."""
+    return F.rms_norm(x, x.shape[-1:])
 
 
 def norm(w: Tensor) -> Tensor:
@@ -74,6 +91,52 @@ def column(v: Tensor) -> Tensor:
 def ratio(a: Tensor, b: Tensor) -> Tensor:
     """a / b, and a where b is 0."""
     return a / b.masked_fill(b == 0, 1.0)
+
+
+def skew(q: Tensor) -> Tensor:
+    """Skew-symmetric matrices (…, n, n) with the entries (…, n (n - 1) / 2) above the diagonal."""
+    n = (1 + math.isqrt(1 + 8 * q.shape[-1])) // 2
+    rows, columns = torch.triu_indices(n, n, 1, device=q.device)
+    upper = q.new_zeros(*q.shape[:-1], n * n).index_copy(-1, rows * n + columns, q).unflatten(-1, (n, n))
+    return upper - upper.mT
+
+
+def eye(a: Tensor) -> Tensor:
+    """The identity of the shape of square matrices (…, n, n)."""
+    return torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
+
+
+def cayley(q: Tensor) -> Tensor:
+    """(I - Q) (I + Q)⁻¹ of square matrices (…, n, n)."""
+    one = eye(q)
+    return torch.linalg.solve(one + q, one - q, left=False)
+
+
+def circulant(c: Tensor) -> Tensor:
+    """The matrix (n, n) whose column j is c (n,), moved down by j."""
+    places = torch.arange(len(c), device=c.device)
+    return c[(places[:, None] - places) % len(c)]
+
+
+def fourier(a: Tensor) -> Tensor:
+    """The real part of the inverse 2-D discrete Fourier transform of a real matrix."""
+    return torch.fft.ifft2(a).real
+
+
+def times_blocks(a: Tensor, r: Tensor) -> Tensor:
+    """A blocks(R), without forming the blocks: A (rows, count · b), R (count, b, c)."""
+    return torch.einsum("obk,bkc->obc", a.unflatten(1, (r.shape[0], -1)), r).flatten(1)
+
+
+def block_map(x: Tensor, r: Tensor) -> Tensor:
+    """blocks(R) x for each token, without forming the blocks: x (…, count · c), R (count, b, c)."""
+    return torch.einsum("...bk,bck->...bc", x.unflatten(-1, (r.shape[0], -1)), r).flatten(-2)
+
+
+def circulant_map(x: Tensor, c: Tensor) -> Tensor:
+    """circulant(c) x for each token, by the fast Fourier transform: x (…, n), c (n,)."""
+    n = len(c)
+    return torch.fft.irfft(torch.fft.rfft(c) * torch.fft.rfft(x), n=n)
 
 
 def t(a: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from peftc.equation_code.code import evaluate
 from peftc.equations.analysis import Place
-from peftc.equations.primitives import INITIAL_VALUES
+from peftc.equations.words import INITIAL_VALUES
 from peftc.forms.module import Draw, draw_of, has_values
 from peftc.syntax import ast
 from peftc.syntax.walk import names_in

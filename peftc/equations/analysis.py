@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from peftc.equations.bindings import write_out
 from peftc.equations.operands import OUT, Operands, real, shown
-from peftc.equations.primitives import INITIAL_VALUES
 from peftc.equations.products import Products
 from peftc.equations.values import FormError, Number, Type, Value, type_of
-from peftc.equations.words import NONE
+from peftc.equations.words import INITIAL_VALUES, NONE
 from peftc.forms.form import Args
 from peftc.forms.shapes import KeyValue, Rows, Shape, Tokens, Vector, Weight
 from peftc.syntax import ast
@@ -30,6 +30,7 @@ class Place(Operands):
 
     heads_first: frozenset[str] = frozenset()  # inputs, and `out`, that have their heads before their tokens
     writes_pair: bool = False  # of keys and values
+    has_bindings: bool = False  # whether the text has any `i in n`
     code: dict[object, Any] = field(default_factory=dict[object, Any])  # the functions that compute it
 
     @property
@@ -77,11 +78,11 @@ class Place(Operands):
                     self.parameters[name], self.sizes[name] = line, sizes
                 case ast.Let(name, value):
                     self._check_once(line, name)
-                    self.lets[name] = value
+                    self.lets[name] = self._written_out(value)
                 case ast.Equation(target, value=value):
                     if self.result is not None:
                         self._raise_twice(line, target)
-                    self.result = value
+                    self.result = self._written_out(value)
         if self.result is None:
             message = "no condition of its values holds here"
             raise FormError("P319", message, self.form)
@@ -103,6 +104,10 @@ class Place(Operands):
         if condition.op not in ("==", "!="):
             left, right = real(left, condition.left), real(right, condition.right)
         return COMPARISONS[condition.op](left, right)
+
+    def _written_out(self, node: ast.Expr) -> ast.Expr:
+        """An expression with `sum(i in n, …)` and `product(i in n, …)` as what they stand for."""
+        return write_out(self, node) if self.has_bindings else node
 
     def _check_once(self, line: ast.Parameter | ast.Let, name: str) -> None:
         if name in self.sizes or name in self.lets:
@@ -181,12 +186,14 @@ def place_of(
     args: Args,
     shapes: Sequence[Shape | None],
     widest: tuple[int, int] = (0, 0),
+    has_bindings: bool = False,
 ) -> Place:
     """A form at a place. Raises: FormError if its equation has no meaning there.
 
     Args:
         shapes: of the state that is written, and of the inputs.
         widest: the most features that any site reads, and writes; 0 where there are no others.
+        has_bindings: whether the text has any `i in n`.
     """
     types: dict[str, Type] = {}
     names = dict(zip((OUT, *inputs), shapes, strict=False))
@@ -205,6 +212,7 @@ def place_of(
     numbers: dict[str, Number] = {}
     heads_first = frozenset(name for name, shape in names.items() if isinstance(shape, Rows))
     place = Place(form, numbers, types, inputs, heads_first=heads_first, writes_pair=isinstance(target, KeyValue))
+    place.has_bindings = has_bindings
     place.widest = {OUT: widest[1], **({inputs[0]: widest[0]} if inputs else {})}
     for param in form.params:
         value = args.get(param.name)

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator
 
 from peftc.diagnostics import Diagnostic, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
+from peftc.equations.bindings import BINDERS
 from peftc.equations.definition import RESULT, inputs_of
 from peftc.equations.operands import OUT, TOKENS
-from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, INITIAL_VALUES, NUMBERS, SIZES
+from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS
 from peftc.equations.reserved import is_reserved
 from peftc.equations.table import FORMS
-from peftc.equations.words import words_of
+from peftc.equations.words import INITIAL_VALUES, NUMBERS, SIZES, words_of
 from peftc.syntax import ast
 from peftc.syntax.vocabulary import CONCAT, FROZEN_MODULES, SHARED, STATES
 from peftc.syntax.walk import children
@@ -19,6 +20,13 @@ from peftc.syntax.walk import children
 _OWN_ARGUMENTS = ("dtype", "seed")  # every form has them, or those with fixed values
 _WEIGHTS = ("w", "b")  # of the base, from which first values may be computed
 _MOST_INPUTS = 2
+_KINDS = {
+    ast.String: "text",
+    ast.List: "a list",
+    ast.Pair: "a pair",
+    ast.Attribute: "an attribute",
+    ast.Binding: "a name that is bound",
+}
 
 
 def check_form(form: ast.Form) -> Iterator[Diagnostic]:
@@ -44,7 +52,7 @@ class _FormChecker:
         elif name in FORMS or name in (*FROZEN_MODULES, CONCAT, SHARED):
             kind = "built-in form" if name in FORMS else "function of the language"
             yield Diagnostic("P111", f"there is a {kind} `{name}`", at, help="use another name")
-        elif name in FUNCTIONS or name in NUMBERS or name in SIZES:
+        elif name in FUNCTIONS or name in NUMBERS or name in SIZES or name in BINDERS:
             yield Diagnostic("P111", f"equations have a function `{name}`", at, help="use another name")
         elif name in STATES:
             yield Diagnostic("P121", f"`{name}` is reserved: it is {STATES[name]}", at, help="use another name")
@@ -138,6 +146,8 @@ class _FormChecker:
         match value:
             case ast.Name(name):
                 yield from self._name(value, name, of_weights)
+            case ast.Call(function) if function in BINDERS:
+                yield from self._sum(value, of_weights)
             case ast.Call(function, _, kwargs):
                 yield from self._function(value, function)
                 yield from (Diagnostic("P102", f"`{function}` has no argument `{k.name}`", k.span) for k in kwargs)
@@ -147,9 +157,34 @@ class _FormChecker:
             case ast.Negative() | ast.Binary() | ast.Item():
                 yield from (error for part in children(value) for error in self._expression(part, of_weights))
             case _:
-                kinds = {ast.String: "text", ast.List: "a list", ast.Pair: "a pair", ast.Attribute: "an attribute"}
+                kinds = {
+                    ast.String: "text",
+                    ast.List: "a list",
+                    ast.Pair: "a pair",
+                    ast.Attribute: "an attribute",
+                    ast.Binding: "a name that is bound",
+                }
                 message = f"the equation of a form has no meaning for {kinds.get(type(value), 'this')}"
                 yield Diagnostic("P105", message, value.span)
+
+    def _sum(self, call: ast.Call, of_weights: bool) -> Iterator[Diagnostic]:
+        """The errors of `sum(i in n, …)`, in which i is known."""
+        match call.args:
+            case (ast.Binding(name, count, name_span=at), term) if not call.kwargs:
+                yield from self._expression(count, of_weights)
+                if name in self.names or name in (OUT, TOKENS, RESULT) or name in STATES:
+                    yield Diagnostic("P111", f"`{name}` has a meaning here already", at, help="use another name")
+                    return
+                self.names[name] = at
+                yield from self._expression(term, of_weights)
+                if name not in self.used:
+                    help_ = f"write the number of terms times one of them, or index by `{name}`"
+                    yield Diagnostic("P114", f"all terms are the same: none uses `{name}`", at, help=help_)
+                self.used.discard(name)
+                del self.names[name]
+            case _:
+                message = f"`{call.function}(i in n, …)` has a term for each i = 0, 1, … n - 1"
+                yield Diagnostic("P108", message, call.span)
 
     def _name(self, node: ast.Name, name: str, of_weights: bool) -> Iterator[Diagnostic]:
         self.used.add(name)
@@ -169,7 +204,7 @@ class _FormChecker:
             if function == "token_mean":
                 yield Diagnostic("P101", "write `mean(x, tokens)`", call.function_span)
             return
-        known = [*FUNCTIONS, *NUMBERS, *SIZES]
+        known = [*FUNCTIONS, *NUMBERS, *SIZES, *BINDERS]
         help_ = did_you_mean(function, known) or f"the functions are {join_names(sorted(known))}"
         if function in FORMS:
             help_ = "a form is called in an edit; write its equation here"

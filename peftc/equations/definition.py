@@ -54,6 +54,7 @@ class TextForm(Form):
         self.place = lru_cache(maxsize=256)(self._place)
         parts = (part for value in values(form) for part in walk(value) if isinstance(part, ast.Call))
         self._is_wide = any(part.function == "widest" for part in parts)
+        self._has_bindings = any(isinstance(part, ast.Binding) for value in values(form) for part in walk(value))
 
     @cached_property
     def text(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # as a spec has it, with its comments
@@ -119,9 +120,10 @@ class TextForm(Form):
         return low, high, "both" if len(ends) == 2 else cast(Ends, "".join(ends))
 
     def _names_in_sizes(self) -> set[str]:
-        """The names that the sizes of parameters depend on."""
+        """The names that sizes, numbers of terms and indices depend on."""
         lets = [line for line in self.form.body if isinstance(line, ast.Let)]
-        sizes = [size for line in self.form.body if isinstance(line, ast.Parameter) for size in line.sizes]
+        sizes = [size for line in self._lines() for size in line.sizes]
+        sizes += [number for value in values(self.form) for part in walk(value) for number in whole_numbers(part)]
         names = {name for size in sizes for name in names_in(size)}
         while more := {inner for let in lets if let.name in names for inner in names_in(let.value)} - names:
             names |= more
@@ -132,7 +134,7 @@ class TextForm(Form):
     def _place(
         self, args: tuple[tuple[str, object], ...], shapes: tuple[Shape | None, ...], widest: tuple[int, int]
     ) -> Place:
-        return place_of(self.form, self.inputs, dict(args), shapes, widest)  # pyright: ignore[reportArgumentType]
+        return place_of(self.form, self.inputs, dict(args), shapes, widest, self._has_bindings)  # pyright: ignore[reportArgumentType]
 
     def at(self, args: Args, dims: Dims) -> Place:
         """The form at a place. Raises: PlacementError, with the part of the text that is wrong."""
@@ -238,6 +240,19 @@ class TextForm(Form):
         if value.rank is None or (len(size) == 2 and value.rank >= min(size)):
             return None
         return value.rank
+
+
+def whole_numbers(node: ast.Expr) -> tuple[ast.Expr, ...]:
+    """The parts of an expression that are whole numbers, whatever they are."""
+    match node:
+        case ast.Binding(_, count):
+            return (count,)
+        case ast.Item(_, indices):
+            return indices
+        case ast.Call("power" | "top_k" | "softmax" | "corner", (_, *numbers)):
+            return tuple(numbers)
+        case _:
+            return ()
 
 
 def scope_of(parameter: ast.Parameter) -> str:

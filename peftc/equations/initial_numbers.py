@@ -9,6 +9,8 @@ from peftc.equations.primitives import Primitive
 from peftc.equations.rules import Operand
 from peftc.equations.values import Value
 
+EYE = "eye"  # the first value that is the identity
+
 
 def initial_value(primitive: Primitive, operands: Sequence[Operand]) -> float | None:
     """What a value equals when training starts."""
@@ -37,6 +39,16 @@ def first_value(primitive: Primitive, operands: Sequence[Operand]) -> str:
     match primitive.name, firsts:
         case (("frozen" | "column" | "none" | "dropout"), [first, *_]):
             return first
+        case (("cayley" | "power" | "eye"), [_, *_]) if primitive.name == "eye" or _is_identity(
+            primitive.name, operands
+        ):
+            return EYE
+        case (("blocks" | "t"), ["eye"]):
+            return EYE
+        case "@", ["w", "eye"] | ["eye", "w"]:
+            return "w"
+        case (("+" | "-"), [first, _]) if first and initial_number(operands[1]) == 0:
+            return first
         case "norm", [first] if first:
             return f"norm({first})"
         case "ratio", [a, b] if a and a == b and len(sizes) == 1:
@@ -45,6 +57,11 @@ def first_value(primitive: Primitive, operands: Sequence[Operand]) -> str:
             return "w"
         case _:
             return ""
+
+
+def _is_identity(name: str, operands: Sequence[Operand]) -> bool:
+    """Whether the Cayley transform is that of 0, or a power is the 0th."""
+    return initial_number(operands[0]) == 0 if name == "cayley" else operands[1] == 0
 
 
 def initial_number(operand: Operand) -> float | None:

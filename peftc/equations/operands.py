@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from peftc.equations.initial_numbers import first_value, initial_number, initial_value, shifts
-from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, NUMBERS, OPERATORS, SIZES, Primitive
+from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, OPERATORS, Primitive
 from peftc.equations.rules import Mismatch, Operand
 from peftc.equations.values import FormError, Number, Type, Value
-from peftc.equations.words import NONE, words_of
+from peftc.equations.words import NONE, NUMBERS, SIZES, words_of
 from peftc.syntax import ast
 from peftc.syntax.numbers import ARITHMETIC, numeric_value
 from peftc.syntax.printer import print_expression
@@ -219,7 +219,8 @@ class Operands:
         primitive = FUNCTIONS.get(function)
         if primitive is None:
             raise FormError("P101", f"there is no function `{function}`", node)
-        if not primitive.least <= len(operands) <= primitive.most:
+        least, most = primitive.operands
+        if not least <= len(operands) <= most:
             raise FormError("P108", f"`{primitive.signature}` has {len(operands)} operands here", node)
         return self._apply(primitive, operands, node)
 

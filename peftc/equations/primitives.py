@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from peftc.diagnostics.record import record
 from peftc.equations import rules
@@ -33,7 +33,7 @@ class Primitive:
             or "nonlinear".
         rank: the most rank of its value, of the ranks and types of its operands.
         flops: for one token, of the types of operands and value.
-        least, most: how many operands it takes.
+        operands: how many it takes, at least and at most.
         by_rows: whether it also holds for operands with a first dimension of rows, aligned from
             the right: it acts on entries, or on the last dimension.
     """
@@ -47,8 +47,7 @@ class Primitive:
     affinity: Affinity = "nonlinear"
     rank: Callable[[Sequence[Operand]], int | None] | None = None
     flops: Callable[[Types, Type], int] | None = None
-    least: int = 1
-    most: int = 1
+    operands: tuple[int, int] = (1, 1)
     by_rows: bool = False
 
 
@@ -78,8 +77,7 @@ OPERATORS: Mapping[str, Primitive] = {
         affinity="product",
         rank=rules.least_rank,
         flops=rules.matmul_flops,
-        least=2,
-        most=2,
+        operands=(2, 2),
     ),
     "+": Primitive(
         "+",
@@ -91,8 +89,7 @@ OPERATORS: Mapping[str, Primitive] = {
         "sum",
         rules.sum_of_ranks,
         rules.entries,
-        least=2,
-        most=2,
+        operands=(2, 2),
     ),
     "-": Primitive(
         "-",
@@ -104,8 +101,7 @@ OPERATORS: Mapping[str, Primitive] = {
         "sum",
         rules.sum_of_ranks,
         rules.entries,
-        least=2,
-        most=2,
+        operands=(2, 2),
     ),
     "*": Primitive(
         "*",
@@ -117,8 +113,7 @@ OPERATORS: Mapping[str, Primitive] = {
         "product",
         rules.product_of_ranks,
         rules.entries,
-        least=2,
-        most=2,
+        operands=(2, 2),
     ),
     "/": Primitive(
         "/",
@@ -130,8 +125,7 @@ OPERATORS: Mapping[str, Primitive] = {
         "quotient",
         rules.quotient_rank,
         rules.entries,
-        least=2,
-        most=2,
+        operands=(2, 2),
     ),
 }
 
@@ -160,9 +154,31 @@ FUNCTIONS: Mapping[str, Primitive] = {
             Primitive(
                 "softmax",
                 "softmax(x)",
-                "exp(x) / Σ exp(x) over the features",
-                rules.same,
+                "exp(x) / Σ exp(x) over the features; softmax(x, k) over the k largest, and 0 for the others",
+                rules.among_features,
                 "peftc.equation_code.functions.softmax",
+                flops=rules.entries,
+                operands=(1, 2),
+                by_rows=True,
+            ),
+            Primitive(
+                "top_k",
+                "top_k(x, k)",
+                "the k largest features, and 0 for the others",
+                rules.among_features,
+                "peftc.equation_code.functions.top_k",
+                lambda x, k: 0.0 if x == 0 else None,
+                flops=rules.entries,
+                operands=(2, 2),
+                by_rows=True,
+            ),
+            Primitive(
+                "rms_norm",
+                "rms_norm(x)",
+                "x / √(mean of x²) of the features of each token, without weights",
+                rules.same,
+                "peftc.equation_code.functions.rms_norm",
+                lambda x: 0.0 if x == 0 else None,
                 flops=rules.entries,
                 by_rows=True,
             ),
@@ -214,8 +230,7 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 lambda x, p: x,
                 "linear",
                 rules.own_rank,
-                least=2,
-                most=2,
+                operands=(2, 2),
                 by_rows=True,
             ),
             Primitive(
@@ -238,8 +253,7 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 lambda x, rows, columns: x,
                 "linear",
                 rules.own_rank,
-                least=3,
-                most=3,
+                operands=(3, 3),
                 by_rows=True,
             ),
             Primitive(
@@ -260,8 +274,7 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 affinity="quotient",
                 rank=rules.quotient_rank,
                 flops=rules.entries,
-                least=2,
-                most=2,
+                operands=(2, 2),
                 by_rows=True,
             ),
             Primitive(
@@ -285,8 +298,7 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 "product",
                 rules.product_of_ranks,
                 rules.entries,
-                least=2,
-                most=2,
+                operands=(2, 2),
             ),
             Primitive(
                 "blocks",
@@ -295,6 +307,70 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 rules.block_diagonal,
                 "peftc.equation_code.functions.blocks",
                 affinity="linear",
+            ),
+            Primitive(
+                "skew",
+                "skew(q)",
+                "the skew-symmetric matrices with the entries of q [count, n (n - 1) / 2] above the diagonal",
+                rules.skew,
+                "peftc.equation_code.functions.skew",
+                lambda x: 0.0 if x == 0 else None,
+                "linear",
+            ),
+            Primitive(
+                "eye",
+                "eye(A)",
+                "the identity, as large as the square matrix A, of each block",
+                rules.square,
+                "peftc.equation_code.functions.eye",
+                affinity="linear",
+            ),
+            Primitive(
+                "power",
+                "power(A, n)",
+                "the product of n times A, of each block",
+                rules.power,
+                "torch.linalg.matrix_power",
+                lambda x, n: 0.0 if x == 0 and n > 0 else None,
+                flops=lambda operands, result: 2 * result.entries * result.size[-1],
+                operands=(2, 2),
+            ),
+            Primitive(
+                "solve",
+                "solve(A, B)",
+                "A⁻¹ B, of each block",
+                rules.solution,
+                "torch.linalg.solve",
+                lambda a, b: 0.0 if b == 0 else None,
+                flops=lambda operands, result: 2 * result.entries * result.size[-2],
+                operands=(2, 2),
+            ),
+            Primitive(
+                "cayley",
+                "cayley(Q)",
+                "(I - Q) (I + Q)⁻¹, of each block: a rotation if Q is skew-symmetric",
+                rules.square,
+                "peftc.equation_code.functions.cayley",
+                flops=lambda operands, result: 2 * result.entries * result.size[-1],
+            ),
+            Primitive(
+                "circulant",
+                "circulant(c)",
+                "the matrix whose column j is c, moved down by j",
+                rules.circulant,
+                "peftc.equation_code.functions.circulant",
+                lambda x: x,
+                "linear",
+            ),
+            Primitive(
+                "fourier",
+                "fourier(A)",
+                "the real part of the inverse discrete Fourier transform of a matrix, in both directions",
+                rules.same_matrix,
+                "peftc.equation_code.functions.fourier",
+                lambda x: 0.0 if x == 0 else None,
+                "linear",
+                flops=lambda operands, result: 5 * result.entries * max(1, result.entries.bit_length() - 1),
             ),
             Primitive(
                 "inverse",
@@ -306,32 +382,4 @@ FUNCTIONS: Mapping[str, Primitive] = {
             ),
         )
     },
-}
-
-# Functions of numbers, and of the shapes of inputs and of `out`, the state that is written.
-NUMBERS: Mapping[str, Callable[..., Any]] = {
-    "min": min,
-    "max": max,
-    "sqrt": math.sqrt,
-    "abs": abs,
-    "floor": math.floor,
-    "root_divisor": lambda n: max(m for m in range(1, math.isqrt(n) + 1) if n % m == 0),
-}
-SIZES: Mapping[str, str] = {
-    "d": "the features of hidden states, or of a vector",
-    "rows": "the outputs of a weight",
-    "cols": "the inputs of a weight",
-    "heads": "the heads of an attention's states",
-    "d_head": "the features of a head",
-    "widest": "the most features that any site of the edit has there",
-}
-INITIAL_VALUES: Mapping[str, str] = {
-    "zeros": "0",
-    "ones": "1",
-    "kaiming": "uniform in ±1/√(last size), as nn.Linear",
-    "normal": "normal, normal(std) with a standard deviation other than 1",
-    "truncated": "normal, cut at two deviations: truncated(std)",
-    "uniform": "uniform in ±bound: uniform(bound)",
-    "orthogonal": "orthonormal rows, or columns if there are more rows",
-    "identity": "ones on the diagonal",
 }

@@ -163,6 +163,50 @@ def square(operands: Types) -> Type:
     return type_
 
 
+def among_features(operands: Types) -> Type:
+    """The features of each token, or entries of a vector, of which a number is chosen."""
+    type_ = plain(operands)
+    if len(operands) > 1:
+        k, most = operands[1], type_.size[-1] if type_.size else 1
+        if not isinstance(k, int) or isinstance(k, bool) or not 0 < k <= most:
+            raise Mismatch(f"there are {most} features, and {k} cannot be chosen of them", 1, "P106")
+    return type_
+
+
+def skew(operands: Types) -> Type:
+    type_ = tensor(operands)
+    count = type_.size[-1] if type_.size else 0
+    n = (1 + math.isqrt(1 + 8 * count)) // 2
+    if type_.batch or not type_.size or n * (n - 1) // 2 != count:
+        raise Mismatch(f"expected n (n - 1) / 2 entries of each matrix, found {type_}", 0)
+    return Type((*type_.size[:-1], n, n))
+
+
+def power(operands: Types) -> Type:
+    exponent = operands[1]
+    if not isinstance(exponent, int) or isinstance(exponent, bool) or exponent < 0:
+        raise Mismatch(f"a power is a whole number from 0 on, found {exponent}", 1, "P106")
+    return square(operands)
+
+
+def solution(operands: Types) -> Type:
+    left, right = square(operands), tensor(operands, 1)
+    if right.batch or len(right.size) != len(left.size) or right.size[:-1] != left.size[:-1]:
+        raise Mismatch(f"{left} has as many columns as {right} has rows, for each block", 1)
+    return right
+
+
+def circulant(operands: Types) -> Type:
+    type_ = tensor(operands)
+    if type_.batch or len(type_.size) != 1:
+        raise Mismatch(f"expected a vector, found {type_}", 0)
+    return Type((type_.size[0], type_.size[0]))
+
+
+def same_matrix(operands: Types) -> Type:
+    return matrix(operands)
+
+
 # Ranks
 
 

@@ -1,14 +1,46 @@
-"""Arguments of a form that are words: `none`, an activation, or what lines compare them with."""
+"""The words of equations beside the primitives: functions of numbers and sizes, first values, and
+arguments such as `none`, an activation, or what lines compare them with.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from peftc.equations.primitives import ACTIVATIONS
 from peftc.syntax import ast
 from peftc.syntax.walk import values, walk
 
 NONE = "none"  # an argument without a value
+
+# Functions of numbers, and of the shapes of inputs and of `out`, the state that is written.
+NUMBERS: Mapping[str, Callable[..., Any]] = {
+    "min": min,
+    "max": max,
+    "sqrt": math.sqrt,
+    "abs": abs,
+    "floor": math.floor,
+    "root_divisor": lambda n: max(m for m in range(1, math.isqrt(n) + 1) if n % m == 0),
+}
+SIZES: Mapping[str, str] = {
+    "d": "the features of hidden states, or of a vector",
+    "rows": "the outputs of a weight",
+    "cols": "the inputs of a weight",
+    "heads": "the heads of an attention's states",
+    "d_head": "the features of a head",
+    "widest": "the most features that any site of the edit has there",
+}
+INITIAL_VALUES: Mapping[str, str] = {
+    "zeros": "0",
+    "ones": "1",
+    "kaiming": "uniform in ±1/√(last size), as nn.Linear",
+    "normal": "normal, normal(std) with a standard deviation other than 1",
+    "truncated": "normal, cut at two deviations: truncated(std)",
+    "uniform": "uniform in ±bound: uniform(bound)",
+    "orthogonal": "orthonormal rows, or columns if there are more rows",
+    "identity": "ones on the diagonal",
+}
 
 
 def words_of(form: ast.Form) -> dict[str, tuple[str, ...]]:

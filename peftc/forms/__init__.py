@@ -23,7 +23,6 @@ from peftc.forms import (
     reft,
     sparse,
     svd,
-    weights,
 )
 from peftc.forms.form import Args, Argument, ArgumentValue, Count, Dims, Form, Parameter, PlacementError, Scope
 from peftc.forms.registry import PYTHON_FORMS, register, register_entry_point, unregister
@@ -64,7 +63,6 @@ __all__ = [
     "sparse",
     "svd",
     "unregister",
-    "weights",
 ]
 
 

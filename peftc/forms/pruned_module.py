@@ -29,6 +29,7 @@ class PrunedValues(SparseValues):
     def setup(self) -> None:
         super().setup()
         self.origin = 0
+        self.dense = None
 
     def first_values(self) -> Tensor:
         """The first values of all entries (total,), drawn again."""

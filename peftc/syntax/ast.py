@@ -129,7 +129,16 @@ class Attribute(Node):
     name: str
 
 
-Expr = Number | Boolean | Name | String | Call | Negative | Binary | List | Pair | Item | Attribute
+@record()
+class Binding(Node):
+    """`i in n`: the first argument of `sum` or `product`, in which i is 0, 1, … n - 1."""
+
+    name: str
+    count: Expr
+    name_span: Span = field(default=NOWHERE, compare=False, repr=False)
+
+
+Expr = Number | Boolean | Name | String | Call | Negative | Binary | List | Pair | Item | Attribute | Binding
 
 
 # Selectors

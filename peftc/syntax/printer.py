@@ -37,9 +37,12 @@ def print_expression(value: ast.Expr, precedence: int = 0) -> str:
             return f"({_print_all((first, second))})"
         case ast.Item(owner, indices):
             return f"{print_expression(owner, _OPERAND)}[{_print_all(indices)}]"
+        case ast.Binding(name, count):
+            return f"{name} in {print_expression(count)}"
         case ast.Attribute(owner, name):
             text = print_expression(owner, _OPERAND)
-            return f"{text}.{name}" if isinstance(owner, ast.Call | ast.Item) or text[0] == "(" else f"({text}).{name}"
+            is_group = text[0] == "(" and not isinstance(owner, ast.Pair)
+            return f"{text}.{name}" if isinstance(owner, ast.Call | ast.Item) or is_group else f"({text}).{name}"
         case ast.Binary("@", left, right):  # from the right
             text = f"{print_expression(left, _OPERAND)} @ {print_expression(right, _MATRIX_PRODUCT)}"
             return f"({text})" if precedence > _MATRIX_PRODUCT else text

@@ -140,6 +140,13 @@ class Reducer:
         span = self._span(first, last)
         return ast.build(ast.Call, function=name.id, args=args, kwargs=kwargs, function_span=name.span, span=span)
 
+    def _binding(self, children: list[Value], first: int, last: int) -> ast.Binding:
+        name, _, count = children
+        name_span = self._span(name, name)
+        return ast.build(
+            ast.Binding, name=self._words[name], count=count, name_span=name_span, span=self._span(first, last)
+        )
+
     def _keyword(self, children: list[Value], first: int, last: int) -> ast.Keyword:
         name, _, value = children
         return ast.build(ast.Keyword, name=self._words[name], value=value, span=self._span(first, last))

@@ -21,6 +21,8 @@ def children(value: ast.Expr) -> tuple[ast.Expr, ...]:
             return (owner, *indices)
         case ast.Attribute(owner):
             return (owner,)
+        case ast.Binding(_, count):
+            return (count,)
         case _:
             return ()
 
@@ -43,6 +45,8 @@ def map_children(value: ast.Expr, function: Callable[[ast.Expr], ast.Expr]) -> a
             return replace(value, value=function(owner), indices=tuple(map(function, indices)))
         case ast.Attribute(owner):
             return replace(value, value=function(owner))
+        case ast.Binding(_, count):
+            return replace(value, count=function(count))
         case _:
             return value
 

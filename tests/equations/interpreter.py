@@ -6,8 +6,9 @@ Nothing of `peftc.equations` is used: neither types nor the code that a form bec
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import reduce
 from itertools import product
-from math import sqrt
+from math import cos, pi, sqrt
 from typing import Any
 
 import torch
@@ -46,6 +47,40 @@ def blocks(a: Tensor) -> Tensor:
     return result
 
 
+def skew(q: Tensor) -> Tensor:
+    if q.ndim > 1:
+        return torch.stack([skew(one) for one in q])
+    n = next(n for n in range(1, 100) if n * (n - 1) // 2 == len(q))
+    result, entries = q.new_zeros(n, n), iter(q)
+    for i in range(n):
+        for j in range(i + 1, n):
+            result[i, j] = next(entries)
+            result[j, i] = -result[i, j]
+    return result
+
+
+def eye(a: Tensor) -> Tensor:
+    return torch.stack([eye(one) for one in a]) if a.ndim > 2 else torch.diag(a.new_ones(len(a)))
+
+
+def power(a: Tensor, n: float) -> Tensor:
+    result = eye(a)
+    for _ in range(int(n)):
+        result = torch.matmul(result, a)
+    return result
+
+
+def circulant(c: Tensor) -> Tensor:
+    return torch.stack([c.roll(j) for j in range(len(c))], 1)
+
+
+def fourier(a: Tensor) -> Tensor:
+    (n, m), result = a.shape, torch.zeros_like(a)
+    for i, j, k, q in product(range(n), range(m), range(n), range(m)):
+        result[i, j] += a[k, q] * cos(2 * pi * (i * k / n + j * q / m)) / (n * m)
+    return result
+
+
 def of_rows(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """A function of vectors, of a vector or of each row of a matrix."""
     return lambda x: function(x) if x.ndim == 1 else torch.stack([function(row) for row in x])
@@ -62,6 +97,14 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "t": lambda a: torch.stack([a[:, i] for i in range(a.shape[1])]),
     "kron": kron,
     "blocks": blocks,
+    "rms_norm": of_rows(lambda x: x / ((x * x).mean() + torch.finfo(x.dtype).eps).sqrt()),
+    "skew": skew,
+    "eye": eye,
+    "power": power,
+    "cayley": lambda q: (eye(q) - q) @ torch.linalg.inv(eye(q) + q),
+    "solve": lambda a, b: torch.linalg.inv(a) @ b,
+    "circulant": circulant,
+    "fourier": fourier,
     "inverse": lambda a: torch.linalg.solve(a, torch.eye(a.shape[-1], dtype=a.dtype).expand(a.shape)),
 }
 
@@ -100,6 +143,9 @@ def expression(node: ast.Expr, names: Mapping[str, Any]) -> Any:
             for index in indices:
                 result = result[int(value(index))]
             return result
+        case ast.Call("sum" | "product" as function, (ast.Binding(name, count), term)):
+            terms = [expression(term, {**names, name: i}) for i in range(int(value(count)))]
+            return reduce(torch.matmul if function == "product" else torch.add, terms)
         case ast.Call(function, args):
             return FUNCTIONS[names.get(function, function)](*map(value, args))
         case _:

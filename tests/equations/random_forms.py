@@ -28,6 +28,11 @@ class Writer:
         head = f"form {name}({inputs}r, s = 2) {{\n    require r <= {self.symbols[D_IN]}"
         return f"{head}\n{body}\n    f = s * {value}\n}}\n"
 
+    def bound(self) -> str:
+        """A new name of a term's number."""
+        self.count += 1
+        return f"i{self.count}"
+
     def parameter(self, *sizes: int) -> str:
         self.count += 1
         name, kind = f"P{self.count}", "param" if self.random.random() < 0.85 else "fixed"
@@ -43,7 +48,8 @@ class Writer:
             return "x" if n == D_IN else f"({self.parameter(n, D_IN)} @ x)"
         ways = ["product", "product", "product", "sum", "difference", "scaled", "factors", "shifted", "wrapped", "let"]
         ways += ["transpose", "blocks", "quotient", "negative", "mean"]
-        ways += ["activation", "activation", "softmax", "layer_norm", "gate"] if self.nonlinear else []
+        ways += ["each", "circulant"]
+        ways += ["activation", "activation", "softmax", "layer_norm", "rms_norm", "gate"] if self.nonlinear else []
         way = choice(ways)
         inner = self.features
         match way:
@@ -57,10 +63,18 @@ class Writer:
                 k = 2 if n % 2 == 0 else 1
                 m = choice((D_IN, D_OUT))
                 return f"(blocks({self.parameter(k, n // k, m // k)}) @ {inner(m, depth - 1)})"
+            case "each":
+                m = choice((D_IN, D_OUT, R))
+                i = self.bound()
+                factor, value = choice(("", f"({i} + 1) * ", f"{self.parameter(2)}[{i}] * ")), inner(m, depth - 1)
+                return f"sum({i} in 2, {factor}{self.parameter(2, n, m)}[{i}] @ {value})"
+            case "circulant":
+                return f"(circulant({self.parameter(n)}) @ {inner(n, depth - 1)})"
             case "sum":
                 return f"({inner(n, depth - 1)} + {inner(n, depth - 1)})"
             case "difference":
-                return f"({inner(n, depth - 1)} - {inner(n, depth - 1)})"
+                left, right = inner(n, depth - 1), inner(n, depth - 1)
+                return f"({left} - {right if right != left else self.parameter(n)})"  # x - x is constant
             case "scaled":
                 return f"({choice((0.5, 2, 's'))} * {inner(n, depth - 1)})"
             case "factors":
@@ -74,7 +88,8 @@ class Writer:
             case "wrapped":
                 return choice(("dropout({}, 0.1)", "frozen({})", "none({})")).format(inner(n, depth - 1))
             case "mean":
-                return f"({inner(n, depth - 1)} + mean({inner(choice((D_IN, R)), depth - 1)}))"
+                value, other = inner(n, depth - 1), inner(choice((D_IN, R)), depth - 1)
+                return f"({value} + mean({other.removeprefix('softmax')}))"  # that of softmax is constant
             case "let":
                 known = [name for name, size in self.lets if size == n]
                 if known:
@@ -95,9 +110,28 @@ class Writer:
         choice, inner = self.random.choice, self.matrix
         if depth == 0:
             return self.parameter(n, m)
-        match choice(("product", "product", "sum", "entries", "kron", "rows", "blocks", "t", "scaled", "unit", "act")):
+        ways = ["product", "product", "sum", "entries", "kron", "rows", "blocks", "t", "scaled", "unit", "act"]
+        match choice([*ways, "each", "all", "rotated", "fourier", "solved", "turned"]):
             case "product":
                 return f"({inner(n, R, depth - 1)} @ {inner(R, m, depth - 1)})"
+            case "each":
+                i = self.bound()
+                return f"sum({i} in s, {self.parameter(2, n, m)}[{i}] / ({i} + 1))"
+            case "all":
+                i = self.bound()
+                return f"(product({i} in 2, {self.parameter(2, n, n)}[{i}]) @ {inner(n, m, depth - 1)})"
+            case "rotated":
+                q = f"skew({self.parameter(n * (n - 1) // 2)})"
+                return f"({choice(('cayley({})', '(eye({0}) + power({0}, 2))')).format(q)} @ {inner(n, m, depth - 1)})"
+            case "turned":
+                k = 2 if m == D_OUT else 3 if m == D_IN else 1
+                q = f"cayley(skew({self.parameter(m // k, k * (k - 1) // 2)}))" if k > 1 else self.parameter(m, 1, 1)
+                return f"({inner(n, m, depth - 1)} @ {choice(('blocks({})', 't(blocks({}))')).format(q)})"
+            case "fourier":
+                return f"fourier({inner(n, m, depth - 1)})"
+            case "solved":
+                q = f"skew({self.parameter(n * (n - 1) // 2)})"
+                return f"solve(eye({q}) + {q}, {inner(n, m, depth - 1)})"
             case "sum":
                 return f"({inner(n, m, depth - 1)} - {inner(n, m, depth - 1)})"
             case "entries":

@@ -14,8 +14,9 @@ import peftc
 from peftc.cli.main import main
 from peftc.diagnostics import PeftcError
 from peftc.equation_code.module import EquationModule
-from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, INITIAL_VALUES, NUMBERS, SIZES
+from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS
 from peftc.equations.reserved import is_reserved
+from peftc.equations.words import INITIAL_VALUES, NUMBERS, SIZES
 from tests import zoo
 from tests.equations.models import PAPERS, compiled, run
 

@@ -50,7 +50,7 @@ def dense(name: str, entries: Tensor) -> tuple[Any, list[str]]:
 @pytest.mark.parametrize(("name", "select"), [("llama", "magnitude"), ("bart", "snip")])
 def test_entries_with_the_largest_scores_of_dense_adapters_are_selected(name: str, select: str) -> None:
     model = compiled(name, select)
-    before, first, data = Before.of(model), owner(model).first(), batches(name, model)
+    before, first, data = Before.of(model), owner(model).first_values(), batches(name, model)
     other, names = dense(name, first)
     remaining = peftc.calibrate(model, data if select == "snip" else ())
     for batch in data:
@@ -123,7 +123,7 @@ def test_random_places_depend_on_the_text_and_first_values_on_the_seed() -> None
     assert torch.equal(one.get_buffer("places"), two.get_buffer("places"))
     assert not torch.equal(one.get_buffer("places"), other.get_buffer("places"))
     assert not torch.equal(one.values, two.values)
-    assert torch.equal(one.first(), other.first())
+    assert torch.equal(one.first_values(), other.first_values())
 
 
 def test_each_task_prunes_its_own(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ class _EquationChecker:
                 yield Diagnostic("P105", "`@` belongs to the equation of a form", value.span, help=help_)
             case ast.Negative() | ast.Binary():
                 yield from (error for operand in children(value) for error in self._value(operand))
-            case ast.Boolean() | ast.String() | ast.List() | ast.Pair() | ast.Item() | ast.Attribute():
+            case ast.Boolean() | ast.String() | ast.List() | ast.Pair() | ast.Item() | ast.Attribute() | ast.Binding():
                 message = f"expected a hidden state or a number, found `{print_expression(value)}`"
                 yield Diagnostic("P105", message, value.span)
             case ast.Number():

@@ -1,0 +1,58 @@
+"""Sums and products over a number: `sum(i in n, A[i] @ x)`, written out where n is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from peftc.equations.operands import Operands
+from peftc.equations.values import FormError, Value
+from peftc.syntax import ast
+from peftc.syntax.printer import print_expression
+from peftc.syntax.walk import map_children, walk
+
+BINDERS: Mapping[str, Literal["+", "*", "@"]] = {"sum": "+", "product": "*"}  # of matrices, the product is `@`
+_MOST_TERMS, _MOST_PARTS = 256, 20_000
+
+
+def write_out(place: Operands, node: ast.Expr, numbers: Mapping[str, int] | None = None) -> ast.Expr:
+    """An expression in which each sum and product over a number is its terms.
+
+    Args:
+        numbers: what the bound names around it are.
+
+    Raises: FormError if a number of terms is not known, or there are too many.
+    """
+    numbers = numbers or {}
+    match node:
+        case ast.Name(name, span=span) if name in numbers:
+            return ast.Number(numbers[name], span=span)
+        case ast.Call(function, (ast.Binding(name, count), term)) if function in BINDERS:
+            terms = _terms(place, node, name, write_out(place, count, numbers), term, numbers)
+            return _joined(place, function, terms, node)
+        case _:
+            return map_children(node, lambda part: write_out(place, part, numbers))
+
+
+def _terms(
+    place: Operands, node: ast.Call, name: str, count: ast.Expr, term: ast.Expr, numbers: Mapping[str, int]
+) -> list[ast.Expr]:
+    place.derived_nodes.append(count)  # what the place knows of it is by its id
+    number = place.size(count)
+    if number > _MOST_TERMS or number * sum(1 for _ in walk(term)) > _MOST_PARTS:
+        message = f"`{print_expression(node)}` has {number:,} terms, more than are written out"
+        raise FormError("P318", message, count, help_="use a matrix, over which one product sums")
+    return [write_out(place, term, {**numbers, name: i}) for i in range(number)]
+
+
+def _joined(place: Operands, function: str, terms: list[ast.Expr], node: ast.Call) -> ast.Expr:
+    op = BINDERS[function]
+    first = place.operand(terms[0])
+    if op == "*" and isinstance(first, Value) and not first.type.batch and len(first.type.size) == 2:
+        op = "@"
+    place.derived_nodes += terms
+    joined, *others = reversed(terms) if op == "@" else terms
+    for term in others:
+        left, right = (term, joined) if op == "@" else (joined, term)
+        joined = ast.Binary(op, left, right, span=node.span)
+    return joined
