@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from peftc.equation_code import functions
 from peftc.equations.analysis import Place
+from peftc.equations.decompositions import DECOMPOSED, DECOMPOSITIONS
 from peftc.equations.operands import OUT, TOKENS
 from peftc.equations.primitives import FUNCTIONS, OPERATORS, Primitive
 from peftc.equations.values import Type, Value
@@ -69,6 +70,7 @@ class Code:
         self.place, self.emit, self.inputs, self.parameter = place, emit, inputs, parameter
         self.training, self.linear = training, linear
         self.nodes: dict[int, Operation] = {}
+        self.decompositions: dict[tuple[Any, ...], fx.Node] = {}
 
     def value(self) -> Operation:
         """The node of the value of the form."""
@@ -142,15 +144,30 @@ class Code:
                 is_over_tokens = function == "mean" and len(args) == 2 and args[1] == ast.Name(TOKENS)
                 own = "token_mean" if is_over_tokens else place.function(function)
                 return self._call(FUNCTIONS[own], args[:1] if is_over_tokens else args)
+            case ast.Attribute(ast.Call(function, args), part):
+                return self._part(function, tuple(map(self.operation, args)), part)
             case ast.Item(value, indices):
                 numbers = tuple(map(place.number, indices))
                 return self.emit(function_named("operator.getitem"), self.operation(value), numbers)
             case _:
                 raise TypeError(f"{type(node).__name__} is no part of an equation")
 
+    def _part(self, function: str, operands: tuple[Operation, ...], part: str) -> Operation:
+        """A part of a decomposition, which is computed once for all of its parts."""
+        key = function, *operands
+        if key not in self.decompositions:
+            primitive = DECOMPOSITIONS[f"{function}.{part}"]
+            self.decompositions[key] = self.emit(function_named(primitive.torch), *operands)
+        index = DECOMPOSED[function].index(part)
+        return self.emit(function_named("operator.getitem"), self.decompositions[key], index)
+
     def _matmul(self, left: ast.Expr, right: ast.Expr, b: Operation, bias: Operation | None = None) -> Operation:
         """A product. Args: `b`: the node of the right operand, which may have a factor."""
         type_ = self._type(right)
+        if self._is_structured_sum(left) and type_.batch == "tokens" and len(type_.size) == 1:
+            assert isinstance(left, ast.Binary)
+            parts = (self._matmul(part, right, b) for part in (left.left, left.right))
+            return self.emit(function_named(OPERATORS[left.op].torch), *parts)
         if _is_call(left, "kron") and type_.batch == "tokens" and len(type_.size) == 1:
             outer, inner = children(left)
             return self.emit(functions.kron_map, b, self.operation(outer), self.operation(inner))
@@ -167,6 +184,16 @@ class Code:
         if type_.batch:
             return self.emit(self.linear, b, a, *(() if bias is None else (bias,)))
         return self.emit(torch.matmul, a, b)
+
+    def _is_structured(self, matrix: ast.Expr) -> bool:
+        """Whether a matrix maps tokens in fewer operations than a product with its entries."""
+        return _is_call(matrix, "kron") or _is_call(matrix, "circulant") or self._has_blocks(matrix)
+
+    def _is_structured_sum(self, matrix: ast.Expr) -> bool:
+        if not isinstance(matrix, ast.Binary) or matrix.op not in "+-" or id(matrix) in self.nodes:
+            return False
+        parts = matrix.left, matrix.right
+        return all(self._is_structured(part) or self._is_structured_sum(part) for part in parts)
 
     def _is_times_blocks(self, left: ast.Expr, right: ast.Expr) -> bool:
         """Whether a product is that of a matrix with one that has blocks on its diagonal."""
@@ -200,7 +227,7 @@ class Code:
         """Whether a sum is that of a matrix times each token, and a vector of biases."""
         if not (isinstance(product, ast.Binary) and product.op == "@") or id(product) in self.nodes:
             return False
-        if any(_is_call(product.left, name) for name in ("kron", "circulant")) or self._has_blocks(product.left):
+        if self._is_structured(product.left) or self._is_structured_sum(product.left):
             return False
         operand, source = self.place.operand(bias), self._type(product.right)
         size = self._type(product.left).size
@@ -247,13 +274,21 @@ def _is_call(node: ast.Expr, function: str) -> bool:
 
 def evaluate(place: Place, node: ast.Expr, inputs: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
     """The tensor of a part of an equation, in evaluation."""
+    (value,) = evaluate_all(place, (node,), inputs, parameters)
+    return value
+
+
+def evaluate_all(
+    place: Place, parts: Sequence[ast.Expr], inputs: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+) -> list[Tensor]:
+    """The tensors of parts of an equation, in evaluation."""
     graph = fx.Graph()
     # By numbers: fx takes names that differ in case alone for one.
     nodes = {name: graph.placeholder(f"operand_{i}") for i, name in enumerate((*inputs, *parameters))}
-    value = Code(place, emit_into(graph), {n: nodes[n] for n in inputs}, nodes.__getitem__).operation(node)
-    graph.output(value)
-    result = fx.GraphModule({}, graph)(*inputs.values(), *parameters.values())
-    return result if isinstance(result, Tensor) else torch.tensor(result)
+    code = Code(place, emit_into(graph), {n: nodes[n] for n in inputs}, nodes.__getitem__)
+    graph.output(tuple(map(code.operation, parts)))
+    results = fx.GraphModule({}, graph)(*inputs.values(), *parameters.values())
+    return [value if isinstance(value, Tensor) else torch.tensor(value) for value in results]
 
 
 class FormCode:

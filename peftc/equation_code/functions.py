@@ -139,6 +139,18 @@ def circulant_map(x: Tensor, c: Tensor) -> Tensor:
     return torch.fft.irfft(torch.fft.rfft(c) * torch.fft.rfft(x), n=n)
 
 
+def svd(w: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
+    """U (rows, r), s (r,) and V (columns, r) of the r largest singular values of a matrix."""
+    u, s, vh = torch.linalg.svd(w, full_matrices=False)
+    return u[:, :r], s[:r], vh[:r].mT
+
+
+def qr(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Q and R of a matrix: Q has orthonormal columns, R is upper triangular."""
+    q, r = torch.linalg.qr(w)
+    return q, r
+
+
 def t(a: Tensor) -> Tensor:
     """The transpose of a matrix, or of each in a stack."""
     return a.mT

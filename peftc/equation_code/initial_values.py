@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from peftc.equation_code.code import evaluate
+from peftc.equation_code.code import evaluate_all
 from peftc.equations.analysis import Place
 from peftc.equations.words import INITIAL_VALUES
 from peftc.forms.module import Draw, draw_of, has_values
@@ -31,14 +31,15 @@ def draw_at(place: Place, name: str) -> Draw | None:
             return None
 
 
-def write_initial(place: Place, name: str, base: Mapping[str, Tensor], parameter: Tensor) -> None:
-    """Writes a first value that is computed from the base's weights into a parameter."""
-    node = place.parameters[name].value
-    names = [one for one in dict.fromkeys(names_in(node)) if one in place.types]
-    stored = {one: base[one].detach() for one in names}  # raises where they have no values
-    if not all(map(has_values, (parameter, *stored.values()))):
+def write_initial(place: Place, base: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    """Writes first values that are computed from the base's weights into parameters, by name."""
+    parts = [place.parameters[name].value for name in parameters]
+    names = [one for part in parts for one in names_in(part) if one in place.types]
+    stored = {one: base[one].detach() for one in dict.fromkeys(names)}  # raises where they have no values
+    if not all(map(has_values, (*parameters.values(), *stored.values()))):
         return
-    weights = {one: weight.to(parameter.device, parameter.dtype) for one, weight in stored.items()}
-    value = evaluate(place, node, weights, {})
+    first = next(iter(parameters.values()))
+    weights = {one: weight.to(first.device, first.dtype) for one, weight in stored.items()}
     with torch.no_grad():
-        parameter.copy_(value.to(parameter.device, parameter.dtype).reshape(parameter.shape))
+        for parameter, value in zip(parameters.values(), evaluate_all(place, parts, weights, {}), strict=True):
+            parameter.copy_(value.to(parameter.device, parameter.dtype).reshape(parameter.shape))

@@ -15,7 +15,7 @@ from peftc.equations.definition import OWNER, TextForm
 from peftc.equations.patterns import bottleneck_of, takes_rows
 from peftc.equations.primitives import ACTIVATIONS
 from peftc.forms.affine_module import Affine
-from peftc.forms.module import Draw, FormModule, Generators, HiddenUnits
+from peftc.forms.module import Draw, FormModule, Generators, HiddenUnits, has_values
 from peftc.syntax import ast
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class EquationModule(Hookable, FormModule):
         self.arity = len(place.inputs)
         self._fixed = tuple(name for name in own if place.parameters[name].fixed)
         # Those whose first values follow from the base's weight.
-        self._computed = tuple(name for name in own if name not in self._draws())
+        self._computed = tuple(name for name in own if name not in (*self._draws(), *place.copies))
         self._owners = tuple((name, OWNER) for name in place.parameters if name not in own)
 
     @property
@@ -87,21 +87,25 @@ class EquationModule(Hookable, FormModule):
         """How parameters and fixed values are drawn, the same for all forms at alike places."""
         key = "draws", self.scopes
         if key not in self.place.code:
-            draws = ((name, draw_at(self.place, name)) for name in self.own_names())
+            own = (name for name in self.own_names() if name not in self.place.copies)
+            draws = ((name, draw_at(self.place, name)) for name in own)
             self.place.code[key] = {name: draw for name, draw in draws if draw is not None}
         return self.place.code[key]
 
     def initialise(self, generator: Generators, base: Mapping[str, Tensor]) -> None:
         super().initialise(generator, base)
-        for name in self._computed:
-            write_initial(self.place, name, base, getattr(self, name))
+        if self._computed:
+            write_initial(self.place, base, {name: getattr(self, name) for name in self._computed})
+        for copy, name in self.place.copies.items():
+            if copy in self._buffers and has_values(self.get_buffer(copy)):
+                self.get_buffer(copy).copy_(getattr(self, name).detach())
 
     def fix(self, place: str) -> None:
         if self._fixed:
             super().fix(place)
 
     def sets_values(self) -> bool:
-        return bool(self._fixed or self._computed)
+        return bool(self._fixed or self._computed or self.place.copies)
 
     def fold(self, value: Affine) -> Affine:
         place = self.place

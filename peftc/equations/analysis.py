@@ -30,7 +30,7 @@ class Place(Operands):
 
     heads_first: frozenset[str] = frozenset()  # inputs, and `out`, that have their heads before their tokens
     writes_pair: bool = False  # of keys and values
-    has_bindings: bool = False  # whether the text has any `i in n`
+    is_written_out: bool = False  # whether parts of the text stand for other expressions
     code: dict[object, Any] = field(default_factory=dict[object, Any])  # the functions that compute it
 
     @property
@@ -106,8 +106,8 @@ class Place(Operands):
         return COMPARISONS[condition.op](left, right)
 
     def _written_out(self, node: ast.Expr) -> ast.Expr:
-        """An expression with `sum(i in n, …)` and `product(i in n, …)` as what they stand for."""
-        return write_out(self, node) if self.has_bindings else node
+        """An expression with `sum(i in n, …)` and `initial(…)` as what they stand for."""
+        return write_out(self, node) if self.is_written_out else node
 
     def _check_once(self, line: ast.Parameter | ast.Let, name: str) -> None:
         if name in self.sizes or name in self.lets:
@@ -186,14 +186,14 @@ def place_of(
     args: Args,
     shapes: Sequence[Shape | None],
     widest: tuple[int, int] = (0, 0),
-    has_bindings: bool = False,
+    is_written_out: bool = False,
 ) -> Place:
     """A form at a place. Raises: FormError if its equation has no meaning there.
 
     Args:
         shapes: of the state that is written, and of the inputs.
         widest: the most features that any site reads, and writes; 0 where there are no others.
-        has_bindings: whether the text has any `i in n`.
+        is_written_out: whether parts of the text stand for other expressions.
     """
     types: dict[str, Type] = {}
     names = dict(zip((OUT, *inputs), shapes, strict=False))
@@ -212,7 +212,7 @@ def place_of(
     numbers: dict[str, Number] = {}
     heads_first = frozenset(name for name, shape in names.items() if isinstance(shape, Rows))
     place = Place(form, numbers, types, inputs, heads_first=heads_first, writes_pair=isinstance(target, KeyValue))
-    place.has_bindings = has_bindings
+    place.is_written_out = is_written_out
     place.widest = {OUT: widest[1], **({inputs[0]: widest[0]} if inputs else {})}
     for param in form.params:
         value = args.get(param.name)

@@ -1,8 +1,11 @@
-"""Sums and products over a number: `sum(i in n, A[i] @ x)`, written out where n is known."""
+"""What stands for other expressions: `sum(i in n, A[i] @ x)`, written out where n is known, and
+`initial(B @ A)`, the value with the first values of its parameters.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 from peftc.equations.operands import Operands
@@ -11,6 +14,7 @@ from peftc.syntax import ast
 from peftc.syntax.printer import print_expression
 from peftc.syntax.walk import map_children, walk
 
+INITIAL = "initial"
 BINDERS: Mapping[str, Literal["+", "*", "@"]] = {"sum": "+", "product": "*"}  # of matrices, the product is `@`
 _MOST_TERMS, _MOST_PARTS = 256, 20_000
 
@@ -30,8 +34,39 @@ def write_out(place: Operands, node: ast.Expr, numbers: Mapping[str, int] | None
         case ast.Call(function, (ast.Binding(name, count), term)) if function in BINDERS:
             terms = _terms(place, node, name, write_out(place, count, numbers), term, numbers)
             return _joined(place, function, terms, node)
+        case ast.Call(function, (value,)) if function == INITIAL:
+            return _initial(place, write_out(place, value, numbers), node)
         case _:
             return map_children(node, lambda part: write_out(place, part, numbers))
+
+
+def is_written_out(node: ast.Expr) -> bool:
+    """Whether a part of a text stands for another expression."""
+    return isinstance(node, ast.Binding) or (isinstance(node, ast.Call) and node.function == INITIAL)
+
+
+def initial_name(parameter: str) -> str:
+    """The name of the copy of a parameter that keeps its first value."""
+    return f"{parameter}_{INITIAL}"
+
+
+def _initial(place: Operands, value: ast.Expr, call: ast.Call) -> ast.Expr:
+    """A value in which each trained parameter is its copy with the first value."""
+    match value:
+        case ast.Name(name, span=span) if name in place.parameters and not place.parameters[name].fixed:
+            if initial_name(name) in (*place.sizes, *place.lets, *place.numbers) and name not in place.copies.values():
+                message = (
+                    f"`{print_expression(call)}` keeps the first value as `{initial_name(name)}`, which is another"
+                )
+                raise FormError("P111", message, call, "use another name")
+            place.copies[initial_name(name)] = name
+            place.sizes[initial_name(name)] = place.sizes[name]
+            place.parameters[initial_name(name)] = replace(place.parameters[name], name=initial_name(name))
+            return ast.Name(initial_name(name), span=span)
+        case ast.Name(name) if name in place.lets:
+            return _initial(place, place.lets[name], call)
+        case _:
+            return map_children(value, lambda part: _initial(place, part, call))
 
 
 def _terms(

@@ -6,14 +6,15 @@ from collections.abc import Iterable, Iterator
 
 from peftc.diagnostics import Diagnostic, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
-from peftc.equations.bindings import BINDERS
+from peftc.equations.bindings import BINDERS, INITIAL
+from peftc.equations.decompositions import DECOMPOSITIONS
 from peftc.equations.definition import RESULT, inputs_of
 from peftc.equations.operands import OUT, TOKENS
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS
-from peftc.equations.reserved import is_reserved
 from peftc.equations.table import FORMS
-from peftc.equations.words import INITIAL_VALUES, NUMBERS, SIZES, words_of
+from peftc.equations.words import INITIAL_VALUES, NUMBERS, SIZES, is_reserved, words_of
 from peftc.syntax import ast
+from peftc.syntax.printer import print_expression
 from peftc.syntax.vocabulary import CONCAT, FROZEN_MODULES, SHARED, STATES
 from peftc.syntax.walk import children
 
@@ -52,7 +53,7 @@ class _FormChecker:
         elif name in FORMS or name in (*FROZEN_MODULES, CONCAT, SHARED):
             kind = "built-in form" if name in FORMS else "function of the language"
             yield Diagnostic("P111", f"there is a {kind} `{name}`", at, help="use another name")
-        elif name in FUNCTIONS or name in NUMBERS or name in SIZES or name in BINDERS:
+        elif name in FUNCTIONS or name in NUMBERS or name in SIZES or name in (*BINDERS, INITIAL):
             yield Diagnostic("P111", f"equations have a function `{name}`", at, help="use another name")
         elif name in STATES:
             yield Diagnostic("P121", f"`{name}` is reserved: it is {STATES[name]}", at, help="use another name")
@@ -81,6 +82,10 @@ class _FormChecker:
             yield Diagnostic("P111", f"the form `{name}` has two values", line.target_span, help="remove one of them")
         if results:
             yield from self._unused()
+        shared = [line for line in self.form.body if isinstance(line, ast.Parameter) and line.scope and not line.fixed]
+        if len({line.common for line in shared}) > 1:
+            message = f"tasks share some parameters of `{name}` and have others of their own"
+            yield Diagnostic("P111", message, shared[-1].name_span, help="write `common` at all of them, or at none")
         scopes = {line.scope: line for line in self.form.body if isinstance(line, ast.Parameter)}
         if {"group", "edit"} <= scopes.keys():
             message = f"`{name}` has parameters `per group` and `per edit`"
@@ -128,6 +133,9 @@ class _FormChecker:
         if line.scope and line.scope not in ("site", "group", "edit"):
             help_ = "`per site`, `per group` (of an attention) or `per edit`; `per task` belongs to an edit"
             yield Diagnostic("P023", f"a parameter is not `per {line.scope}`", line.name_span, help=help_)
+        if line.common and (line.fixed or line.scope not in ("group", "edit")):
+            message = "`common` is for parameters `per group` or `per edit`, which tasks have apart otherwise"
+            yield Diagnostic("P023", message, line.name_span, help="remove it")
         match line.value:
             case ast.Name(name) if name in INITIAL_VALUES and name not in self.names:
                 pass
@@ -148,12 +156,22 @@ class _FormChecker:
                 yield from self._name(value, name, of_weights)
             case ast.Call(function) if function in BINDERS:
                 yield from self._sum(value, of_weights)
+            case ast.Call(function) if function == INITIAL:
+                if len(value.args) != 1 or value.kwargs or of_weights:
+                    message = "`initial(f)` is a value of the equation with the first values of its parameters"
+                    yield Diagnostic("P108", message, value.span)
+                yield from (error for part in children(value) for error in self._expression(part, of_weights))
             case ast.Call(function, _, kwargs):
                 yield from self._function(value, function)
                 yield from (Diagnostic("P102", f"`{function}` has no argument `{k.name}`", k.span) for k in kwargs)
                 yield from self._arguments(value, of_weights)
             case ast.Number() | ast.Boolean():
                 pass
+            case ast.Attribute(ast.Call(function, args), name) if f"{function}.{name}" in DECOMPOSITIONS:
+                if not of_weights:
+                    message = f"`{print_expression(value)}` is computed once: it is a first value of a parameter"
+                    yield Diagnostic("P105", message, value.span)
+                yield from (error for arg in args for error in self._expression(arg, of_weights))
             case ast.Negative() | ast.Binary() | ast.Item():
                 yield from (error for part in children(value) for error in self._expression(part, of_weights))
             case _:
@@ -204,7 +222,7 @@ class _FormChecker:
             if function == "token_mean":
                 yield Diagnostic("P101", "write `mean(x, tokens)`", call.function_span)
             return
-        known = [*FUNCTIONS, *NUMBERS, *SIZES, *BINDERS]
+        known = [*FUNCTIONS, *NUMBERS, *SIZES, *BINDERS, INITIAL]
         help_ = did_you_mean(function, known) or f"the functions are {join_names(sorted(known))}"
         if function in FORMS:
             help_ = "a form is called in an edit; write its equation here"

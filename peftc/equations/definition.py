@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 
 from peftc.diagnostics import Related, Source, Span
 from peftc.equations.analysis import Place, place_of
+from peftc.equations.bindings import is_written_out
 from peftc.equations.patterns import bottleneck_of
 from peftc.equations.values import FormError, shape_of
 from peftc.equations.words import NONE, is_choice, words_of
@@ -48,13 +49,12 @@ class TextForm(Form):
         self.module = MODULE
         if "site" in scopes and len(scopes) > 1:
             self.common_module = MODULE
-            self.separates_tasks = any(not line.fixed and line.scope for line in self._lines())
+            self.separates_tasks = any(line.scope and not line.fixed and not line.common for line in self._lines())
         self.mixes_shapes = scopes != {"site"}
-        self._common: Scope | None = "edit" if "edit" in scopes else "group" if "group" in scopes else None
         self.place = lru_cache(maxsize=256)(self._place)
         parts = (part for value in values(form) for part in walk(value) if isinstance(part, ast.Call))
         self._is_wide = any(part.function == "widest" for part in parts)
-        self._has_bindings = any(isinstance(part, ast.Binding) for value in values(form) for part in walk(value))
+        self._is_written_out = any(is_written_out(part) for value in values(form) for part in walk(value))
 
     @cached_property
     def text(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # as a spec has it, with its comments
@@ -134,7 +134,7 @@ class TextForm(Form):
     def _place(
         self, args: tuple[tuple[str, object], ...], shapes: tuple[Shape | None, ...], widest: tuple[int, int]
     ) -> Place:
-        return place_of(self.form, self.inputs, dict(args), shapes, widest, self._has_bindings)  # pyright: ignore[reportArgumentType]
+        return place_of(self.form, self.inputs, dict(args), shapes, widest, self._is_written_out)  # pyright: ignore[reportArgumentType]
 
     def at(self, args: Args, dims: Dims) -> Place:
         """The form at a place. Raises: PlacementError, with the part of the text that is wrong."""
@@ -195,7 +195,7 @@ class TextForm(Form):
                     name,
                     place.sizes[name],
                     scope="common" if line.scope else "site",
-                    role="fixed" if line.fixed else "trained",
+                    role="state" if name in place.copies else "fixed" if line.fixed else "trained",
                 )
                 for name, line in place.parameters.items()
             )
@@ -205,7 +205,8 @@ class TextForm(Form):
         return [line for line in self.form.body if isinstance(line, ast.Parameter)]
 
     def common(self, args: Args) -> Scope | None:
-        return self._common
+        scopes = {line.scope for line in self._lines() if line.scope and _may_hold(line.condition, args)}
+        return "edit" if "edit" in scopes else "group" if "group" in scopes else None
 
     def initial(self, args: Args, dims: Dims) -> float | None:
         return self.at(args, dims).value.initial
@@ -242,6 +243,19 @@ class TextForm(Form):
         return value.rank
 
 
+def _may_hold(condition: ast.Condition | None, args: Args) -> bool:
+    """Whether a condition holds with these arguments, as far as they decide it."""
+    if condition is None or not isinstance(condition.left, ast.Name) or condition.left.id not in args:
+        return True
+    value, right = args[condition.left.id], condition.right
+    if right is None:
+        return bool(value)
+    if condition.op not in ("==", "!=") or not isinstance(right, ast.Name | ast.Boolean):
+        return True
+    other = right.value if isinstance(right, ast.Boolean) else None if right.id == NONE else right.id
+    return (value == other) == (condition.op == "==")
+
+
 def whole_numbers(node: ast.Expr) -> tuple[ast.Expr, ...]:
     """The parts of an expression that are whole numbers, whatever they are."""
     match node:
@@ -249,7 +263,7 @@ def whole_numbers(node: ast.Expr) -> tuple[ast.Expr, ...]:
             return (count,)
         case ast.Item(_, indices):
             return indices
-        case ast.Call("power" | "top_k" | "softmax" | "corner", (_, *numbers)):
+        case ast.Call("power" | "top_k" | "softmax" | "corner" | "svd", (_, *numbers)):
             return tuple(numbers)
         case _:
             return ()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from peftc.equations.decompositions import DECOMPOSITIONS
 from peftc.equations.initial_numbers import first_value, initial_number, initial_value, shifts
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, OPERATORS, Primitive
 from peftc.equations.rules import Mismatch, Operand
@@ -48,6 +49,7 @@ class Operands:
     parameters: dict[str, ast.Parameter] = field(default_factory=dict[str, ast.Parameter])
     sizes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     absent: set[str] = field(default_factory=set[str])  # parameters of lines that are not there
+    copies: dict[str, str] = field(default_factory=dict[str, str])  # of parameters, with their first values
     lets: dict[str, ast.Expr] = field(default_factory=dict[str, ast.Expr])
     result: ast.Expr | None = None
     derived_nodes: list[ast.Expr] = field(default_factory=list[ast.Expr])  # kept: the values have their ids
@@ -130,6 +132,11 @@ class Operands:
                 return self._call(node, function)
             case ast.Item(value, indices):
                 return self._item(node, value, indices)
+            case ast.Attribute(ast.Call(function, args), name) if f"{function}.{name}" in DECOMPOSITIONS:
+                operands = tuple(map(self.operand, args))
+                if len(operands) != DECOMPOSITIONS[f"{function}.{name}"].operands[0]:
+                    raise FormError("P108", f"`{print_expression(node)}` has {len(operands)} operands", node)
+                return self._apply(DECOMPOSITIONS[f"{function}.{name}"], operands, node)
             case _:
                 raise FormError("P105", f"`{print_expression(node)}` has no meaning in the equation of a form", node)
 
@@ -214,7 +221,7 @@ class Operands:
                 return NUMBERS[function](*numbers)
             except (TypeError, ValueError, ArithmeticError):
                 raise FormError("P120", f"`{print_expression(node)}` cannot be computed", node) from None
-        if function in NUMBERS:
+        if function in NUMBERS and function not in FUNCTIONS:
             raise FormError("P105", f"`{function}` is a function of numbers", node)
         primitive = FUNCTIONS.get(function)
         if primitive is None:

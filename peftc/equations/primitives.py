@@ -129,7 +129,7 @@ OPERATORS: Mapping[str, Primitive] = {
     ),
 }
 
-ACTIVATIONS: Mapping[str, Primitive] = {
+_ENTRIES: Mapping[str, Primitive] = {
     name: Primitive(name, f"{name}(x)", doc, rules.same, torch, initial, flops=rules.entries, by_rows=True)
     for name, doc, torch, initial in (
         ("relu", "max(x, 0)", f"{_F}.relu", lambda x: max(x, 0.0)),
@@ -139,15 +139,18 @@ ACTIVATIONS: Mapping[str, Primitive] = {
         ("leaky_relu", "x, or x / 100 below zero", f"{_F}.leaky_relu", lambda x: max(x, 0.01 * x)),
         ("tanh", "the hyperbolic tangent", "torch.tanh", math.tanh),
         ("sigmoid", "σ(x) = 1 / (1 + exp(-x))", "torch.sigmoid", _sigmoid),
+        ("sqrt", "the square root", "torch.sqrt", lambda x: math.sqrt(x) if x >= 0 else None),
+        ("abs", "|x|", "torch.abs", math.fabs),
         ("softplus", "log(1 + exp(x))", f"{_F}.softplus", lambda x: math.log1p(math.exp(x)) if x < 30 else x),
         ("exp", "the exponential function", "torch.exp", lambda x: math.exp(x) if x < 700 else math.inf),
     )
 } | {"none": Primitive("none", "none(x)", "x", rules.same, "", lambda x: x, "linear", rules.own_rank, by_rows=True)}
+ACTIVATIONS: Mapping[str, Primitive] = {name: row for name, row in _ENTRIES.items() if name not in ("sqrt", "abs")}
 
 PAPER_NAMES = {"relu": "ReLU", "gelu": "GELU", "silu": "SiLU"}  # of activations, as papers write them
 
 FUNCTIONS: Mapping[str, Primitive] = {
-    **ACTIVATIONS,
+    **_ENTRIES,
     **{
         primitive.name: primitive
         for primitive in (

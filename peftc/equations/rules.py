@@ -207,6 +207,31 @@ def same_matrix(operands: Types) -> Type:
     return matrix(operands)
 
 
+def left_vectors(operands: Types) -> Type:
+    return Type((matrix(operands).size[0], *singular_values(operands).size))
+
+
+def right_vectors(operands: Types) -> Type:
+    return Type((matrix(operands).size[1], *singular_values(operands).size))
+
+
+def singular_values(operands: Types) -> Type:
+    r, most = operands[1], min(matrix(operands).size)
+    if not isinstance(r, int) or isinstance(r, bool) or not 0 < r <= most:
+        raise Mismatch(f"the matrix has {most} singular values, and {r} are asked for", 1, "P106")
+    return Type((r,))
+
+
+def orthonormal_factor(operands: Types) -> Type:
+    rows, columns = matrix(operands).size
+    return Type((rows, min(rows, columns)))
+
+
+def triangular_factor(operands: Types) -> Type:
+    rows, columns = matrix(operands).size
+    return Type((min(rows, columns), columns))
+
+
 # Ranks
 
 

@@ -332,6 +332,7 @@ class Parameter(Statement):
     value: Expr
     fixed: bool = False
     scope: str = ""
+    common: bool = False
     condition: Condition | None = None
     name_span: Span = field(default=NOWHERE, compare=False, repr=False)
 

@@ -169,7 +169,8 @@ class Builder:
     def _parameter(self, children: list[Any], **common: Any) -> ast.Parameter:
         kind, name, *parts = children
         phrases = {part.rule: part.children for part in parts if isinstance(part, Phrase)}
-        equal = next(at for at, part in enumerate(parts) if type(part) is int)
+        words = [at for at, part in enumerate(parts) if type(part) is int]
+        is_common, equal = self._types[parts[words[0]]] == "COMMON", words[-1]
         return ast.build(
             ast.Parameter,
             name=self._words[name],
@@ -177,6 +178,7 @@ class Builder:
             value=parts[equal + 1],
             fixed=self._types[kind] == "FIXED",
             scope=self._words[phrases["scope"][1]] if "scope" in phrases else "",
+            common=is_common,
             condition=self._condition(parts),
             name_span=self._span(name, name),
             **common,

@@ -167,7 +167,7 @@ def _line(statement: ast.Statement) -> str:
 
 def _parameter(parameter: ast.Parameter) -> str:
     sizes = f"[{_print_all(parameter.sizes)}]" if parameter.sizes else ""
-    scope = f" per {parameter.scope}" if parameter.scope else ""
+    scope = (f" per {parameter.scope}" if parameter.scope else "") + (" common" if parameter.common else "")
     kind = "fixed" if parameter.fixed else "param"
     condition = _condition(parameter.condition)
     return f"{kind} {parameter.name}{sizes}{scope} = {print_expression(parameter.value)}{condition}"

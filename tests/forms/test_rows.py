@@ -203,8 +203,9 @@ def test_a_reduction_leaves_a_feature(name: str) -> None:
     assert form.shape(form.fill({**args, "reduction": 8}), Dims(T, T, 8)) == T
     with pytest.raises(PlacementError) as excinfo:
         form.shape(form.fill({**args, "reduction": 9}), Dims(T, T, 8))
-    code = "P312" if form.text is None else "P318"
-    assert (excinfo.value.code, excinfo.value.argument) == (code, "reduction")
+    codes = ("P312",) if form.text is None else ("P317", "P318")
+    assert excinfo.value.code in codes
+    assert excinfo.value.argument == "reduction"
 
 
 def test_numbers_have_ranges() -> None:

@@ -54,7 +54,9 @@ def _of_version_2(inner: st.SearchStrategy[ast.Expr]) -> st.SearchStrategy[ast.E
     lists = st.builds(ast.List, st.lists(inner, max_size=3).map(tuple)) | st.builds(ast.Pair, inner, inner)
     items = st.builds(ast.Item, inner, several)
     attributes = st.builds(ast.Attribute, inner.filter(lambda value: not isinstance(value, ast.Attribute)), words)
-    return _larger(inner) | st.builds(ast.Binary, st.just("@"), inner, inner) | lists | items | attributes
+    bindings = st.tuples(st.builds(ast.Binding, words, inner), inner)
+    sums = st.builds(ast.Call, dotted, bindings)
+    return _larger(inner) | st.builds(ast.Binary, st.just("@"), inner, inner) | lists | items | attributes | sums
 
 
 expressions = st.recursive(leaves, _larger, max_leaves=8)
@@ -139,6 +141,7 @@ parameters = st.builds(
     expressions_2,
     st.booleans(),
     st.sampled_from(["", "site", "group", "edit"]),
+    st.booleans(),
     conditions,
     **comment_fields,
 )
