@@ -18,15 +18,18 @@ from torch.nn import functional as F
 
 from peftc.equation_code import functions
 from peftc.equations.analysis import Place
-from peftc.equations.decompositions import DECOMPOSED, DECOMPOSITIONS
-from peftc.equations.operands import OUT, TOKENS
-from peftc.equations.primitives import FUNCTIONS, OPERATORS, Primitive
+from peftc.equations.matrices import DECOMPOSED, DECOMPOSITIONS
+from peftc.equations.operands import POSITIONS, TOKENS
+from peftc.equations.primitives import FUNCTIONS, OPERATORS
+from peftc.equations.rules import Primitive
 from peftc.equations.values import Type, Value
-from peftc.forms.rowwise_module import linear, lookup
+from peftc.equations.words import NONE
+from peftc.forms.rowwise_module import lookup
 from peftc.syntax import ast
 from peftc.syntax.walk import children
 
 VALUE = "f"  # the name of a value without one
+SEQUENCE = "sequence"  # the attribute of a module with the positions of tokens
 VARIABLE = "variable"  # in a node's meta: the name of its value in the text of the form
 Operation = fx.Node | float | int | bool | str
 Emit = Callable[..., fx.Node]  # adds the call of a function with arguments to a graph
@@ -56,6 +59,7 @@ class Code:
         parameter: gives the node of a parameter.
         training: whether dropout acts.
         linear: computes x Wᵀ + b.
+        sequence: gives the node of what is known of the positions of tokens.
     """
 
     def __init__(
@@ -66,8 +70,10 @@ class Code:
         parameter: Callable[[str], fx.Node],
         training: Operation = False,
         linear: Callable[..., Tensor] = F.linear,
+        sequence: Callable[[], fx.Node] | None = None,
     ) -> None:
         self.place, self.emit, self.inputs, self.parameter = place, emit, inputs, parameter
+        self.sequence = sequence
         self.training, self.linear = training, linear
         self.nodes: dict[int, Operation] = {}
         self.decompositions: dict[tuple[Any, ...], fx.Node] = {}
@@ -248,7 +254,16 @@ class Code:
             case _:
                 return 0.0
 
+    def _positions(self, value: ast.Expr, ends: Sequence[ast.Expr]) -> Operation:
+        first, last = (None if end == NONE else end for end in map(self.place.argument, ends))
+        if first is last is None:
+            return self.operation(value)
+        assert self.sequence is not None
+        return self.emit(functions.at_positions, self.operation(value), self.sequence(), first, last)
+
     def _call(self, primitive: Primitive, args: Sequence[ast.Expr]) -> Operation:
+        if primitive.name == POSITIONS:
+            return self._positions(args[0], args[1:])
         operations = tuple(map(self.operation, args))
         match primitive.name:
             case "none":
@@ -289,113 +304,3 @@ def evaluate_all(
     graph.output(tuple(map(code.operation, parts)))
     results = fx.GraphModule({}, graph)(*inputs.values(), *parameters.values())
     return [value if isinstance(value, Tensor) else torch.tensor(value) for value in results]
-
-
-class FormCode:
-    """The operations of a form in a graph: inputs in the dtype of the parameters, and the equation.
-
-    Args:
-        module: the node of the module of the form.
-        owners: parameters with the attribute of the module that has them, if not the module.
-        training: the node of whether the model is being trained.
-    """
-
-    def __init__(
-        self,
-        place: Place,
-        emit: Emit,
-        module: fx.Node,
-        owners: Mapping[str, str],
-        inputs: Sequence[fx.Node],
-        training: fx.Node,
-        linear: Callable[..., Tensor] = F.linear,
-    ) -> None:
-        self.emit, self.module, self.owners = emit, module, owners
-        self.parameters: dict[str, fx.Node] = {}
-        self.owner_nodes: dict[str, fx.Node] = {}
-        self.place = place
-        cast_inputs = dict(zip(place.inputs, map(self._cast, place.inputs, inputs), strict=False))
-        self.code = Code(place, emit, cast_inputs, self.parameter, training, linear)
-
-    def parameter(self, name: str) -> fx.Node:
-        if name not in self.parameters:
-            module = self.module
-            if (owner := self.owners.get(name)) is not None:
-                if owner not in self.owner_nodes:
-                    self.owner_nodes[owner] = self.emit(getattr, module, owner)
-                module = self.owner_nodes[owner]
-            self.parameters[name] = self.emit(getattr, module, name)
-        return self.parameters[name]
-
-    def _cast(self, name: str, value: fx.Node) -> fx.Node:
-        """An input in the dtype of the parameters, heads behind tokens; ids as they are."""
-        first = next(iter(self.place.sizes), None)
-        if name in self.place.heads_first:
-            value = self.emit(torch.transpose, value, 1, 2)
-            value.meta[VARIABLE] = name
-        if first is None or self.place.types[name].batch == "ids":
-            return value
-        value = self.emit(functions.cast_like, value, self.parameter(first))
-        value.meta[VARIABLE] = name
-        return value
-
-    def value(self) -> Operation:
-        """The node of the value of the form, as the state has its dimensions."""
-        return self._as_state(self.code.value())
-
-    def product(self) -> tuple[Operation, float]:
-        """The node of a value, and the number that it has to be multiplied by."""
-        node, factor = self.code.product()
-        return self._as_state(node), factor
-
-    def _as_state(self, node: Operation) -> Operation:
-        type_, out = self.place.value.type, self.place.types.get(OUT)
-        has_heads = out is not None and bool(out.batch) and len(out.size) == 2
-        if type_.batch == "examples" and has_heads:  # (batch, 1, 1) beside heads
-            return self.emit(torch.unsqueeze, node, -1)
-        if type_.batch == "examples" and self.place.writes_pair:  # one for each row
-            return self.emit(torch.transpose, node, 1, 2)
-        if OUT in self.place.heads_first and len(type_.size) == 2:
-            return self.emit(functions.heads_first, node)
-        return node
-
-
-def forward_of(place: Place, owners: tuple[tuple[str, str], ...]) -> Forward:
-    """`forward(self, *inputs)` of a module with the parameters of a form, the same for a place.
-
-    Its first argument also gives the dtype of the value, and is the only one of a form without
-    inputs. The parameters may have a first dimension of rows (`rowwise_module`).
-    """
-    if owners not in place.code:
-        place.code[owners] = _forward(place, dict(owners))
-    return place.code[owners]
-
-
-def _forward(place: Place, owners: Mapping[str, str]) -> Forward:
-    graph = fx.Graph()
-    emit = emit_into(graph)
-    module = graph.placeholder("self")
-    inputs = [graph.placeholder(name) for name in place.inputs or ("like",)]
-    training = emit(getattr, module, "training")
-    form = FormCode(place, emit, module, owners, inputs, training, linear)
-    value = form.value()
-    if not place.inputs or place.types[place.inputs[0]].batch != "ids":
-        value = emit(functions.cast_like, value, inputs[0])
-    graph.output(value)
-    graph.eliminate_dead_code()
-    code = graph.python_code("self", verbose=False)
-    names = dict(code.globals)
-    exec(compile(code.src, "<form>", "exec"), names)  # of the graph, not of the text
-    return cast(Forward, names["forward"])
-
-
-def code_text(place: Place) -> str:
-    """A text that is equal for places of the same code."""
-    if "text" not in place.code:
-        graph = fx.Graph()
-        module, *inputs = (graph.placeholder(name) for name in ("self", *(place.inputs or ("like",))))
-        form = FormCode(place, emit_into(graph), module, {}, inputs, graph.placeholder("training"))
-        value, factor = form.product()
-        graph.output((value, factor))
-        place.code["text"] = str(graph)
-    return place.code["text"]

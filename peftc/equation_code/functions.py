@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from peftc.forms.sequence_module import Sequence, selected
+
 
 def cast_like(x: Tensor, like: Tensor) -> Tensor:
     """x in the dtype of `like`; ids and other whole numbers have none to give."""
@@ -91,6 +93,18 @@ def column(v: Tensor) -> Tensor:
 def ratio(a: Tensor, b: Tensor) -> Tensor:
     """a / b, and a where b is 0."""
     return a / b.masked_fill(b == 0, 1.0)
+
+
+def at_positions(x: Tensor, sequence: Sequence | None, first: int | None, last: int | None) -> Tensor:
+    """x at the first and the last tokens of each sequence, 0 at the others. Raises: P423."""
+    return x.masked_fill(~selected(first, last, sequence, x), 0.0)
+
+
+def orthonormal(a: Tensor) -> Tensor:
+    """The rows of a matrix made orthonormal, in their order. torch has no `qr` of float16."""
+    rows = a.float() if a.dtype in (torch.float16, torch.bfloat16) else a
+    q, upper = torch.linalg.qr(rows.mT)
+    return (q * upper.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).mT.to(a.dtype)
 
 
 def skew(q: Tensor) -> Tensor:

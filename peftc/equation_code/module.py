@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from peftc.equation_code.code import evaluate, forward_of
+from peftc.equation_code.code import evaluate
 from peftc.equation_code.fold import Fold
+from peftc.equation_code.form_code import forward_of
 from peftc.equation_code.hooks import Hookable
 from peftc.equation_code.initial_values import draw_at, write_initial
 from peftc.equations.definition import OWNER, TextForm
@@ -16,6 +17,7 @@ from peftc.equations.patterns import bottleneck_of, takes_rows
 from peftc.equations.primitives import ACTIVATIONS
 from peftc.forms.affine_module import Affine
 from peftc.forms.module import Draw, FormModule, Generators, HiddenUnits, has_values
+from peftc.forms.sequence_module import Sequence
 from peftc.syntax import ast
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ class EquationModule(Hookable, FormModule):
     """
 
     definition: TextForm
+    sequence: Sequence | None = None  # of a form that selects positions
 
     def setup(self) -> None:
         place, own = self.place, self.own_names()

@@ -137,7 +137,7 @@ class Place(Operands):
         """Raises: FormError P318 if a first value has other entries than its parameter."""
         node = line.value
         name = node.id if isinstance(node, ast.Name) else node.function if isinstance(node, ast.Call) else ""
-        if name in INITIAL_VALUES and name not in self.numbers:
+        if name in INITIAL_VALUES and (isinstance(node, ast.Call) or name not in self.numbers):
             least = _DIMENSIONS.get(name, 0)
             if len(sizes) < least or (least == 2 and len(sizes) > 2):
                 wanted = "a matrix" if least == 2 else "one with sizes"

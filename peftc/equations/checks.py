@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 from peftc.diagnostics import Diagnostic, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.equations.bindings import BINDERS, INITIAL
-from peftc.equations.decompositions import DECOMPOSITIONS
 from peftc.equations.definition import RESULT, inputs_of
-from peftc.equations.operands import OUT, TOKENS
+from peftc.equations.matrices import DECOMPOSITIONS
+from peftc.equations.operands import OUT, POSITIONS, TOKENS
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS
 from peftc.equations.table import FORMS
-from peftc.equations.words import INITIAL_VALUES, NUMBERS, SIZES, is_reserved, words_of
+from peftc.equations.words import INITIAL_VALUES, NONE, NUMBERS, SIZES, is_reserved, words_of
 from peftc.syntax import ast
 from peftc.syntax.printer import print_expression
 from peftc.syntax.vocabulary import CONCAT, FROZEN_MODULES, SHARED, STATES
@@ -140,7 +140,7 @@ class _FormChecker:
             case ast.Name(name) if name in INITIAL_VALUES and name not in self.names:
                 pass
             case ast.Call(name, args, ()) if name in INITIAL_VALUES:
-                if name not in ("normal", "truncated", "uniform") or len(args) != 1:
+                if len(args) > (1 if name in ("normal", "truncated", "uniform") else 0):
                     yield Diagnostic("P108", f"`{name}` is {INITIAL_VALUES[name]}", line.value.span)
                 yield from (error for arg in args for error in self._expression(arg))
             case value:
@@ -240,7 +240,8 @@ class _FormChecker:
             self.used |= {arg.id for arg in args if isinstance(arg, ast.Name)}
             return
         over_tokens = function == "mean" and len(args) == 2 and args[1] == ast.Name(TOKENS)
-        for arg in args[:1] if over_tokens else args:
+        ends = [ast.Name(NONE)] if function == POSITIONS else []
+        for arg in args[:1] if over_tokens else [arg for arg in args if arg not in ends]:
             yield from self._expression(arg, of_weights)
 
     def _unused(self) -> Iterator[Diagnostic]:

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 from peftc.diagnostics import Related, Source, Span
 from peftc.equations.analysis import Place, place_of
 from peftc.equations.bindings import is_written_out
+from peftc.equations.operands import POSITIONS
 from peftc.equations.patterns import bottleneck_of
 from peftc.equations.values import FormError, shape_of
 from peftc.equations.words import NONE, is_choice, words_of
@@ -52,9 +53,10 @@ class TextForm(Form):
             self.separates_tasks = any(line.scope and not line.fixed and not line.common for line in self._lines())
         self.mixes_shapes = scopes != {"site"}
         self.place = lru_cache(maxsize=256)(self._place)
-        parts = (part for value in values(form) for part in walk(value) if isinstance(part, ast.Call))
-        self._is_wide = any(part.function == "widest" for part in parts)
-        self._is_written_out = any(is_written_out(part) for value in values(form) for part in walk(value))
+        parts = [part for value in values(form) for part in walk(value)]
+        self._calls = [part for part in parts if isinstance(part, ast.Call)]
+        self._is_wide = any(call.function == "widest" for call in self._calls)
+        self._is_written_out = any(map(is_written_out, parts))
 
     @cached_property
     def text(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # as a spec has it, with its comments
@@ -161,7 +163,8 @@ class TextForm(Form):
         if error.code in ("P106", "P317", "P318"):
             own = [name for name in names if name in args and name not in self.inputs]
             defaults = {param.name: param.default for param in self.arguments}
-            return next((name for name in own if args[name] != defaults[name]), own[0] if own else None)
+            if own:
+                return next((name for name in own if args[name] != defaults[name]), own[0])
         roles = dict(zip(self.inputs, ("input", "second"), strict=False))
         return next((roles[name] for name in names if name in roles), None)
 
@@ -177,8 +180,20 @@ class TextForm(Form):
                 todo += [inner for let in lets if let.name == name for inner in names_in(let.value)]
         return names
 
+    def selects_positions(self, args: Args) -> bool:
+        return any(
+            end != ast.Name(NONE) and not (isinstance(end, ast.Name) and args.get(end.id, end) is None)
+            for call in self._calls
+            if call.function == POSITIONS
+            for end in call.args[1:]
+        )
+
     def shape(self, args: Args, dims: Dims) -> Shape:
         place = self.at(args, dims)
+        of_others = any(isinstance(shape, Tokens) and shape.of for shape in (dims.input, dims.target))
+        if of_others and self.selects_positions(args):
+            message = "the tokens here are not those of the stack, whose positions `positions` counts"
+            raise PlacementError("P422", message)
         value = place.value
         tokens = dims.input.of if isinstance(dims.input, Tokens) else ""
         shape = shape_of(value.type, dims.target, "" if isinstance(dims.input, Ids) else tokens)
@@ -263,7 +278,7 @@ def whole_numbers(node: ast.Expr) -> tuple[ast.Expr, ...]:
             return (count,)
         case ast.Item(_, indices):
             return indices
-        case ast.Call("power" | "top_k" | "softmax" | "corner" | "svd", (_, *numbers)):
+        case ast.Call("power" | "top_k" | "softmax" | "corner" | "svd" | "positions", (_, *numbers)):
             return tuple(numbers)
         case _:
             return ()

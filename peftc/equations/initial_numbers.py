@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from struct import pack, unpack
 
-from peftc.equations.primitives import Primitive
-from peftc.equations.rules import Operand
+from peftc.equations.rules import Operand, Primitive
 from peftc.equations.values import Value
 
 EYE = "eye"  # the first value that is the identity

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from peftc.equations.decompositions import DECOMPOSITIONS
 from peftc.equations.initial_numbers import first_value, initial_number, initial_value, shifts
-from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, OPERATORS, Primitive
-from peftc.equations.rules import Mismatch, Operand
+from peftc.equations.matrices import DECOMPOSITIONS
+from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, OPERATORS
+from peftc.equations.rules import Mismatch, Operand, Primitive
 from peftc.equations.values import FormError, Number, Type, Value
 from peftc.equations.words import NONE, NUMBERS, SIZES, words_of
 from peftc.syntax import ast
@@ -19,6 +19,7 @@ from peftc.syntax.walk import children, names_in
 
 OUT = "out"  # the name of the state that the equation writes, in sizes
 TOKENS = "tokens"  # `mean(x, tokens)`
+POSITIONS = "positions"  # `positions(x, first, last)`
 _MOST = 2**40  # of a size
 
 
@@ -212,6 +213,9 @@ class Operands:
         if function in SIZES:
             return self._size_of(node, function)
         function = self.function(function)
+        if function == POSITIONS and len(node.args) == 3:
+            value, *ends = node.args
+            return self._positions(node, self.operand(value), [self.argument(end) for end in ends])
         if function == "mean" and len(node.args) == 2 and node.args[1] == ast.Name(TOKENS):
             return self._apply(FUNCTIONS["token_mean"], (self.operand(node.args[0]),), node)
         operands = tuple(map(self.operand, node.args))
@@ -230,6 +234,13 @@ class Operands:
         if not least <= len(operands) <= most:
             raise FormError("P108", f"`{primitive.signature}` has {len(operands)} operands here", node)
         return self._apply(primitive, operands, node)
+
+    def _positions(self, node: ast.Call, value: Operand, ends: Sequence[Number]) -> Operand:
+        """A value at some tokens; at all of them where no number is given."""
+        result = self._apply(FUNCTIONS[POSITIONS], (value, *ends), node)
+        if any(end != NONE for end in ends) or not isinstance(value, Value) or not isinstance(result, Value):
+            return result
+        return value
 
     def function(self, name: str) -> str:
         """The name of a function, for which an argument may stand: `act` for `relu`."""
@@ -313,6 +324,8 @@ class Operands:
                 return f"`{text}` multiplies two values that depend on the input" if sum(varying) > 1 else None
             case "quotient":
                 return f"`{text}` divides by a value that depends on the input" if varying[1] else None
+            case "nonlinear" if primitive.name == POSITIONS:
+                return "it acts on some positions only"
             case "nonlinear":
                 return f"`{text}` is not linear{choice}"
 

@@ -7,51 +7,11 @@ training starts, whether it is affine in them, which rank it can have and what i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Mapping
 
-from peftc.diagnostics.record import record
 from peftc.equations import rules
-from peftc.equations.rules import Operand, Types
-from peftc.equations.values import Type
-
-Affinity = Literal["linear", "sum", "product", "quotient", "nonlinear"]
-
-
-@record()
-class Primitive:
-    """One operation.
-
-    Attributes:
-        name: as it is written.
-        signature: how it is called.
-        doc: what it computes.
-        type: the type of the value, of the types of its operands (numbers stay numbers).
-        torch: the function that computes it, by its dotted name.
-        initial: its value of the initial values of its operands, if all are numbers.
-        affinity: "linear" in its first operand, a "sum", a "product" or a "quotient" of its two,
-            or "nonlinear".
-        rank: the most rank of its value, of the ranks and types of its operands.
-        flops: for one token, of the types of operands and value.
-        operands: how many it takes, at least and at most.
-        by_rows: whether it also holds for operands with a first dimension of rows, aligned from
-            the right: it acts on entries, or on the last dimension.
-    """
-
-    name: str
-    signature: str
-    doc: str
-    type: Callable[[Types], Type]
-    torch: str
-    initial: Callable[..., float | None] | None = None
-    affinity: Affinity = "nonlinear"
-    rank: Callable[[Sequence[Operand]], int | None] | None = None
-    flops: Callable[[Types, Type], int] | None = None
-    operands: tuple[int, int] = (1, 1)
-    by_rows: bool = False
-
-
-# The table
+from peftc.equations.matrices import MATRICES
+from peftc.equations.rules import Primitive
 
 
 def _gelu(value: float) -> float:
@@ -151,6 +111,7 @@ PAPER_NAMES = {"relu": "ReLU", "gelu": "GELU", "silu": "SiLU"}  # of activations
 
 FUNCTIONS: Mapping[str, Primitive] = {
     **_ENTRIES,
+    **MATRICES,
     **{
         primitive.name: primitive
         for primitive in (
@@ -248,27 +209,6 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 by_rows=True,
             ),
             Primitive(
-                "corner",
-                "corner(A, rows, columns)",
-                "the first rows and columns of a matrix",
-                rules.corner,
-                "peftc.equation_code.functions.corner",
-                lambda x, rows, columns: x,
-                "linear",
-                rules.own_rank,
-                operands=(3, 3),
-                by_rows=True,
-            ),
-            Primitive(
-                "column",
-                "column(v)",
-                "a vector as a matrix of one column: a factor for each row of a matrix",
-                rules.column,
-                "peftc.equation_code.functions.column",
-                lambda x: x,
-                "linear",
-            ),
-            Primitive(
                 "ratio",
                 "ratio(a, b)",
                 "a / b, and a where b is 0",
@@ -281,107 +221,15 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 by_rows=True,
             ),
             Primitive(
-                "t",
-                "t(A)",
-                "the transpose, of each head",
-                rules.transpose,
-                "peftc.equation_code.functions.t",
-                lambda x: x,
-                "linear",
-                rules.own_rank,
+                "positions",
+                "positions(x, first, last)",
+                "x at the first and the last tokens of each sequence, 0 at the others; none: not counted from that end",
+                rules.at_positions,
+                "peftc.equation_code.functions.at_positions",
+                lambda x, first, last: 0.0 if x == 0 else None,
+                rank=rules.own_rank,
+                operands=(3, 3),
                 by_rows=True,
-            ),
-            Primitive(
-                "kron",
-                "kron(A, B)",
-                "the Kronecker product",
-                rules.kronecker,
-                "peftc.equation_code.functions.kron",
-                float.__mul__,
-                "product",
-                rules.product_of_ranks,
-                rules.entries,
-                operands=(2, 2),
-            ),
-            Primitive(
-                "blocks",
-                "blocks(A)",
-                "the matrix with the blocks of A [count, rows, columns] on its diagonal",
-                rules.block_diagonal,
-                "peftc.equation_code.functions.blocks",
-                affinity="linear",
-            ),
-            Primitive(
-                "skew",
-                "skew(q)",
-                "the skew-symmetric matrices with the entries of q [count, n (n - 1) / 2] above the diagonal",
-                rules.skew,
-                "peftc.equation_code.functions.skew",
-                lambda x: 0.0 if x == 0 else None,
-                "linear",
-            ),
-            Primitive(
-                "eye",
-                "eye(A)",
-                "the identity, as large as the square matrix A, of each block",
-                rules.square,
-                "peftc.equation_code.functions.eye",
-                affinity="linear",
-            ),
-            Primitive(
-                "power",
-                "power(A, n)",
-                "the product of n times A, of each block",
-                rules.power,
-                "torch.linalg.matrix_power",
-                lambda x, n: 0.0 if x == 0 and n > 0 else None,
-                flops=lambda operands, result: 2 * result.entries * result.size[-1],
-                operands=(2, 2),
-            ),
-            Primitive(
-                "solve",
-                "solve(A, B)",
-                "A⁻¹ B, of each block",
-                rules.solution,
-                "torch.linalg.solve",
-                lambda a, b: 0.0 if b == 0 else None,
-                flops=lambda operands, result: 2 * result.entries * result.size[-2],
-                operands=(2, 2),
-            ),
-            Primitive(
-                "cayley",
-                "cayley(Q)",
-                "(I - Q) (I + Q)⁻¹, of each block: a rotation if Q is skew-symmetric",
-                rules.square,
-                "peftc.equation_code.functions.cayley",
-                flops=lambda operands, result: 2 * result.entries * result.size[-1],
-            ),
-            Primitive(
-                "circulant",
-                "circulant(c)",
-                "the matrix whose column j is c, moved down by j",
-                rules.circulant,
-                "peftc.equation_code.functions.circulant",
-                lambda x: x,
-                "linear",
-            ),
-            Primitive(
-                "fourier",
-                "fourier(A)",
-                "the real part of the inverse discrete Fourier transform of a matrix, in both directions",
-                rules.same_matrix,
-                "peftc.equation_code.functions.fourier",
-                lambda x: 0.0 if x == 0 else None,
-                "linear",
-                flops=lambda operands, result: 5 * result.entries * max(1, result.entries.bit_length() - 1),
-            ),
-            Primitive(
-                "inverse",
-                "inverse(A)",
-                "A⁻¹, of each block",
-                rules.square,
-                "torch.linalg.inv",
-                flops=lambda operands, result: 2 * result.entries * result.size[-1],
             ),
         )
     },

@@ -1,14 +1,54 @@
-"""The rules of primitives: the type, the rank and the cost of a value. No torch."""
+"""What a primitive is, and the rules of primitives: the type, the rank and the cost of a value. No
+torch.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal
 
+from peftc.diagnostics.record import record
 from peftc.equations.values import Batch, Number, Type, Value
 
 Operand = Value | Number
 Types = Sequence[Type | Number]
+
+
+Affinity = Literal["linear", "sum", "product", "quotient", "nonlinear"]
+
+
+@record()
+class Primitive:
+    """One operation.
+
+    Attributes:
+        name: as it is written.
+        signature: how it is called.
+        doc: what it computes.
+        type: the type of the value, of the types of its operands (numbers stay numbers).
+        torch: the function that computes it, by its dotted name.
+        initial: its value of the initial values of its operands, if all are numbers.
+        affinity: "linear" in its first operand, a "sum", a "product" or a "quotient" of its two,
+            or "nonlinear".
+        rank: the most rank of its value, of the ranks and types of its operands.
+        flops: for one token, of the types of operands and value.
+        operands: how many it takes, at least and at most.
+        by_rows: whether it also holds for operands with a first dimension of rows, aligned from
+            the right: it acts on entries, or on the last dimension.
+    """
+
+    name: str
+    signature: str
+    doc: str
+    type: Callable[[Types], Type]
+    torch: str
+    initial: Callable[..., float | None] | None = None
+    affinity: Affinity = "nonlinear"
+    rank: Callable[[Sequence[Operand]], int | None] | None = None
+    flops: Callable[[Types, Type], int] | None = None
+    operands: tuple[int, int] = (1, 1)
+    by_rows: bool = False
 
 
 class Mismatch(Exception):
@@ -170,6 +210,24 @@ def among_features(operands: Types) -> Type:
         k, most = operands[1], type_.size[-1] if type_.size else 1
         if not isinstance(k, int) or isinstance(k, bool) or not 0 < k <= most:
             raise Mismatch(f"there are {most} features, and {k} cannot be chosen of them", 1, "P106")
+    return type_
+
+
+def at_positions(operands: Types) -> Type:
+    type_ = plain(operands)
+    if type_.batch != "tokens":
+        raise Mismatch(f"{type_} has no tokens", 0)
+    for at in (1, 2):
+        count = operands[at]
+        if count != "none" and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise Mismatch(f"expected a number of tokens, or `none`, found {count}", at, "P106")
+    return type_
+
+
+def wide_matrix(operands: Types) -> Type:
+    type_ = matrix(operands)
+    if type_.size[0] > type_.size[1]:
+        raise Mismatch(f"{type_} has more rows than can be orthonormal", 0)
     return type_
 
 

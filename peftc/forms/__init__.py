@@ -19,7 +19,6 @@ from peftc.forms import (
     projected,
     prompt,
     pruned,
-    reft,
     sparse,
     svd,
 )
@@ -55,7 +54,6 @@ __all__ = [
     "projected",
     "prompt",
     "pruned",
-    "reft",
     "register",
     "register_entry_point",
     "sparse",

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.forms.arguments import integer
-from peftc.forms.form import Args
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,15 @@ class Sequence:
             self.present = before
 
 
-def picked(args: Args, sequence: Sequence | None, h: Tensor) -> Tensor:
+def selected(first: int | None, last: int | None, sequence: Sequence | None, h: Tensor) -> Tensor:
     """Which tokens of h (batch, tokens, d) are among the first or the last of their sequence: (batch or 1, tokens, 1).
+
+    Padding is no token of it, on either side: the stack tells which columns of the mask it is given
+    (`peftc.runtime.positions`). With a cache, tokens count from the start of the cache, so that generation with and without
+    one give the same; the first tokens are selected even where the prompt has fewer. The last ones count from the end of what
+    a call is given, and a call with a cache is refused: pyreft edits the end of the prompt in the first call, which without a
+    cache would be at another place with every token. AdapterHub edits the first tokens of every call with a cache, so that
+    all that is generated is edited.
 
     Raises: P423 outside of a call of the stack, for tokens that are not the stack's, and for `last` with a cache.
     """
@@ -64,15 +69,15 @@ def picked(args: Args, sequence: Sequence | None, h: Tensor) -> Tensor:
     if h.ndim != 3 or h.shape[1] != where.ahead.shape[1]:
         raise unknown(f"the site has the shape {tuple(h.shape)}, and the stack {where.ahead.shape[1]} tokens")
     keep = torch.zeros_like(where.ahead, dtype=torch.bool)
-    if args["first"] is not None:
-        keep = keep | ((where.ahead >= 0) & (where.ahead < integer(args, "first")))
-    if args["last"] is not None:
+    if first is not None:
+        keep = keep | ((where.ahead >= 0) & (where.ahead < first))
+    if last is not None:
         if where.behind is None:
             raise unknown(
                 "the call has a cache, so its last token is not the last of the sequence",
                 "use `first=`, edit the encoder, or call the model without a cache",
             )
-        keep = keep | ((where.behind >= 0) & (where.behind < integer(args, "last")))
+        keep = keep | ((where.behind >= 0) & (where.behind < last))
     return keep.unsqueeze(-1)
 
 

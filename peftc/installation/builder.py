@@ -274,7 +274,9 @@ class InstallationBuilder:
         owner = None if owner_name is None else self.shared_form(owner_name, at)
         if owner is not None and not at.instance.has_site_parameters:
             self.attach_sequence(owner, at)
-            return member(owner, at.instance.index)
+            own = member(owner, at.instance.index)
+            self.attach_sequence(own, at)
+            return own
         form = present or self.new_form(build, name, at, at.site_edit.owner_path)
         self.attach_sequence(form, at)
         if owner is not None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from peftc.addressing.sites import FeatureDims, Kernel, Slice, WeightRef
 from peftc.diagnostics.diagnostic import printable
-from peftc.equation_code.code import code_text
+from peftc.equation_code.form_code import code_text
 from peftc.equations.analysis import Place
 from peftc.equations.definition import OWNER, TextForm, scope_of
 from peftc.forms.shapes import Scalar

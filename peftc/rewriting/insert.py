@@ -13,7 +13,7 @@ from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_edit
 from peftc.dataflow.operations import Op
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.equation_code.code import FormCode
+from peftc.equation_code.form_code import FormCode
 from peftc.equation_code.functions import add_to, cast_like
 from peftc.forms.shapes import Ids, KeyValue
 from peftc.planning import ir

@@ -69,7 +69,7 @@ def test_a_method_equals_that_of_peft(method: str) -> None:
         tuple(p.shape) for name, p in theirs.named_parameters() if "lora" in name
     }
     torch.testing.assert_close(logits(ours), before, rtol=0, atol=1e-12)
-    tolerance = 1e-5  # PEFT decomposes in float32
+    tolerance = 5e-5  # PEFT decomposes in float32
     torch.testing.assert_close(logits(theirs), before, rtol=0, atol=tolerance)
     mine, other = stepped(ours), stepped(theirs)
     assert float((mine - before).abs().max()) > 100 * tolerance

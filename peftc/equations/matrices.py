@@ -1,0 +1,179 @@
+"""The primitives of matrices, one row each, and decompositions, for first values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from peftc.equations import rules
+from peftc.equations.rules import Primitive
+
+_SVD, _QR = "peftc.equation_code.functions.svd", "peftc.equation_code.functions.qr"
+
+MATRICES: Mapping[str, Primitive] = {
+    primitive.name: primitive
+    for primitive in (
+        Primitive(
+            "corner",
+            "corner(A, rows, columns)",
+            "the first rows and columns of a matrix",
+            rules.corner,
+            "peftc.equation_code.functions.corner",
+            lambda x, rows, columns: x,
+            "linear",
+            rules.own_rank,
+            operands=(3, 3),
+            by_rows=True,
+        ),
+        Primitive(
+            "column",
+            "column(v)",
+            "a vector as a matrix of one column: a factor for each row of a matrix",
+            rules.column,
+            "peftc.equation_code.functions.column",
+            lambda x: x,
+            "linear",
+        ),
+        Primitive(
+            "t",
+            "t(A)",
+            "the transpose, of each head",
+            rules.transpose,
+            "peftc.equation_code.functions.t",
+            lambda x: x,
+            "linear",
+            rules.own_rank,
+            by_rows=True,
+        ),
+        Primitive(
+            "kron",
+            "kron(A, B)",
+            "the Kronecker product",
+            rules.kronecker,
+            "peftc.equation_code.functions.kron",
+            float.__mul__,
+            "product",
+            rules.product_of_ranks,
+            rules.entries,
+            operands=(2, 2),
+        ),
+        Primitive(
+            "blocks",
+            "blocks(A)",
+            "the matrix with the blocks of A [count, rows, columns] on its diagonal",
+            rules.block_diagonal,
+            "peftc.equation_code.functions.blocks",
+            affinity="linear",
+        ),
+        Primitive(
+            "orthonormal",
+            "orthonormal(A)",
+            "the rows of A made orthonormal, one after the other (Gram-Schmidt)",
+            rules.wide_matrix,
+            "peftc.equation_code.functions.orthonormal",
+            rank=rules.own_rank,
+            flops=lambda operands, result: 4 * result.entries * result.size[0],
+            by_rows=True,
+        ),
+        Primitive(
+            "skew",
+            "skew(q)",
+            "the skew-symmetric matrices with the entries of q [count, n (n - 1) / 2] above the diagonal",
+            rules.skew,
+            "peftc.equation_code.functions.skew",
+            lambda x: 0.0 if x == 0 else None,
+            "linear",
+        ),
+        Primitive(
+            "eye",
+            "eye(A)",
+            "the identity, as large as the square matrix A, of each block",
+            rules.square,
+            "peftc.equation_code.functions.eye",
+            affinity="linear",
+        ),
+        Primitive(
+            "power",
+            "power(A, n)",
+            "the product of n times A, of each block",
+            rules.power,
+            "torch.linalg.matrix_power",
+            lambda x, n: 0.0 if x == 0 and n > 0 else None,
+            flops=lambda operands, result: 2 * result.entries * result.size[-1],
+            operands=(2, 2),
+        ),
+        Primitive(
+            "solve",
+            "solve(A, B)",
+            "A⁻¹ B, of each block",
+            rules.solution,
+            "torch.linalg.solve",
+            lambda a, b: 0.0 if b == 0 else None,
+            flops=lambda operands, result: 2 * result.entries * result.size[-2],
+            operands=(2, 2),
+        ),
+        Primitive(
+            "cayley",
+            "cayley(Q)",
+            "(I - Q) (I + Q)⁻¹, of each block: a rotation if Q is skew-symmetric",
+            rules.square,
+            "peftc.equation_code.functions.cayley",
+            flops=lambda operands, result: 2 * result.entries * result.size[-1],
+        ),
+        Primitive(
+            "circulant",
+            "circulant(c)",
+            "the matrix whose column j is c, moved down by j",
+            rules.circulant,
+            "peftc.equation_code.functions.circulant",
+            lambda x: x,
+            "linear",
+        ),
+        Primitive(
+            "fourier",
+            "fourier(A)",
+            "the real part of the inverse discrete Fourier transform of a matrix, in both directions",
+            rules.same_matrix,
+            "peftc.equation_code.functions.fourier",
+            lambda x: 0.0 if x == 0 else None,
+            "linear",
+            flops=lambda operands, result: 5 * result.entries * max(1, result.entries.bit_length() - 1),
+        ),
+        Primitive(
+            "inverse",
+            "inverse(A)",
+            "A⁻¹, of each block",
+            rules.square,
+            "torch.linalg.inv",
+            flops=lambda operands, result: 2 * result.entries * result.size[-1],
+        ),
+    )
+}
+
+# Parts of decompositions, by their names in texts.
+DECOMPOSITIONS: Mapping[str, Primitive] = {
+    f"{function}.{part}": Primitive(f"{function}.{part}", f"{call}.{part}", doc, rule, torch, operands=operands)
+    for function, part, call, doc, rule, torch, operands in (
+        (
+            "svd",
+            "u",
+            "svd(w, r)",
+            "the first r left singular vectors, as columns",
+            rules.left_vectors,
+            _SVD,
+            (2, 2),
+        ),
+        ("svd", "s", "svd(w, r)", "the r largest singular values of w", rules.singular_values, _SVD, (2, 2)),
+        (
+            "svd",
+            "v",
+            "svd(w, r)",
+            "the first r right singular vectors, as columns",
+            rules.right_vectors,
+            _SVD,
+            (2, 2),
+        ),
+        ("qr", "q", "qr(w)", "Q of w = Q R, with orthonormal columns", rules.orthonormal_factor, _QR, (1, 1)),
+        ("qr", "r", "qr(w)", "R of w = Q R, upper triangular", rules.triangular_factor, _QR, (1, 1)),
+    )
+}
+DECOMPOSED = {"svd": ("u", "s", "v"), "qr": ("q", "r")}
