@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from typing import Any, cast
 
@@ -30,6 +30,7 @@ from peftc.syntax.walk import children
 
 VALUE = "f"  # the name of a value without one
 SEQUENCE = "sequence"  # the attribute of a module with the positions of tokens
+SIZE = "size"  # in a node's meta: the size of a tensor that is the same for all tokens
 VARIABLE = "variable"  # in a node's meta: the name of its value in the text of the form
 Operation = fx.Node | float | int | bool | str
 Emit = Callable[..., fx.Node]  # adds the call of a function with arguments to a graph
@@ -78,6 +79,11 @@ class Code:
         self.nodes: dict[int, Operation] = {}
         self.decompositions: dict[tuple[Any, ...], fx.Node] = {}
 
+    @cached_property
+    def frozen(self) -> Code:
+        """The code of expressions through which no gradient flows."""
+        return FrozenCode(self)
+
     def value(self) -> Operation:
         """The node of the value of the form."""
         factor, node = self.place.product
@@ -120,6 +126,9 @@ class Code:
         name = self.place.products.names.get(id(node), VALUE)
         if isinstance(operation, fx.Node) and operation.op == "call_function" and operation.target is not getattr:
             operation.meta.setdefault(VARIABLE, name)
+        operand = self.place.operand(node)
+        if isinstance(operation, fx.Node) and isinstance(operand, Value) and not operand.type.batch:
+            operation.meta.setdefault(SIZE, operand.type.size)
         return operation
 
     def _operation(self, node: ast.Expr) -> Operation:
@@ -264,6 +273,8 @@ class Code:
     def _call(self, primitive: Primitive, args: Sequence[ast.Expr]) -> Operation:
         if primitive.name == POSITIONS:
             return self._positions(args[0], args[1:])
+        if primitive.name == "frozen" and isinstance(args[0], ast.Call | ast.Binary | ast.Negative):
+            return self.frozen.operation(args[0])
         operations = tuple(map(self.operation, args))
         match primitive.name:
             case "none":
@@ -281,6 +292,22 @@ class Code:
         operand = self.place.operand(node)
         assert isinstance(operand, Value)
         return operand.type
+
+
+class FrozenCode(Code):
+    """The operations of an expression through which no gradient flows: its operands have none, so
+    that autograd keeps nothing of them.
+    """
+
+    def __init__(self, code: Code) -> None:
+        super().__init__(code.place, code.emit, {}, code.parameter, code.training, code.linear, code.sequence)
+        self.code = code
+
+    def _operation(self, node: ast.Expr) -> Operation:
+        is_leaf = isinstance(node, ast.Name) and node.id not in self.place.lets
+        if is_leaf or (isinstance(node, ast.Name) and node.id in self.place.products.lets):
+            return self.emit(function_named(FUNCTIONS["frozen"].torch), self.code.operation(node))
+        return super()._operation(node)
 
 
 def _is_call(node: ast.Expr, function: str) -> bool:

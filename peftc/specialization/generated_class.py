@@ -22,6 +22,7 @@ from peftc.modules.instance_forward import FORWARD, GENERATED, replace_base, wit
 from peftc.rewriting.boundary import boundary_graph
 from peftc.rewriting.edits import CONTAINER, RegionEdit
 from peftc.rewriting.insert import Inserter
+from peftc.rewriting.weight_products import distribute_products
 from peftc.specialization.call_paths import CallPaths, CallTraces
 from peftc.specialization.code_printer import OtherPath, function_body
 from peftc.specialization.expressions import call_arguments, conjunction, function, write_dispatch
@@ -223,6 +224,7 @@ class GeneratedClass:
         inserter.lookup.resolve(self.edits)
         for edit in self.edits:
             inserter.insert(edit)
+        distribute_products(traced.graph, inserter.numbers)
 
     @property
     def source(self) -> str:
