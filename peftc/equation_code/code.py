@@ -161,6 +161,8 @@ class Code:
                 return self._call(FUNCTIONS[own], args[:1] if is_over_tokens else args)
             case ast.Attribute(ast.Call(function, args), part):
                 return self._part(function, tuple(map(self.operation, args)), part)
+            case ast.Pair(keys, values):
+                return self.emit(functions.pair, self.operation(keys), self.operation(values))
             case ast.Item(value, indices):
                 numbers = tuple(map(place.number, indices))
                 return self.emit(function_named("operator.getitem"), self.operation(value), numbers)

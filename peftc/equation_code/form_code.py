@@ -14,6 +14,7 @@ from peftc.equation_code.code import VARIABLE, Code, Emit, Operation, emit_into
 from peftc.equations.analysis import Place
 from peftc.equations.operands import OUT
 from peftc.forms.rowwise_module import linear
+from peftc.syntax import ast
 
 SEQUENCE = "sequence"  # the attribute of a module with the positions of tokens
 Forward = Callable[..., Tensor]
@@ -110,7 +111,9 @@ def _forward(place: Place, owners: Mapping[str, str]) -> Forward:
     training = emit(getattr, module, "training")
     form = FormCode(place, emit, module, owners, inputs, training, linear)
     value = form.value()
-    if not place.inputs or place.types[place.inputs[0]].batch != "ids":
+    if isinstance(place.result, ast.Pair):
+        value = emit(functions.for_batch, value, inputs[0])
+    elif not place.inputs or place.types[place.inputs[0]].batch != "ids":
         value = emit(functions.cast_like, value, inputs[0])
     graph.output(value)
     graph.eliminate_dead_code()

@@ -107,6 +107,20 @@ def orthonormal(a: Tensor) -> Tensor:
     return (q * upper.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).mT.to(a.dtype)
 
 
+def pair(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values."""
+    return keys, values
+
+
+def for_batch(rows: tuple[Tensor, Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values (heads, rows, d) for each example of a batch, in the dtype of `like`."""
+    keys, values = (part.to(like.dtype) for part in rows)
+    if keys.ndim == 4:  # of rows with parameters of their own
+        return keys, values
+    count = like.shape[0]
+    return keys.expand(count, -1, -1, -1), values.expand(count, -1, -1, -1)
+
+
 def skew(q: Tensor) -> Tensor:
     """Skew-symmetric matrices (…, n, n) with the entries (…, n (n - 1) / 2) above the diagonal."""
     n = (1 + math.isqrt(1 + 8 * q.shape[-1])) // 2

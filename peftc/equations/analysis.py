@@ -212,6 +212,7 @@ def place_of(
     numbers: dict[str, Number] = {}
     heads_first = frozenset(name for name, shape in names.items() if isinstance(shape, Rows))
     place = Place(form, numbers, types, inputs, heads_first=heads_first, writes_pair=isinstance(target, KeyValue))
+    place.pair = target if isinstance(target, KeyValue) else None
     place.is_written_out = is_written_out
     place.widest = {OUT: widest[1], **({inputs[0]: widest[0]} if inputs else {})}
     for param in form.params:

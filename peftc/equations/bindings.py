@@ -1,5 +1,5 @@
-"""What stands for other expressions: `sum(i in n, A[i] @ x)`, written out where n is known, and
-`initial(B @ A)`, the value with the first values of its parameters.
+"""What stands for other expressions: `sum(i in n, A[i] @ x)`, written out where n is known,
+`initial(B @ A)`, the value with the first values of its parameters, and `rows(table, ids)`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ def write_out(place: Operands, node: ast.Expr, numbers: Mapping[str, int] | None
         case ast.Call(function, (ast.Binding(name, count), term)) if function in BINDERS:
             terms = _terms(place, node, name, write_out(place, count, numbers), term, numbers)
             return _joined(place, function, terms, node)
+        case ast.Call("rows", (table, ids)):
+            transposed = ast.Call("t", (write_out(place, table, numbers),), (), span=node.span)
+            return ast.Binary("@", transposed, write_out(place, ids, numbers), span=node.span)
         case ast.Call(function, (value,)) if function == INITIAL:
             return _initial(place, write_out(place, value, numbers), node)
         case _:
@@ -42,7 +45,10 @@ def write_out(place: Operands, node: ast.Expr, numbers: Mapping[str, int] | None
 
 def is_written_out(node: ast.Expr) -> bool:
     """Whether a part of a text stands for another expression."""
-    return isinstance(node, ast.Binding) or (isinstance(node, ast.Call) and node.function == INITIAL)
+    is_call = isinstance(node, ast.Call) and (
+        node.function == INITIAL or (node.function == "rows" and len(node.args) == 2)
+    )
+    return is_call or isinstance(node, ast.Binding)
 
 
 def initial_name(parameter: str) -> str:

@@ -65,7 +65,8 @@ class _FormChecker:
             match line:
                 case ast.Equation(target) if target == RESULT:
                     results.append(line)
-                    yield from self._expression(line.value)
+                    for part in children(line.value) if isinstance(line.value, ast.Pair) else (line.value,):
+                        yield from self._expression(part)
                 case ast.Equation(target):
                     help_ = f"write `let {target} = …` for a part, and `{RESULT} = …` for the value of the form"
                     yield Diagnostic("P107", f"a form assigns `{RESULT}` alone", line.target_span, help=help_)
@@ -154,6 +155,8 @@ class _FormChecker:
         match value:
             case ast.Name(name):
                 yield from self._name(value, name, of_weights)
+            case ast.Call("rows", (table, ids), ()):
+                yield from (error for part in (table, ids) for error in self._expression(part, of_weights))
             case ast.Call(function) if function in BINDERS:
                 yield from self._sum(value, of_weights)
             case ast.Call(function) if function == INITIAL:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, cast
 
@@ -11,11 +12,11 @@ from peftc.equations.analysis import Place, place_of
 from peftc.equations.bindings import is_written_out
 from peftc.equations.operands import POSITIONS
 from peftc.equations.patterns import bottleneck_of
-from peftc.equations.values import FormError, shape_of
+from peftc.equations.values import FormError, Value, shape_of
 from peftc.equations.words import NONE, is_choice, words_of
 from peftc.forms.arguments import DTYPE, SEED
 from peftc.forms.form import Args, Argument, Dims, Form, Parameter, PlacementError, Scope
-from peftc.forms.shapes import Ids, Shape, Tokens, Weight
+from peftc.forms.shapes import Ids, KeyValue, Shape, Tokens, Weight
 from peftc.syntax import ast
 from peftc.syntax.numbers import numeric_value
 from peftc.syntax.printer import print_expression, print_statement
@@ -48,6 +49,7 @@ class TextForm(Form):
         self.inputs = inputs_of(form)
         self.arguments = (*self._arguments(), DTYPE)
         self.module = MODULE
+        self.gives_pair = any(isinstance(line.value, ast.Pair) for line in lines)
         if "site" in scopes and len(scopes) > 1:
             self.common_module = MODULE
             self.separates_tasks = any(line.scope and not line.fixed and not line.common for line in self._lines())
@@ -195,12 +197,28 @@ class TextForm(Form):
             message = "the tokens here are not those of the stack, whose positions `positions` counts"
             raise PlacementError("P422", message)
         value = place.value
+        if value.pair is not None:
+            return self._rows(place, value, dims.target)
         tokens = dims.input.of if isinstance(dims.input, Tokens) else ""
         shape = shape_of(value.type, dims.target, "" if isinstance(dims.input, Ids) else tokens)
         node = place.result or self.form
         if shape is None:
             raise self.illegal(FormError("P301", f"its value is {value.type}, and no state is", node))
         return shape
+
+    def _rows(self, place: Place, value: Value, target: Shape) -> KeyValue:
+        """Rows of keys and values. Raises: PlacementError if the state has no such rows."""
+        assert place.result is not None
+        assert value.pair is not None
+        if not isinstance(target, KeyValue):
+            help_ = f"write `kv = concat({self.name}(…), kv)` at an attention"
+            raise self.illegal(FormError("P310", f"it gives keys and values, here {target}", place.result, help_))
+        own = (target.kv_heads, target.d_head), (target.kv_heads, target.d_value or target.d_head)
+        heads, rows, d_key = value.type.size
+        if own != ((heads, d_key), (heads, value.pair.size[2])):
+            message = f"its keys {value.type} and values {value.pair} are not like {target}"
+            raise self.illegal(FormError("P301", message, place.result))
+        return replace(target, rows=rows)
 
     def parameters(self, args: Args, dims: Dims) -> Iterable[Parameter]:
         place = self.at(args, dims)

@@ -12,6 +12,7 @@ from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, OPERATORS
 from peftc.equations.rules import Mismatch, Operand, Primitive
 from peftc.equations.values import FormError, Number, Type, Value
 from peftc.equations.words import NONE, NUMBERS, SIZES, words_of
+from peftc.forms.shapes import KeyValue
 from peftc.syntax import ast
 from peftc.syntax.numbers import ARITHMETIC, numeric_value
 from peftc.syntax.printer import print_expression
@@ -39,6 +40,7 @@ class Operands:
         types: those of inputs and of `out`, by name.
         sizes: of the parameters that exist, by name.
         result: the expression of the form's value.
+        pair: the keys and values that it writes.
         values: the parts of the equation, by the id of their nodes.
     """
 
@@ -53,6 +55,7 @@ class Operands:
     copies: dict[str, str] = field(default_factory=dict[str, str])  # of parameters, with their first values
     lets: dict[str, ast.Expr] = field(default_factory=dict[str, ast.Expr])
     result: ast.Expr | None = None
+    pair: KeyValue | None = None  # the keys and values that the form writes
     derived_nodes: list[ast.Expr] = field(default_factory=list[ast.Expr])  # kept: the values have their ids
     values: dict[int, Operand] = field(default_factory=dict[int, Operand])
     costs: dict[int, int] = field(default_factory=dict[int, int])  # FLOPs of the parts, by the id of their nodes
@@ -133,6 +136,8 @@ class Operands:
                 return self._call(node, function)
             case ast.Item(value, indices):
                 return self._item(node, value, indices)
+            case ast.Pair(keys, values):
+                return self._pair(node, self.operand(keys), self.operand(values))
             case ast.Attribute(ast.Call(function, args), name) if f"{function}.{name}" in DECOMPOSITIONS:
                 operands = tuple(map(self.operand, args))
                 if len(operands) != DECOMPOSITIONS[f"{function}.{name}"].operands[0]:
@@ -247,10 +252,27 @@ class Operands:
         value = self.numbers.get(name)
         return value if isinstance(value, str) else name
 
+    def _pair(self, node: ast.Pair, keys: Operand, values: Operand) -> Operand:
+        """Rows of keys and values, [heads, rows, features] each."""
+        for operand, part in ((keys, node.first), (values, node.second)):
+            if not isinstance(operand, Value) or operand.type.batch or len(operand.type.size) != 3:
+                given = operand.type if isinstance(operand, Value) else "a number"
+                raise FormError(
+                    "P301", f"expected rows [heads, rows, features], `{print_expression(part)}` is {given}", part
+                )
+        assert isinstance(keys, Value)
+        assert isinstance(values, Value)
+        if keys.type.size[:2] != values.type.size[:2]:
+            raise FormError("P301", f"keys {keys.type} and values {values.type} have other heads or rows", node)
+        return Value(keys.type, reason="it adds rows to the keys and values, which no weight holds", pair=values.type)
+
     def _size_of(self, node: ast.Call, function: str) -> int:
         (argument,) = node.args
         name = argument.id if isinstance(argument, ast.Name) else ""
         type_ = self.types.get(name)
+        if name == OUT and self.pair is not None and function in ("heads", "d_head", "d_value"):
+            d_value = self.pair.d_value or self.pair.d_head
+            return {"heads": self.pair.kv_heads, "d_head": self.pair.d_head, "d_value": d_value}[function]
         if type_ is None:
             code = "P310" if name in (*self.inputs, OUT) else "P107"
             raise FormError(code, f"`{print_expression(argument)}` has no sizes here", argument)

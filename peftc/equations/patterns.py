@@ -106,7 +106,7 @@ def _is_of_rows(place: Place, node: ast.Expr) -> bool:
         case ast.Call(function, args):
             parts = [arg for arg in args if arg != ast.Name(TOKENS)]
             return FUNCTIONS[place.function(function)].by_rows and all(_is_of_rows(place, part) for part in parts)
-        case ast.Binary() | ast.Negative():
+        case ast.Binary() | ast.Negative() | ast.Pair():
             return all(_is_of_rows(place, part) for part in children(node))
         case _:
             return False

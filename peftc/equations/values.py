@@ -49,6 +49,7 @@ class Value:
 
     Attributes:
         initial: what each entry equals when training starts; None: not one number.
+        pair: of keys and values the type of the values; `type` is that of the keys.
         first: what it is then as a function of the base's weight, such as `norm(w)`; or empty.
         varies: whether it depends on an input of the form.
         reason: why it is not affine in the input; None if it is.
@@ -63,6 +64,7 @@ class Value:
     shifted: bool = False
     rank: int | None = None
     first: str = ""
+    pair: Type | None = None
 
 
 class FormError(Exception):

@@ -29,7 +29,8 @@ SIZES: Mapping[str, str] = {
     "rows": "the outputs of a weight",
     "cols": "the inputs of a weight",
     "heads": "the heads of an attention's states",
-    "d_head": "the features of a head",
+    "d_head": "the features of a head; of keys and values, those of a key",
+    "d_value": "the features of a head of values",
     "widest": "the most features that any site of the edit has there",
 }
 INITIAL_VALUES: Mapping[str, str] = {

@@ -19,6 +19,7 @@ from peftc.forms.shapes import KeyValue
 from peftc.models.samples import joint_sample
 from peftc.planning import ir
 from peftc.planning.on_table import is_prompt
+from peftc.rewriting.edits import row_count
 from peftc.runtime.positions import starts_of
 from peftc.runtime.prompts import insert_rows
 from peftc.tracing.module_calls import forward_signature
@@ -224,7 +225,7 @@ def refusal(sites: list[ir.SiteEdit], folding: Folding) -> str | None:
     all_layers = POSITIONS in forward_signature(folding.model).parameters and numbers == list(range(count))
     if any(one.site.group.rpartition(".")[2] != "self" for one in sites) or not all_layers:
         return "not every layer has one such prefix, in a cache"
-    lengths = {sum(int(cast(int, instance.args["len"])) for instance in one.instances) for one in sites}
+    lengths = {row_count(one.assigns[0].value) for one in sites}
     if len(lengths) > 1:
         return f"layers have prefixes of different lengths ({', '.join(map(str, sorted(lengths)))})"
     cache: Any = DynamicCache(config=config)

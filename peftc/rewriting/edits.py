@@ -15,7 +15,7 @@ from peftc.diagnostics.diagnostic import printable
 from peftc.equation_code.form_code import code_text
 from peftc.equations.analysis import Place
 from peftc.equations.definition import OWNER, TextForm, scope_of
-from peftc.forms.shapes import Scalar
+from peftc.forms.shapes import KeyValue, Scalar
 from peftc.modules.new_modules import module_with
 from peftc.modules.torch_attributes import TABLES
 from peftc.planning import ir
@@ -121,9 +121,10 @@ def describe(term: ir.Term) -> object:
 
 def is_inline(instance: ir.FormInstance) -> bool:
     """Whether the operations of a form stand in the code of the edited module: those of a text,
-    where there is one form for all rows.
+    where there is one form for all rows, unless it gives keys and values.
     """
-    return instance.form.text is not None and not instance.tasks
+    form = instance.form
+    return isinstance(form, TextForm) and not form.gives_pair and not instance.tasks
 
 
 def place_of(instance: ir.FormInstance) -> Place:
@@ -206,6 +207,8 @@ def row_count(term: ir.Term) -> int:
     match term:
         case ir.FormCall(input=value) if value is not None:
             return row_count(value)
+        case ir.FormCall(shape=KeyValue(rows=rows)):
+            return rows
         case ir.FormCall(instance=instance):
             length = instance.args.get("len", 0)  # a factor has no `len`
             assert isinstance(length, int)

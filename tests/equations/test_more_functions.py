@@ -1,0 +1,175 @@
+"""Functions of equations that the random forms do not have: choices among features, positions, keys
+and values, rows of a table, and parameters that tasks have in common.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import peftc
+from peftc.diagnostics import PeftcError
+from peftc.equation_code import functions
+from tests import zoo
+
+TOLERANCE = 1e-10
+PREFIX = """form rows_before(n) {
+    param key[heads(out), n, d_head(out)] = normal(0.02)
+    param value[heads(out), n, d_value(out)] = normal(0.02)
+    f = (key, value)
+}
+"""
+
+
+def compiled(text: str, name: str = "bert", **options: Any) -> nn.Module:
+    model = zoo.build(name, torch.float64).eval()
+    peftc.compile(f"peft 2\n{text}\n", model, seed=1, **options)
+    return model
+
+
+def shaken(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for i, parameter in enumerate(peftc.parameters(model).values()):
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)).to(parameter))
+    return model
+
+
+def logits(model: nn.Module, name: str = "bert") -> Tensor:
+    return model(**zoo.inputs(name, model)).logits
+
+
+def code_of(text: str, name: str = "bert") -> set[str]:
+    with pytest.raises(PeftcError) as error:
+        peftc.plan(f"peft 2\n{text}\n", zoo.build(name, torch.float64))
+    return {diagnostic.code for diagnostic in error.value.diagnostics}
+
+
+def test_the_largest_features() -> None:
+    x = torch.tensor([[3.0, -1.0, 2.0, 0.5], [0.0, 5.0, -2.0, 1.0]])
+    assert torch.equal(functions.top_k(x, 2), torch.tensor([[3.0, 0.0, 2.0, 0.0], [0.0, 5.0, 0.0, 1.0]]))
+    weights = functions.softmax(x, 2)
+    torch.testing.assert_close(weights[0, [0, 2]], torch.softmax(x[0, [0, 2]], -1))
+    assert torch.equal(weights != 0, functions.top_k(x, 2) != 0)
+
+
+def test_a_mixture_of_experts_chooses_some() -> None:
+    text = """form experts(x, n, best, r) {{
+    param A[n, r, d(x)] = kaiming
+    param B[n, d(out), r] = kaiming
+    param W[n, d(x)] = kaiming
+    let gate = softmax(W @ x, best)
+    f = sum(i in n, ({gates} @ gate) * (B[i] @ A[i] @ x))
+}}
+edit e at layer[*].ffn {{ h += experts(x, n=3, best=2, r=2) }}"""
+    # The i-th gate is the product of a row of the identity with all gates.
+    gates = "fixed_rows[i]"
+    text = text.format(gates=gates).replace("    let gate", "    param fixed_rows[n, 1, n] = 0\n    let gate")
+    model = compiled(text)
+    forms = [m for n, m in model.named_modules() if n.endswith("experts")]
+    x = torch.randn(2, 3, forms[0].A.shape[-1], dtype=torch.float64)  # pyright: ignore
+    for form in forms:
+        module: Any = form
+        with torch.no_grad():
+            module.fixed_rows.copy_(torch.eye(3, dtype=torch.float64)[:, None])
+        weights = torch.softmax(x @ module.W.T, -1)
+        kept = weights * (weights >= weights.topk(2).values[..., -1:])
+        kept = kept / kept.sum(-1, keepdim=True)
+        expected = sum(kept[..., i : i + 1] * (x @ module.A[i].T @ module.B[i].T) for i in range(3))
+        torch.testing.assert_close(module(x), expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
+def test_keys_and_values(name: str) -> None:
+    edit = "edit e at layer[*].attn.self {{ kv = concat({}, kv) }}"
+    own = compiled(f"{PREFIX}{edit.format('rows_before(n=3)')}", name)
+    built_in = compiled(edit.format("prefix(len=3)"), name)
+    ours, theirs = peftc.parameters(own), peftc.parameters(built_in)
+    assert [p.shape for p in ours.values()] == [p.shape for p in theirs.values()]
+    torch.testing.assert_close(logits(shaken(own), name), logits(shaken(built_in), name), rtol=0, atol=TOLERANCE)
+    plans = [
+        peftc.plan(f"peft 2\n{PREFIX}{edit.format(form)}\n", own) for form in ("rows_before(n=3)", "prefix(len=3)")
+    ]
+    assert plans[0].edits[0].trained == plans[1].edits[0].trained
+    assert str(plans[0].edits[0].reason).replace("rows_before", "prefix") == plans[1].edits[0].reason
+
+
+def test_keys_and_values_of_tasks() -> None:
+    text = f"{PREFIX}edit e at layer[*].attn.self per task {{ kv = concat(rows_before(n=3), kv) }}"
+    model = shaken(compiled(text, tasks=("a", "b")))
+    rows = zoo.inputs("bert", model)
+    outputs: dict[str, Tensor] = {}
+    for task in ("a", "b"):
+        with peftc.task(model, task):
+            outputs[task] = logits(model)
+    names = ["a", "b"] * (len(rows["input_ids"]) // 2 + 1)
+    with peftc.task(model, task_ids=names[: len(rows["input_ids"])]):
+        mixed = logits(model)
+    for i, row in enumerate(mixed):
+        torch.testing.assert_close(row, outputs[names[i]][i], rtol=0, atol=TOLERANCE)
+
+
+JOIN = "edit e at layer[*].attn.self { kv = concat(rows_before(n=3), kv) }"
+ADD = "edit e at layer[*].attn.q { h += g(x) }"
+
+
+@pytest.mark.parametrize(
+    ("form", "edit", "code"),
+    [
+        (PREFIX, ADD.replace("g(x)", "rows_before(n=3)"), "P310"),
+        (PREFIX.replace("(key, value)", "(key, value @ key)"), JOIN, "P301"),
+        (PREFIX.replace("value[heads(out), n", "value[heads(out), n + 1"), JOIN, "P301"),
+        (PREFIX.replace("n, d_head(out)]", "n, d_head(out) + 1]"), JOIN, "P301"),
+        ("form g(x) { param A[d(out), d(x)] = 0 f = (A, A) @ x }", ADD, "P105"),
+        ("form g(x) { param A[d(out), d(x)] = 0 f = sum(A, x) }", ADD, "P108"),
+        ("form g(x) { param A[d(out), d(x)] = 0 f = sum(i in 2, A @ x) }", ADD, "P114"),
+        ("form g(x) { param A[2, d(out), d(x)] = 0 f = sum(i in 3, A[i] @ x) }", ADD, "P106"),
+        ("form g(x) { param A[2, d(out), d(x)] = 0 f = sum(i in 1000, A[i - i] @ x) }", ADD, "P318"),
+        ("form g(x) { param A[d(out), d(x)] common = 0 f = A @ x }", ADD, "P023"),
+        ("form g(x) { param A[d(x)] per edit common = 0 param B[d(out)] per edit = 0 f = A * x + B }", ADD, "P111"),
+    ],
+)
+def test_what_has_no_meaning(form: str, edit: str, code: str) -> None:
+    assert code in code_of(f"{form}\n{edit}")
+
+
+def test_rows_of_a_table() -> None:
+    text = "form g(x, r) { param T[d(x), r] = normal param U[d(out), r] = normal f = U @ rows(T, x) }\n"
+    model = compiled(text + "edit e at embed { h += g(x, r=3) }")
+    form: Any = next(m for n, m in model.named_modules() if n.endswith(".g"))
+    ids = zoo.inputs("bert", model)["input_ids"]
+    torch.testing.assert_close(form(ids), form.T[ids] @ form.U.T, rtol=0, atol=TOLERANCE)
+
+
+def test_common_parameters_are_those_of_all_tasks() -> None:
+    text = (
+        (
+            "form g(x) {{ param A[d(x)] per edit{} = 1 param b[d(out)] = 0 f = A * x + b }}\n"
+            "edit e at layer[*].attn.norm per task {{ h += g(h) }}"
+        )
+        .replace("g(x)", "g(h)")
+        .replace("d(x)", "d(h)")
+        .replace("A * x", "A * h")
+    )
+    counts = {
+        common: sum(p.numel() for p in peftc.parameters(compiled(text.format(common), tasks=("a", "b"))).values())
+        for common in ("", " common")
+    }
+    width = zoo.config("bert").hidden_size
+    assert counts[""] - counts[" common"] == width
+
+
+def test_positions() -> None:
+    text = "form g(x, first = none, last = none) {{ param A[d(x)] = 1 f = positions(A * x, first, last) }}\n"
+    edit = "edit e at layer[*] {{ h += g(h{}) }}"
+    text = text.replace("g(x", "g(h").replace("d(x)", "d(h)").replace("A * x", "A * h").format()
+    everywhere, first, both = (
+        logits(compiled(text + edit.format(arguments))) for arguments in ("", ", first=1", ", first=100")
+    )
+    assert not torch.allclose(everywhere, first)
+    torch.testing.assert_close(everywhere, both, rtol=0, atol=TOLERANCE)
+    plan = peftc.plan(f"peft 2\n{text}{edit.format(', last=1')}\n", zoo.build("bert", torch.float64))
+    assert plan.edits[0].reason
+    assert "positions" in plan.edits[0].reason
