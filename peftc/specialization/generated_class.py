@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -57,15 +58,28 @@ def specializing_both_modes() -> Generator[None]:
 
 @dataclass(frozen=True)
 class Variant:
-    """One specialisation of a forward. `traits`: what its conditions mean."""
+    """One specialisation of a forward.
+
+    Args:
+        predicate: the source of `holds`, and the names that it uses.
+        traits: what its conditions mean.
+    """
 
     name: str
     conditions: tuple[str, ...]
     graph: fx.Graph
     source: str
-    holds: Callable[..., bool]
+    predicate: tuple[str, Mapping[str, Any]]
     passthrough: frozenset[str]
     traits: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @cached_property
+    def holds(self) -> Callable[..., bool]:
+        """Whether it is for a call: a function of the module and the arguments."""
+        source, values = self.predicate
+        namespace = dict(values)
+        exec(compile(source, f"<peftc {self.name}>", "exec"), namespace)
+        return namespace["holds"]
 
 
 def captions(variants: Sequence[Variant]) -> list[str]:
@@ -209,9 +223,8 @@ class GeneratedClass:
         name = f"variant_{len(self.variants) + 1}"
         source = function(name, self.signature, function_body(graph, self.names, self.signature, others))
         predicate = function("holds", self.signature, conjunction("return ", conditions))
-        namespace = dict(self.names.values)
-        exec(compile(predicate, f"<peftc {self.name} {name}>", "exec"), namespace)
-        return Variant(name, conditions, graph, source, namespace["holds"], passthrough, traits or {})
+        values = dict(self.names.values)
+        return Variant(name, conditions, graph, source, (predicate, values), passthrough, traits or {})
 
     def add(self, variant: Variant) -> Variant:
         with Deferral():
