@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from peftc.equations.bindings import write_out
@@ -21,6 +22,7 @@ from peftc.syntax.numbers import COMPARISONS
 from peftc.syntax.printer import print_expression
 from peftc.syntax.walk import names_in, walk
 
+_MOST_ENTRIES = 2**32  # of a parameter
 _DIMENSIONS = {"kaiming": 1, "orthogonal": 2, "identity": 2}  # that a first value needs
 
 
@@ -74,6 +76,9 @@ class Place(Operands):
                 case ast.Parameter(name):
                     self._check_once(line, name)
                     sizes = tuple(map(self.size, line.sizes))
+                    if prod(sizes) > _MOST_ENTRIES:
+                        message = f"`{name}` is {Type(sizes)}, {prod(sizes):,} numbers, more than any weight has"
+                        raise FormError("P318", message, line)
                     self._check_initial(line, sizes)
                     self.parameters[name], self.sizes[name] = line, sizes
                 case ast.Let(name, value):

@@ -253,7 +253,7 @@ class TextForm(Form):
             return "it reads two states"
         return value.reason if value.varies or not self.inputs else "its value does not depend on its input"
 
-    def common_sizes(self, args: Args, dims: Dims) -> tuple[object, ...]:
+    def common_sizes(self, args: Args, dims: Dims) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """The sizes of the parameters that sites share, by name: all sites need the same.
 
         Empty where they depend on the widest site, and `dims` do not say yet how wide that is.

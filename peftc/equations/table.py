@@ -91,7 +91,10 @@ def with_built_in(spec: ast.Spec, texts: Mapping[str, str]) -> ast.Spec:
     Raises: PeftcError for a text that is no form.
     """
     forms: list[ast.Form] = []
+    calls = _calls(spec)
     for name, text in texts.items():
+        if name not in calls:
+            continue
         source = parse_text(f"peft 2\n{text}\n", f"forms/{name}.peft")
         form = next((s for s in source.statements if isinstance(s, ast.Form)), None)
         if form is None or form.name != name or len(source.statements) > 1:

@@ -274,8 +274,8 @@ class Form:
         """The floating-point operations of one token, or of a weight, where they are known."""
         return None
 
-    def common_sizes(self, args: Args, dims: Dims) -> tuple[object, ...]:
-        """What all sites with common parameters need to have alike, as pairs of a name and its value."""
+    def common_sizes(self, args: Args, dims: Dims) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The sizes of the parameters that sites have in common, by name: all sites need the same."""
         return ()
 
     def count(self, args: Args, dims: Dims) -> Count:

@@ -17,6 +17,7 @@ from peftc.forms.shapes import Ids, Shape, Tokens, Vector
 from peftc.planning.ir import FormInstance, SiteEdit
 from peftc.syntax import ast
 
+NamedSize = tuple[str, tuple[int, ...]]
 DEFAULT_TASK = "default"  # of edits `per task` where no tasks are named
 _LAYER_PATH = re.compile(r"(.*?\blayer\[\d+\])\.?(.*)")
 
@@ -41,7 +42,7 @@ class LoweringContext:
     shared: Mapping[str, ast.Call] = field(default_factory=dict[str, ast.Call])  # `let NAME = shared(form(…))`
     sharers: Mapping[str, Sequence[Sharer]] = field(default_factory=dict[str, Sequence[Sharer]])  # by owner
     groups: Mapping[str, Mapping[tuple[str, str, Shape], Sequence[str]]] = field(default_factory=dict)  # by edit
-    sizes: dict[str, tuple[object, ...]] = field(default_factory=dict[str, tuple[object, ...]])
+    sizes: dict[str, tuple[NamedSize, ...]] = field(default_factory=dict[str, tuple[NamedSize, ...]])
     owners: dict[str, tuple[Form, Shape, Shape | None]] = field(default_factory=dict)
 
     @cached_property
@@ -60,12 +61,14 @@ class LoweringContext:
         home = next((self._layers[name] for name in prefixes if name in self._layers), sharer.module)
         return path_spot(sharer.path, *sharer.features)._replace(home=home)
 
-    def check_common_sizes(self, owner: str, sizes: tuple[object, ...], span: Span) -> None:
+    def check_common_sizes(self, owner: str, sizes: tuple[NamedSize, ...], span: Span) -> None:
         """Raises: P305 if common parameters of an equation need other sizes than at first."""
         first = self.sizes.setdefault(owner, sizes) if sizes else sizes
         if first != sizes:
             pairs = [pair for pair in zip(first, sizes, strict=True) if pair[0] != pair[1]]
-            notes = tuple(f"first {before}, here {here}" for before, here in pairs)
+            notes = tuple(
+                f"`{name}` is {list(before)} first, and {list(here)} here" for (name, before), (_, here) in pairs
+            )
             message = "sites of different sizes share parameters of these sizes"
             raise PeftcError(Diagnostic("P305", message, span, notes=notes, help="write an edit for each size"))
 

@@ -280,3 +280,28 @@ def test_what_belongs_to_version_2(text: str, code: str) -> None:
     with pytest.raises(PeftcError) as error:
         peftc.plan(text, zoo.build("bert", torch.float64))
     assert code in {d.code for d in error.value.diagnostics}
+
+
+def test_a_difference_of_common_sizes_names_them() -> None:
+    text = "form g(x) { param A[d(out), d(x)] per edit = 0 f = A @ x }"
+    (error,) = check(text, "h += g(x)", "layer[*].attn.q | layer[*].ffn.up")
+    assert error.code == "P305"
+    assert re.fullmatch(r"`A` is \[\d+, \d+\] first, and \[\d+, \d+\] here", error.notes[0])
+
+
+@pytest.mark.parametrize("kind", ["param", "fixed"])
+def test_a_parameter_of_no_sensible_size(kind: str) -> None:
+    text = f"form g(x) {{ {kind} A[99999, 99999, 99] = 0 param B[d(out), d(x)] = 0 f = A[0, 0, 0] * B @ x }}"
+    (error,) = check(text, "h += g(x)")
+    assert error.code == "P318"
+
+
+def test_a_product_with_a_negative() -> None:
+    text = "form g(x, r) { param A[r, d(x)] = kaiming param B[d(out), r] = 0 f = B @ -A @ x }"
+    model = zoo.build("bert", torch.float64)
+    peftc.compile(f"peft 2\n{text}\nedit e at layer[*].attn.q {{ h += g(x, r=2) }}\n", model)
+    form: Any = next(m for m in model.modules() if isinstance(m, EquationModule))
+    with torch.no_grad():
+        form.B.normal_()
+    x = torch.randn(2, 3, form.A.shape[1], dtype=torch.float64)
+    torch.testing.assert_close(form(x), -(x @ form.A.T) @ form.B.T)
