@@ -55,6 +55,7 @@ benchmarks: $(READY)
 	$(BIN)/python -m benchmarks.mixed_rows
 	$(BIN)/python -m benchmarks.dispatch
 	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.peers
 	$(BIN)/python -m benchmarks.training
 	$(BIN)/python -m benchmarks.gpu
 

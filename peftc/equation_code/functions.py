@@ -102,8 +102,7 @@ def at_positions(x: Tensor, sequence: Sequence | None, first: int | None, last: 
 
 def orthonormal(a: Tensor) -> Tensor:
     """The rows of a matrix made orthonormal, in their order. torch has no `qr` of float16."""
-    rows = a.float() if a.dtype in (torch.float16, torch.bfloat16) else a
-    q, upper = torch.linalg.qr(rows.mT)
+    q, upper = torch.linalg.qr(full(a).mT)
     return (q * upper.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).mT.to(a.dtype)
 
 
@@ -134,10 +133,26 @@ def eye(a: Tensor) -> Tensor:
     return torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
 
 
+def full(a: Tensor) -> Tensor:
+    """A tensor in float32 where torch has no such function of half precision."""
+    return a.float() if a.dtype in (torch.float16, torch.bfloat16) else a
+
+
 def cayley(q: Tensor) -> Tensor:
     """(I - Q) (I + Q)⁻¹ of square matrices (…, n, n)."""
-    one = eye(q)
-    return torch.linalg.solve(one + q, one - q, left=False)
+    wide = full(q)
+    one = eye(wide)
+    return torch.linalg.solve(one + wide, one - wide, left=False).to(q.dtype)
+
+
+def solve(a: Tensor, b: Tensor) -> Tensor:
+    """A⁻¹ B of square matrices (…, n, n)."""
+    return torch.linalg.solve(full(a), full(b)).to(a.dtype)
+
+
+def inverse(a: Tensor) -> Tensor:
+    """A⁻¹ of square matrices (…, n, n)."""
+    return torch.linalg.inv(full(a)).to(a.dtype)
 
 
 def circulant(c: Tensor) -> Tensor:
@@ -148,7 +163,7 @@ def circulant(c: Tensor) -> Tensor:
 
 def fourier(a: Tensor) -> Tensor:
     """The real part of the inverse 2-D discrete Fourier transform of a real matrix."""
-    return torch.fft.ifft2(a).real
+    return torch.fft.ifft2(full(a)).real.to(a.dtype)
 
 
 def times_blocks(a: Tensor, r: Tensor) -> Tensor:
@@ -164,19 +179,19 @@ def block_map(x: Tensor, r: Tensor) -> Tensor:
 def circulant_map(x: Tensor, c: Tensor) -> Tensor:
     """circulant(c) x for each token, by the fast Fourier transform: x (…, n), c (n,)."""
     n = len(c)
-    return torch.fft.irfft(torch.fft.rfft(c) * torch.fft.rfft(x), n=n)
+    return torch.fft.irfft(torch.fft.rfft(full(c)) * torch.fft.rfft(full(x)), n=n).to(x.dtype)
 
 
 def svd(w: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
     """U (rows, r), s (r,) and V (columns, r) of the r largest singular values of a matrix."""
-    u, s, vh = torch.linalg.svd(w, full_matrices=False)
+    u, s, vh = (part.to(w.dtype) for part in torch.linalg.svd(full(w), full_matrices=False))
     return u[:, :r], s[:r], vh[:r].mT
 
 
 def qr(w: Tensor) -> tuple[Tensor, Tensor]:
     """Q and R of a matrix: Q has orthonormal columns, R is upper triangular."""
-    q, r = torch.linalg.qr(w)
-    return q, r
+    q, r = torch.linalg.qr(full(w))
+    return q.to(w.dtype), r.to(w.dtype)
 
 
 def t(a: Tensor) -> Tensor:

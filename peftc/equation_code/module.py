@@ -10,7 +10,6 @@ from torch import Tensor
 from peftc.equation_code.code import evaluate
 from peftc.equation_code.fold import Fold
 from peftc.equation_code.form_code import forward_of
-from peftc.equation_code.hooks import Hookable
 from peftc.equation_code.initial_values import draw_at, write_initial
 from peftc.equations.definition import OWNER, TextForm
 from peftc.equations.patterns import bottleneck_of, takes_rows
@@ -18,6 +17,7 @@ from peftc.equations.primitives import ACTIVATIONS
 from peftc.forms.affine_module import Affine
 from peftc.forms.module import Draw, FormModule, Generators, HiddenUnits, has_values
 from peftc.forms.sequence_module import Sequence
+from peftc.modules.form_hooks import Hookable
 from peftc.syntax import ast
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from peftc.equations.matrices import DECOMPOSITIONS
 from peftc.equations.operands import OUT, POSITIONS, TOKENS
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS
 from peftc.equations.table import FORMS
-from peftc.equations.words import INITIAL_VALUES, NONE, NUMBERS, SIZES, is_reserved, words_of
+from peftc.equations.words import INITIAL_VALUES, NONE, NUMBERS, SIZES, words_of
+from peftc.forms.reserved import is_reserved
 from peftc.syntax import ast
 from peftc.syntax.printer import print_expression
 from peftc.syntax.vocabulary import CONCAT, FROZEN_MODULES, SHARED, STATES

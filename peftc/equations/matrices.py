@@ -106,7 +106,7 @@ MATRICES: Mapping[str, Primitive] = {
             "solve(A, B)",
             "A⁻¹ B, of each block",
             rules.solution,
-            "torch.linalg.solve",
+            "peftc.equation_code.functions.solve",
             lambda a, b: 0.0 if b == 0 else None,
             flops=lambda operands, result: 2 * result.entries * result.size[-2],
             operands=(2, 2),
@@ -143,7 +143,7 @@ MATRICES: Mapping[str, Primitive] = {
             "inverse(A)",
             "A⁻¹, of each block",
             rules.square,
-            "torch.linalg.inv",
+            "peftc.equation_code.functions.inverse",
             flops=lambda operands, result: 2 * result.entries * result.size[-1],
         ),
     )

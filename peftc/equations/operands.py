@@ -256,9 +256,9 @@ class Operands:
         """Rows of keys and values, [heads, rows, features] each."""
         for operand, part in ((keys, node.first), (values, node.second)):
             if not isinstance(operand, Value) or operand.type.batch or len(operand.type.size) != 3:
-                given = operand.type if isinstance(operand, Value) else "a number"
+                other = operand.type if isinstance(operand, Value) else "a number"
                 raise FormError(
-                    "P301", f"expected rows [heads, rows, features], `{print_expression(part)}` is {given}", part
+                    "P301", f"expected rows [heads, rows, features], `{print_expression(part)}` is {other}", part
                 )
         assert isinstance(keys, Value)
         assert isinstance(values, Value)

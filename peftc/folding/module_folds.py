@@ -299,7 +299,13 @@ class Interpreter:
                 if isinstance(value, Affine) and reason is not None:
                     raise NotAffine(f"`{show_term(term)}`: {reason}", term)
                 module = self.modules[instance.key]
-                return module.fold(value) if isinstance(value, Affine) else module(value)
+                if not isinstance(value, Affine):
+                    return module(value)
+                folded = module.fold(value)
+                if not isinstance(folded, Affine):  # pyright: ignore[reportUnnecessaryIsInstance]  # the user's code
+                    message = f"`fold` of the Python form `{instance.form.name}` gives a {type(folded).__name__}"
+                    raise PeftcError(Diagnostic("P574", message, help="it gives a `peftc.forms.affine_module.Affine`"))
+                return folded
             case Arithmetic(left=left, right=right):
                 return arithmetic(term, self.value(left), self.value(right))
             case _:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import get_args, get_type_hints
 
+from peftc.diagnostics.suggestions import join_names
 from peftc.forms.form import Args, Dims, Form, Parameter, PlacementError
 from peftc.forms.registry import is_built_in
+from peftc.forms.reserved import is_reserved
 from peftc.forms.shapes import Shape
+
+DISTRIBUTIONS = ("normal", "truncated", "uniform", "kaiming", "orthogonal", "identity")
+_DIMENSIONS = {"kaiming": 1, "orthogonal": 2, "identity": 2}  # that a first value needs
 
 
 def shape_at(form: Form, args: Args, dims: Dims) -> Shape:
@@ -45,6 +50,23 @@ def shape_at(form: Form, args: Args, dims: Dims) -> Shape:
 def _check_parameter(form: Form, parameter: object) -> None:
     if not isinstance(parameter, Parameter):
         raise PlacementError("P574", f"`{form.name}` gives {parameter!r}, which is no `peftc.forms.Parameter`")
-    sizes = () if parameter.size is None else parameter.size
-    if not parameter.name.isidentifier() or not all(isinstance(n, int) and n > 0 for n in sizes):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise PlacementError("P574", f"`{form.name}` has a parameter `{parameter.name}` of size {parameter.size}")
+    name, sizes, first = parameter.name, parameter.size, parameter.first
+    if not isinstance(name, str) or not name.isidentifier() or is_reserved(name):  # pyright: ignore[reportUnnecessaryIsInstance]
+        message = f"`{form.name}` has a parameter `{name}`, a name that its module has already, or that is none"
+        raise PlacementError("P574", message, help="use another name")
+    sizes = () if sizes is None else sizes
+    if not isinstance(sizes, tuple) or not all(isinstance(n, int) and n > 0 for n in sizes):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise PlacementError("P574", f"`{name}` of `{form.name}` has the size {sizes!r}, not a tuple of whole numbers")
+    for what, word in (("role", parameter.role), ("scope", parameter.scope)):
+        words = get_args(get_type_hints(Parameter)[what])
+        if word not in words:
+            message = f"`{name}` of `{form.name}` has the {what} `{word}`"
+            raise PlacementError("P574", message, help=f"one of {join_names(words)}")
+    kind = first[0] if isinstance(first, tuple) else first if isinstance(first, str) else ""
+    least = _DIMENSIONS.get(kind, 0) if parameter.size is not None else 0
+    if kind not in ("", *DISTRIBUTIONS) or len(sizes) < least or (least == 2 and len(sizes) > 2):
+        message = f"`{name}` of `{form.name}`, of size {list(sizes)}, cannot start as {first!r}"
+        raise PlacementError("P574", message, help=f"a number, or one of {join_names(DISTRIBUTIONS)}")
+    if parameter.role == "fixed" and form.argument("seed") is None:
+        message = f"`{name}` of `{form.name}` is drawn from the argument `seed`, which the form has not"
+        raise PlacementError("P574", message, help="add `peftc.forms.arguments.SEED` to its arguments")

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.form import Args, Dims, FirstValue, Form, ModulePath, Parameter
+from peftc.modules.form_hooks import Hookable
 from peftc.modules.new_modules import module_with, uninitialised_like
 from peftc.modules.torch_attributes import TABLES
 
@@ -151,8 +152,12 @@ class FormModule(nn.Module):
             _fill(self.get_buffer(name), draw, seeded(f"{self.form_args['seed']}/{place}/{name}"))
 
     def fixed_draws(self) -> Mapping[str, Draw]:
-        """How each fixed tensor is drawn."""
-        return {}
+        """How each fixed tensor is drawn, by `Parameter.first`."""
+        return {
+            p.name: draw_of(p.first, p.size)
+            for p in self.definition.parameters(self.form_args, self.form_dims)
+            if p.role == "fixed" and p.size is not None and p.scope in self.scopes
+        }
 
     def copier(self) -> Callable[[], FormModule] | None:
         """A function that makes forms like this new one, with uninitialised parameters of their own, in a fraction of the
@@ -232,7 +237,7 @@ class FormModule(nn.Module):
         return ", ".join([*said, *(f"{n}: {tuple(p.shape)}" for n, p in self.named_parameters(recurse=False))])
 
 
-class Member(FormModule):
+class Member(Hookable, FormModule):
     """The place of one site among those that share all the parameters of `owner`."""
 
     owner_module: FormModule  # pyright: ignore[reportIncompatibleVariableOverride]  # a member always has one
@@ -286,7 +291,16 @@ def _module(
         cls = cast(type[FormModule], getattr(import_module(module), name))
     else:
         cls = _class_of_user(instance.form, path)
-    return cls(instance.form, args, instance.dims, scopes, parameter_dtype(args, dtype), device)
+    options = (instance.form, args, instance.dims, scopes, parameter_dtype(args, dtype), device)
+    if cls.__module__.startswith("peftc."):
+        return cls(*options)
+    try:
+        return cls(*options)
+    except PeftcError:
+        raise
+    except Exception as error:  # the user's code
+        message = f"the module of the Python form `{instance.form.name}` failed: {type(error).__name__}: {error}"
+        raise PeftcError(Diagnostic("P574", message)) from error
 
 
 def _class_of_user(form: Form, path: ModulePath) -> type[FormModule]:

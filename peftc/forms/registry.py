@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.filesystem import resources
-from peftc.forms.form import Form
+from peftc.forms.form import Argument, Form
 
 FormClass = TypeVar("FormClass", bound=type[Form])
 ENTRY_POINTS = "peftc.forms"
@@ -129,7 +129,8 @@ def _is_same(one: type, other: type) -> bool:
 def _check(form: object) -> None:
     if not isinstance(form, type) or not issubclass(form, Form):
         raise _refusal(form, f"`{form!r}` is not a subclass of `peftc.forms.Form`")
-    if not form.name.isidentifier() or not form.name.isascii():
+    name: object = form.name
+    if not isinstance(name, str) or not name.isidentifier() or not name.isascii():  # pyright: ignore[reportUnnecessaryIsInstance]
         raise _refusal(form, f"`{form.name}` is not a name that a spec can write", 'write `name = "…"` in the class')
     if form.name in resources.forms():
         raise _refusal(form, f"`{form.name}` is a form of peftc", "give it another name")
@@ -139,6 +140,8 @@ def _check(form: object) -> None:
         module, _, name = path.partition(":") if isinstance(path, str) and path else ("a", ":", "class")
         if not all(part.isidentifier() for part in (*module.split("."), name)):
             raise _refusal(form, f"`{path}` does not name a module", 'write `module = "package.module:Class"`')
+    if not isinstance(form.arguments, tuple) or not all(isinstance(one, Argument) for one in form.arguments):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise _refusal(form, "its arguments are no tuple of `peftc.forms.Argument`")
     arguments = [argument.name for argument in form.arguments]
     twice = next((name for name in arguments if arguments.count(name) > 1), None)
     if twice is not None:

@@ -349,6 +349,7 @@ class InstallationBuilder:
         shared = nn.Module()
         for owner, form in self.shared.items():
             shared.add_module(shared_name(owner).rpartition(".")[2], form)
+        shared.train(self.model.training)
         for edited in self.modules:
             if self.present or not edited.module.training:
                 edited.container.train(edited.module.training)

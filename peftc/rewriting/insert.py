@@ -36,6 +36,7 @@ from peftc.rewriting.edits import (
 from peftc.rewriting.node_builder import NodeBuilder, StackedWeight
 from peftc.rewriting.prompts import prepend_tokens, prompted_call, provides_positions
 from peftc.rewriting.states import REPLACES, StateLookup, copy_operands_of_edits, copy_value
+from peftc.rewriting.weight_products import OWN_DTYPE
 from peftc.runtime.layouts import (
     as_before,
     features_last,
@@ -227,6 +228,8 @@ class EquationInserter(NodeBuilder):
         node = self.inserter.latest(reads[0])
         self.start_after(node)
         new = self.function(stored_as, self.value(), node)
+        instances = [term.instance for term in ir.subterms(self.assign.value) if isinstance(term, ir.FormCall)]
+        new.meta[OWN_DTYPE] = any(instance.args.get("dtype") is not None for instance in instances)
         if state.weight.rows is not None:
             new = self.put_rows(self.matrix(node, state.weight), state.weight.rows, new, 0, state.size)
         if state.weight.layout is not None:

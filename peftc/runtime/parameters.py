@@ -3,6 +3,9 @@
 from typing import Any
 
 import torch
+from torch.nn import functional as F
+
+from peftc.equation_code.functions import add_to, cast_like
 
 Rows = tuple[int, int, int, int, int]
 """(base, count, stride, start, stop): rows [start, stop) of `count` blocks of `stride` rows."""
@@ -27,6 +30,35 @@ def full_precision(weight: torch.Tensor) -> torch.Tensor:
 def stored_as(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """A new value of a parameter, rounded once to the parameter's dtype."""
     return value.to(weight.dtype)
+
+
+def scaled_product(x: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, *products: Any) -> torch.Tensor:
+    """x Wᵀ for the edited weight W = rows ⊙ (weight + Σ factor · left right), without forming W.
+
+    In half precision, and of a quantised weight, W is formed, and rounded once.
+
+    Args:
+        products: factor, left and right of each product.
+
+    Shapes:
+        x: (…, d_in)
+        weight: (d_out, d_in)
+        rows: (d_out, 1)
+        left, right: (d_out, r), (r, d_in)
+        result: (…, d_out)
+    """
+    parts = [products[i : i + 3] for i in range(0, len(products), 3)]
+    dtypes = {rows.dtype, *(part.dtype for product in parts for part in product[1:])}
+    if dtypes != {weight.dtype} or weight.dtype in (torch.float16, torch.bfloat16) or is_quantised(weight):
+        edited = full_precision(weight)
+        for factor, left, right in parts:
+            edited = add_to(edited, torch.matmul(left, right), factor)
+        edited = cast_like(rows * cast_like(edited, rows), edited)
+        return F.linear(x, stored_as(edited, weight))
+    result = F.linear(x, weight)
+    for factor, left, right in parts:
+        result = add_to(result, F.linear(F.linear(x, right), left), factor)
+    return result * cast_like(rows.squeeze(-1), result)
 
 
 def as_matrix(stored: torch.Tensor, order: tuple[int, ...], rows: int) -> torch.Tensor:

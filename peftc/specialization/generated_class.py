@@ -18,7 +18,7 @@ from peftc.concurrency.context import ALL, CHOICE, ChoiceVar, preserve_choices
 from peftc.concurrency.interrupts import Deferral, shielded
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.diagnostic import printable
-from peftc.equation_code.hooks import GLOBAL_HOOKS, HOOKED_FORMS, has_hooks
+from peftc.modules.form_hooks import GLOBAL_HOOKS, HOOKED_FORMS, has_hooks
 from peftc.modules.instance_forward import FORWARD, GENERATED, replace_base, with_generated_forward
 from peftc.rewriting.boundary import boundary_graph
 from peftc.rewriting.edits import CONTAINER, RegionEdit

@@ -16,7 +16,7 @@ from peftc.installation.record import installation_of
 from peftc.models.names import error_summary
 from peftc.planning import ir
 from peftc.training.tasks import task
-from peftc.verification.forward_modes import EVALUATION, ForwardMode, without_checkpointing
+from peftc.verification.forward_modes import EVALUATION, ForwardMode, training_mode, without_checkpointing
 from peftc.verification.reference.interpreter import Interpreter
 from peftc.verification.reference.locations import EditKey, ReferenceUnavailable, key_of
 from peftc.verification.reference.model import ReferenceModel
@@ -119,7 +119,7 @@ class Comparison:
         with ExitStack() as stack:
             stack.enter_context(self.selected_task())
             stack.callback(self.compiled.eval)
-            self.compiled.train(mode.train)  # its form modules are called
+            stack.enter_context(training_mode(self.compiled, mode.train))  # its form modules are called
             stack.enter_context(without_checkpointing())
             stack.enter_context(mode.applied_to(self.base))
             if recorder is None:

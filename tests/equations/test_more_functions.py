@@ -75,9 +75,9 @@ edit e at layer[*].ffn {{ h += experts(x, n=3, best=2, r=2) }}"""
         with torch.no_grad():
             module.fixed_rows.copy_(torch.eye(3, dtype=torch.float64)[:, None])
         weights = torch.softmax(x @ module.W.T, -1)
-        kept = weights * (weights >= weights.topk(2).values[..., -1:])
-        kept = kept / kept.sum(-1, keepdim=True)
-        expected = sum(kept[..., i : i + 1] * (x @ module.A[i].T @ module.B[i].T) for i in range(3))
+        chosen = weights * (weights >= weights.topk(2).values[..., -1:])
+        chosen = chosen / chosen.sum(-1, keepdim=True)
+        expected = sum(chosen[..., i : i + 1] * (x @ module.A[i].T @ module.B[i].T) for i in range(3))
         torch.testing.assert_close(module(x), expected, rtol=0, atol=TOLERANCE)
 
 
@@ -173,3 +173,28 @@ def test_positions() -> None:
     plan = peftc.plan(f"peft 2\n{text}{edit.format(', last=1')}\n", zoo.build("bert", torch.float64))
     assert plan.edits[0].reason
     assert "positions" in plan.edits[0].reason
+
+
+HALF = {
+    "cayley": "form g(w) { param Q[cols(w) / 4, 6] = 0 f = w @ blocks(cayley(skew(Q))) }",
+    "solve": "form g(w) { param Q[cols(w) / 4, 6] = 0 f = w @ blocks(solve(eye(skew(Q)) + skew(Q), eye(skew(Q)))) }",
+    "inverse": "form g(w) { param Q[cols(w) / 4, 6] = 0 f = w @ blocks(inverse(eye(skew(Q)) + skew(Q))) }",
+    "fourier": "form g(w) { param C[rows(w), cols(w)] = 0 f = w + fourier(C) }",
+    "circulant": "form g(x) { param c[d(x)] = 0 f = circulant(c) @ x }",
+    "svd": "form g(w) { param A[rows(w), 2] = svd(w, 2).u f = w + A @ t(A) - initial(A @ t(A)) }",
+    "qr": "form g(w) { param A[rows(w), cols(w)] = qr(w).q f = w + A - initial(A) }",
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", HALF)
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    equation = "h += g(x, dtype={0})" if "g(x)" in HALF[name] else "w = g(w, dtype={0})"
+    word = str(dtype).rpartition(".")[2]
+    model: Any = zoo.build("bert", torch.float32).eval()
+    before = logits(model)
+    peftc.compile(f"peft 2\n{HALF[name]}\nedit e at layer[*].attn.q {{ {equation.format(word)} }}\n", model, seed=1)
+    torch.testing.assert_close(logits(model), before, rtol=0.1, atol=0.1)
+    result = logits(model.to(dtype))
+    assert result.dtype == dtype
+    assert bool(result.isfinite().all())

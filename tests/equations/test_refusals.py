@@ -15,7 +15,8 @@ from peftc.cli.main import main
 from peftc.diagnostics import PeftcError
 from peftc.equation_code.module import EquationModule
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS
-from peftc.equations.words import INITIAL_VALUES, NUMBERS, SIZES, is_reserved
+from peftc.equations.words import INITIAL_VALUES, NUMBERS, SIZES
+from peftc.forms.reserved import is_reserved
 from tests import zoo
 from tests.equations.models import PAPERS, compiled, run
 

@@ -21,6 +21,7 @@ from peftc.forms import (
     SelectiveModule,
 )
 from peftc.forms.affine_module import Affine
+from peftc.forms.arguments import SEED
 from peftc.forms.shapes import Shape, Weight, entries
 
 R = Argument("r", "int", "rank", required=True, low=1)
@@ -64,6 +65,20 @@ class LowRank(Form):
     def rank(self, args: Args, dims: Dims) -> int | None:
         r: Any = args["r"]
         return r
+
+
+class FailingModule(FormModule):
+    def setup(self) -> None:
+        raise KeyError("nothing")
+
+
+class SignsModule(FormModule):
+    """f(h) = g ⊙ s ⊙ h, s drawn from the seed."""
+
+    g: nn.Parameter
+
+    def forward(self, h: Tensor) -> Tensor:
+        return (self.g * self.get_buffer("s") * h.to(self.g.dtype)).to(h.dtype)
 
 
 class DriftModule(FormModule):
@@ -114,6 +129,20 @@ class Drift(LowRank):
 
     def rank(self, args: Args, dims: Dims) -> int | None:
         return None
+
+
+class Signs(Drift):
+    name = "signs"
+    equation = "f(h) = g ⊙ s ⊙ h"
+    arguments = (SEED,)
+    module = SignsModule
+
+    def parameters(self, args: Args, dims: Dims) -> Iterable[Parameter]:
+        yield Parameter("g", (self.read_features(dims),))
+        yield Parameter("s", (self.read_features(dims),), ("normal", 1.0), role="fixed")
+
+    def not_affine(self, args: Args, dims: Dims) -> str | None:
+        return "it has no fold"
 
 
 class MixedModule(FormModule):

@@ -24,7 +24,7 @@ from peftc.diagnostics import PeftcError
 from peftc.forms import PYTHON_FORMS, Args, Argument, Dims, Form, FormModule, Parameter
 from tests import zoo
 from tests.forms import python_forms
-from tests.forms.python_forms import Drift, DriftModule, LowRank, Mask, Mixed
+from tests.forms.python_forms import Drift, DriftModule, LowRank, Mask, Mixed, Signs, SignsModule
 
 TOLERANCE = 1e-10
 LOW_RANK = "edit e at layer[*].attn.q | layer[*].ffn.up { h += low_rank(x, r=2) }"
@@ -186,6 +186,9 @@ def _form(**members: Any) -> type[Form]:
         _form(module=":Class"),
         _form(inputs=("h", "x", "c")),
         _form(arguments=(Argument("a", "int", ""), Argument("a", "int", ""))),
+        _form(arguments=Argument("a", "int", "")),
+        _form(arguments=("a",)),
+        _form(name=None),
     ],
 )
 def test_what_cannot_be_registered(form: Any) -> None:
@@ -216,9 +219,27 @@ def _twice(self: Form, args: Args, dims: Dims) -> Any:
     return [Parameter("A", (2, 3)), Parameter("A", (2, 3))]
 
 
+def _parameter(**fields: Any) -> Any:
+    def parameters(self: Form, args: Args, dims: Dims) -> Any:
+        return [Parameter(**{"name": "A", "size": (3, 4), **fields})]
+
+    return parameters
+
+
 @pytest.mark.parametrize(
     "members",
     [
+        {"parameters": _parameter(size=32)},
+        {"parameters": _parameter(name="training")},
+        {"parameters": _parameter(name="form_args")},
+        {"parameters": _parameter(name=3)},
+        {"parameters": _parameter(first="xavier")},
+        {"parameters": _parameter(first="orthogonal", size=(4,))},
+        {"parameters": _parameter(first="kaiming", size=())},
+        {"parameters": _parameter(role="buffer")},
+        {"parameters": _parameter(scope="edit")},
+        {"parameters": _parameter(role="fixed")},
+        {"module": python_forms.FailingModule},
         {"shape": _wrong_shape},
         {"shape": _failing},
         {"parameters": _failing},
@@ -253,6 +274,59 @@ def test_an_affine_form_without_a_fold_is_refused_by_fold() -> None:
         peftc.fold(model)
     assert error.value.diagnostics[0].code == "P574"
     assert torch.equal(logits(model), before)
+
+
+def test_a_fold_that_gives_no_affine_function_is_refused() -> None:
+    class WrongFold(python_forms.LowRankModule):
+        def fold(self, value: Any) -> Any:
+            return self.A
+
+    peftc.forms.register(_form(module=WrongFold))
+    model = compiled("edit e at layer[*].attn.q { h += other(x, r=2) }")
+    before = logits(model)
+    with pytest.raises(PeftcError) as error:
+        peftc.fold(model)
+    assert error.value.diagnostics[0].code == "P574"
+    assert torch.equal(logits(model), before)
+
+
+def test_fixed_tensors_are_drawn_from_the_seed(tmp_path: Path) -> None:
+    peftc.forms.register(Signs)
+    spec = "edit e at layer[*].attn.o { h += signs(h, seed=3) }"
+    model, again = compiled(spec), compiled(spec)
+    drawn = [[m.get_buffer("s") for m in one.modules() if isinstance(m, SignsModule)] for one in (model, again)]
+    assert all(map(torch.equal, *drawn))
+    assert not torch.equal(drawn[0][0], drawn[0][1]), "each site has its own"
+    assert all(0.3 < float(s.std()) < 3 for s in drawn[0])
+    peftc.save(model, tmp_path / "adapter")
+    loaded = zoo.build("bert", torch.float64).eval()
+    peftc.load(tmp_path / "adapter", loaded)
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_a_shared_form_is_in_the_mode_of_the_model(tmp_path: Path) -> None:
+    spec = "let s = shared(drift())\nedit a at layer[*].attn.o { h += s(h) }\nedit b at layer[*].ffn { h += s(h) }"
+    model = compiled(spec)
+    model.train()
+    logits(model)
+    model.eval()
+    expected = logits(model)
+    peftc.save(model, tmp_path / "adapter")
+    loaded = zoo.build("bert", torch.float64).eval()
+    peftc.load(tmp_path / "adapter", loaded)
+    assert not any(module.training for module in loaded.modules())
+    assert torch.equal(logits(loaded), expected)
+    assert torch.equal(logits(loaded), expected)
+
+
+def test_verify_leaves_states_alone() -> None:
+    model = compiled(DRIFT)
+    model.train()
+    logits(model)
+    model.eval()
+    expected = logits(model)
+    assert peftc.verify(model).ok
+    assert torch.equal(logits(model), expected)
 
 
 def test_a_class_that_is_defined_again_takes_the_place_of_the_first(

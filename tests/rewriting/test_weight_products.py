@@ -9,15 +9,18 @@ import torch
 from torch import Tensor, nn
 
 import peftc
+from peftc.equation_code import functions
 from tests import zoo
 
 DORA = "edit e at {at} {{ w = magnitude(w + lora(r=1, alpha=3)) }}".replace("lora(", "lowrank(")
 SUMS = {
     "dora": DORA,
-    "rows and a product": "edit e at {at} {{ w = 2 * (gain(w) + lowrank(r=1)) }}",
+    "rows": "edit e at {at} {{ w = gain(w) }}",
     "two products": "edit e at {at} {{ w = gain(w + lowrank(r=1) - 0.5 * lowrank(r=2)) }}",
 }
 KEPT = {
+    "a product without rows": "edit e at {at} {{ w = 2 * (gain(w) + lowrank(r=1)) }}",
+    "a dtype": "edit e at {at} {{ w = magnitude(w + lowrank(r=1, dtype=float32)) }}",
     "no rows": "edit e at {at} {{ w += lowrank(r=1) }}",
     "a wide product": "edit e at {at} {{ w = gain(w + lowrank(r=20)) }}",
     "entries": "edit e at {at} {{ w = gain(w) * hadamard(r=1) }}",
@@ -54,17 +57,17 @@ def saved_matrices(model: nn.Module) -> int:
     """How many tensors as large as a weight of a Linear autograd keeps, the parameters aside."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     shapes = {m.weight.shape for m in model.modules() if isinstance(m, nn.Linear)}
-    kept: dict[int, Tensor] = {}
+    large: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         pointer = tensor.untyped_storage().data_ptr()
         if pointer not in own and tensor.shape in shapes:
-            kept[pointer] = tensor
+            large[pointer] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(**zoo.inputs("llama", model))
-    return len(kept)
+    return len(large)
 
 
 @pytest.mark.parametrize("edit", [*SUMS.values(), *KEPT.values()], ids=[*SUMS, *KEPT])
@@ -107,3 +110,23 @@ def test_it_starts_as_the_base_bit_for_bit() -> None:
     before = model(**zoo.inputs("llama", model)).logits
     peftc.compile(f"peft 2\n{DORA.format(at='layer[*].attn.q')}\n", model)
     assert torch.equal(model(**zoo.inputs("llama", model)).logits, before)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_model_that_changes_its_dtype_rounds_the_edited_weight_once(dtype: str) -> None:
+    model = compiled(DORA).float()
+    model.to(getattr(torch, dtype))
+    linear: Any = model.get_submodule("model.layers.0.self_attn.q_proj")
+    x = torch.randn(2, 5, linear.weight.shape[1]).to(linear.weight.dtype)
+    values = {name.rpartition(".")[2]: p for name, p in peftc.parameters(model).items() if "layer[0].attn" in name}
+    edited = linear.weight.float() + 3 * (values["B"] @ values["A"])
+    rows = functions.ratio(functions.column(values["m"]), functions.norm(edited.to(linear.weight.dtype)))
+    weight = (rows * edited.to(rows.dtype)).to(linear.weight.dtype)
+    torch.testing.assert_close(linear(x), nn.functional.linear(x, weight), rtol=0, atol=0)
+
+
+def test_autocast_keeps_the_dtype_of_the_product() -> None:
+    model: Any = compiled(DORA).float()
+    linear = model.get_submodule("model.layers.0.self_attn.q_proj")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(torch.randn(2, 5, linear.weight.shape[1])).dtype == torch.bfloat16

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import peftc
+from peftc.forms import FormModule
 from tests import zoo
 from tests.laws.harness import randomise
 from tests.survival.harness import SOME, SPECIES, compiled, layers, model_inputs, text
@@ -178,3 +179,16 @@ def test_tensor_hooks_of_base_parameters(name: str) -> None:
     peftc.remove(model)
     run(model, inputs)
     assert calls == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("where", ["members", "owner"])
+def test_hooks_on_shared_forms_see_each_call(where: str) -> None:
+    model = zoo.build("llama", torch.float64).eval()
+    spec = "let s = shared(lora(r=2))\nedit a at layer[*].attn.q { h += s(x) }\nedit b at layer[*].attn.o { h += s(x) }"
+    peftc.compile(f"peft 2\n{spec}\n", model, seed=0)
+    calls: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, FormModule) and name.startswith("peftc_shared") == (where == "owner"):
+            module.register_forward_hook(lambda *args: calls.append("call"))
+    model(**zoo.inputs("llama", model))
+    assert len(calls) == 2 * model.config.num_hidden_layers

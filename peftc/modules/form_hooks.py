@@ -69,5 +69,11 @@ def is_hooked(module: nn.Module) -> bool:
 
 def has_hooks(container: nn.Module | None) -> bool:
     """Whether hooks want to see the calls of the forms in the container of an edited module."""
-    forms = () if container is None else (m for m in container.modules() if isinstance(m, Hookable))
-    return any(GLOBAL_HOOKS.values()) or any(map(is_hooked, forms))
+    if any(GLOBAL_HOOKS.values()):
+        return True
+    for module in () if container is None else container.modules():
+        if isinstance(module, Hookable):
+            owner = getattr(module, "owner_module", None)
+            if is_hooked(module) or (owner is not None and is_hooked(owner)):
+                return True
+    return False
