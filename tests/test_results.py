@@ -71,6 +71,17 @@ def test_the_overhead() -> None:
         )
 
 
+def test_the_peers() -> None:
+    _, *table = rows(PROMISES, "| | | peftc | PEFT | kept by peftc |")
+    measured = results("peers")["results"]
+    for one, row in zip(measured, table, strict=True):
+        costs = [f"{100 * one['over'][name]:+.0f} %" for name in ("peftc", "PEFT")]
+        memory = [
+            f"{one['saved'][name] / 2**20:.1f} MiB" if one["work"] == "train" else "" for name in ("peftc", "PEFT")
+        ]
+        assert row == [one["method"], one["work"], *costs, *memory]
+
+
 def test_the_coverage() -> None:
     summary = results("coverage")["summary"]
     shares = [summary[key].partition("(")[2].rstrip(")") for key in ("a, b, c, e", "d")]

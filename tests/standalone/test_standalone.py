@@ -36,7 +36,18 @@ form tied(x, r) {
 }
 edit e at layer[*].attn.q | layer[*].attn.k { h += tied(x, r=4) }
 """
+ROTATIONS = """peft 2
+form kept(x) {
+    param A[d(out), d(x)] = normal(0.1)
+    f = (A - initial(A)) @ x
+}
+edit o at layer[*].attn.q { w = orthogonal(w, block=4) }
+edit r at layer[*] { h += reft(h, r=2) }
+edit p at layer[*].ffn { h += phm(x, r=4, n=2) }
+edit k at layer[*].attn.k { h += kept(x) }
+"""
 CASES = {"llama": ("llama", LINEARS), "bart": ("bart", STATES), "bert": ("bert", OWN), "half": ("llama", LINEARS)}
+CASES["gpt2"] = ("gpt2", ROTATIONS)
 
 
 def saved_model(name: str, folder: Path) -> nn.Module:
@@ -99,6 +110,7 @@ def test_a_saved_model_computes_the_same_without_peftc(name: str, folder: Path, 
     ("spec", "reason"),
     [
         ("edit p at layer[*].attn { kv = concat(prefix(len=3), kv) }", "`prefix` at `"),
+        ("edit r at layer[*] { h += reft(h, r=2, first=1) }", "runs all children"),
         ("edit t at layer[*].attn.q per task { h += lora(x, r=2) }", "for each task"),
     ],
 )
