@@ -53,6 +53,11 @@ def compiled(model: Any, spec: str = SPEC) -> Any:
     return model
 
 
+def nearly(value: Tensor, expected: Tensor) -> None:
+    """Equal but for rounding: with hooks, forms are called, and `dora` forms the edited weight."""
+    torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
+
+
 def logits(model: Any) -> Tensor:
     return model(**zoo.inputs("llama", llama()))[0]
 
@@ -166,24 +171,24 @@ def test_hooks_removed_before_the_edits(name: str, want: dict[str, Any], tmp_pat
 
 def test_hooks_added_after_the_edits(want: dict[str, Any]) -> None:
     model = dispatch_model(compiled(llama()), {"": "cpu"}, force_hooks=True)
-    assert torch.equal(logits(model), want["out"])
+    nearly(logits(model), want["out"])
     with peftc.disabled(model):
         assert torch.equal(logits(model), want["base"])
     twin = copy.deepcopy(model)
     assert torch.equal(logits(peftc.remove(model)), want["base"])
-    assert torch.equal(logits(twin), want["out"])
+    nearly(logits(twin), want["out"])
     remove_hook_from_submodules(twin)
-    assert torch.equal(logits(twin), want["out"])
+    nearly(logits(twin), want["out"])
 
 
 @offloads
 def test_offloaded_edits_are_not_trained(want: dict[str, Any]) -> None:
     model = cpu_offload(compiled(llama()), torch.device("cpu"))
-    assert torch.equal(logits(model), want["out"])
+    nearly(logits(model), want["out"])
     with pytest.raises(peftc.PeftcError, match="P566"):
         peftc.parameters(model)
     remove_hook_from_submodules(model)
-    assert torch.equal(logits(model), want["out"])
+    nearly(logits(model), want["out"])
     assert peftc.parameters(model)
 
 
