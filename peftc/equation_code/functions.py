@@ -102,7 +102,7 @@ def at_positions(x: Tensor, sequence: Sequence | None, first: int | None, last: 
 
 def orthonormal(a: Tensor) -> Tensor:
     """The rows of a matrix made orthonormal, in their order. torch has no `qr` of float16."""
-    q, upper = torch.linalg.qr(full(a).mT)
+    q, upper = torch.linalg.qr(upcast(a).mT)
     return (q * upper.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).mT.to(a.dtype)
 
 
@@ -133,26 +133,26 @@ def eye(a: Tensor) -> Tensor:
     return torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
 
 
-def full(a: Tensor) -> Tensor:
+def upcast(a: Tensor) -> Tensor:
     """A tensor in float32 where torch has no such function of half precision."""
     return a.float() if a.dtype in (torch.float16, torch.bfloat16) else a
 
 
 def cayley(q: Tensor) -> Tensor:
     """(I - Q) (I + Q)⁻¹ of square matrices (…, n, n)."""
-    wide = full(q)
+    wide = upcast(q)
     one = eye(wide)
     return torch.linalg.solve(one + wide, one - wide, left=False).to(q.dtype)
 
 
 def solve(a: Tensor, b: Tensor) -> Tensor:
     """A⁻¹ B of square matrices (…, n, n)."""
-    return torch.linalg.solve(full(a), full(b)).to(a.dtype)
+    return torch.linalg.solve(upcast(a), upcast(b)).to(a.dtype)
 
 
 def inverse(a: Tensor) -> Tensor:
     """A⁻¹ of square matrices (…, n, n)."""
-    return torch.linalg.inv(full(a)).to(a.dtype)
+    return torch.linalg.inv(upcast(a)).to(a.dtype)
 
 
 def circulant(c: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def circulant(c: Tensor) -> Tensor:
 
 def fourier(a: Tensor) -> Tensor:
     """The real part of the inverse 2-D discrete Fourier transform of a real matrix."""
-    return torch.fft.ifft2(full(a)).real.to(a.dtype)
+    return torch.fft.ifft2(upcast(a)).real.to(a.dtype)
 
 
 def times_blocks(a: Tensor, r: Tensor) -> Tensor:
@@ -179,18 +179,18 @@ def block_map(x: Tensor, r: Tensor) -> Tensor:
 def circulant_map(x: Tensor, c: Tensor) -> Tensor:
     """circulant(c) x for each token, by the fast Fourier transform: x (…, n), c (n,)."""
     n = len(c)
-    return torch.fft.irfft(torch.fft.rfft(full(c)) * torch.fft.rfft(full(x)), n=n).to(x.dtype)
+    return torch.fft.irfft(torch.fft.rfft(upcast(c)) * torch.fft.rfft(upcast(x)), n=n).to(x.dtype)
 
 
 def svd(w: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
     """U (rows, r), s (r,) and V (columns, r) of the r largest singular values of a matrix."""
-    u, s, vh = (part.to(w.dtype) for part in torch.linalg.svd(full(w), full_matrices=False))
+    u, s, vh = (part.to(w.dtype) for part in torch.linalg.svd(upcast(w), full_matrices=False))
     return u[:, :r], s[:r], vh[:r].mT
 
 
 def qr(w: Tensor) -> tuple[Tensor, Tensor]:
     """Q and R of a matrix: Q has orthonormal columns, R is upper triangular."""
-    q, r = torch.linalg.qr(full(w))
+    q, r = torch.linalg.qr(upcast(w))
     return q.to(w.dtype), r.to(w.dtype)
 
 

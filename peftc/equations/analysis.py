@@ -15,7 +15,7 @@ from peftc.equations.operands import OUT, Operands, real, shown
 from peftc.equations.products import Products
 from peftc.equations.values import FormError, Number, Type, Value, type_of
 from peftc.equations.words import INITIAL_VALUES, NONE
-from peftc.forms.form import Args
+from peftc.forms.form import DISTRIBUTIONS, Args
 from peftc.forms.shapes import KeyValue, Rows, Shape, Tokens, Vector, Weight
 from peftc.syntax import ast
 from peftc.syntax.numbers import COMPARISONS
@@ -23,7 +23,6 @@ from peftc.syntax.printer import print_expression
 from peftc.syntax.walk import names_in, walk
 
 _MOST_ENTRIES = 2**32  # of a parameter
-_DIMENSIONS = {"kaiming": 1, "orthogonal": 2, "identity": 2}  # that a first value needs
 
 
 @dataclass
@@ -143,7 +142,7 @@ class Place(Operands):
         node = line.value
         name = node.id if isinstance(node, ast.Name) else node.function if isinstance(node, ast.Call) else ""
         if name in INITIAL_VALUES and (isinstance(node, ast.Call) or name not in self.numbers):
-            least = _DIMENSIONS.get(name, 0)
+            least = DISTRIBUTIONS.get(name, 0)
             if len(sizes) < least or (least == 2 and len(sizes) > 2):
                 wanted = "a matrix" if least == 2 else "one with sizes"
                 message = f"`{name}` is a first value of {wanted}, and `{line.name}` is {Type(sizes)}"

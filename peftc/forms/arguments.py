@@ -14,7 +14,6 @@ REDUCTION = Argument("reduction", "int", "instead of r: r = d_in // reduction", 
 DROPOUT = Argument(
     "dropout", "float", "probability of zeroing a feature while training", 0.0, low=0.0, high=1.0, open="high"
 )
-R = Argument("r", "int", "rank of the product B A", required=True, low=1)
 ALPHA = Argument(
     "alpha", "float", "numerator of the scale; without it alpha = r, so that the scale is 1", low=0.0, open="low"
 )
@@ -84,19 +83,6 @@ def bounded_rank(form: str, r: int, d_out: int, d_in: int) -> None:
             (f"it maps {d_in} features to {d_out}: the change cannot have a higher rank than {min(d_out, d_in)}",),
             f"use r <= {min(d_out, d_in)}",
         )
-
-
-def divides(form: str, args: Args, name: str, whole: int) -> int:
-    """The argument `name`, which must divide `whole` features. Raises: PlacementError P313."""
-    part = integer(args, name)
-    if whole % part:
-        near = [n for n in range(1, whole + 1) if whole % n == 0]
-        below = max((n for n in near if n < part), default=1)
-        above = min((n for n in near if n > part), default=whole)
-        help_ = f"the nearest that do are {below} and {above}" if below != above else f"use {below}"
-        message = f"`{name}` of `{form}` is {part}, which does not divide {whole} features"
-        raise PlacementError("P313", message, name, help=help_)
-    return part
 
 
 def hidden_width(args: Args) -> int | None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import get_args, get_type_hints
 
 from peftc.diagnostics.suggestions import join_names
-from peftc.forms.form import Args, Dims, Form, Parameter, PlacementError
+from peftc.forms.form import DISTRIBUTIONS, Args, Dims, Form, Parameter, PlacementError
 from peftc.forms.registry import is_built_in
 from peftc.forms.reserved import is_reserved
 from peftc.forms.shapes import Shape
-
-DISTRIBUTIONS = ("normal", "truncated", "uniform", "kaiming", "orthogonal", "identity")
-_DIMENSIONS = {"kaiming": 1, "orthogonal": 2, "identity": 2}  # that a first value needs
 
 
 def shape_at(form: Form, args: Args, dims: Dims) -> Shape:
@@ -63,7 +60,7 @@ def _check_parameter(form: Form, parameter: object) -> None:
             message = f"`{name}` of `{form.name}` has the {what} `{word}`"
             raise PlacementError("P574", message, help=f"one of {join_names(words)}")
     kind = first[0] if isinstance(first, tuple) else first if isinstance(first, str) else ""
-    least = _DIMENSIONS.get(kind, 0) if parameter.size is not None else 0
+    least = DISTRIBUTIONS.get(kind, 0) if parameter.size is not None else 0
     if kind not in ("", *DISTRIBUTIONS) or len(sizes) < least or (least == 2 and len(sizes) > 2):
         message = f"`{name}` of `{form.name}`, of size {list(sizes)}, cannot start as {first!r}"
         raise PlacementError("P574", message, help=f"a number, or one of {join_names(DISTRIBUTIONS)}")

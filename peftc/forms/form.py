@@ -15,6 +15,8 @@ ArgumentValue = int | float | bool | str | None | tuple[str, int]  # ("mlp", 800
 Args = Mapping[str, ArgumentValue]
 Scope = Literal["group", "edit"]
 FirstValue = float | str | tuple[str, float]
+# The distributions of first values, with the fewest dimensions that each needs.
+DISTRIBUTIONS = {"normal": 0, "truncated": 0, "uniform": 0, "kaiming": 1, "orthogonal": 2, "identity": 2}
 ModulePath = str | type  # "package.module:Class", imported when it is needed, or a class
 
 
@@ -198,7 +200,7 @@ class Form:
 
     def shape(self, args: Args, dims: Dims) -> Shape:
         """The shape of its value. Raises: PlacementError where it cannot stand."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define `shape`")
 
     def parameters(self, args: Args, dims: Dims) -> Iterable[Parameter]:
         """Its tensors at a place. `FormModule` creates them, and counts follow from them."""

@@ -43,7 +43,7 @@ class HyperNetworks(FormModule):
         z = F.linear(torch.relu(z), p2, p2_bias)
         return F.layer_norm(z, z.shape, weight, bias, NORM_EPSILON)
 
-    def made(self, name: str, net: int, embedding: Tensor) -> Tensor | None:
+    def output(self, name: str, net: int, embedding: Tensor) -> Tensor | None:
         """What a network makes: W I + w."""
         weight, offset = (getattr(self, f"{key}_{net}") for key in (name, f"{name}_offset"))
         if weight is None:
@@ -83,26 +83,26 @@ class HyperModule(FormModule):
         networks = task.owner_module
         assert isinstance(networks, HyperNetworks)
         embedding = networks.embedding(task.embedding, self.layer, self.stack, self.position)
-        made = {name: networks.made(name, self.net, embedding) for name in NAMES}
-        down, up = made["down"], made["up"]
+        values = {name: networks.output(name, self.net, embedding) for name in NAMES}
+        down, up = values["down"], values["up"]
         assert down is not None
         assert up is not None
-        return made | {"down": down.view(-1, self.d_in), "up": up.view(self.d_out, -1)}
+        return values | {"down": down.view(-1, self.d_in), "up": up.view(self.d_out, -1)}
 
     def forward(self, x: Tensor) -> Tensor:
-        made = self.weights()
-        down, up = made["down"], made["up"]
+        values = self.weights()
+        down, up = values["down"], values["up"]
         assert down is not None
         assert up is not None
-        z = ACTIVATION[self.act](F.linear(x.to(down.dtype), down, made["down_bias"]))
-        y = F.linear(F.dropout(z, self.p, self.training), up, made["up_bias"])
-        if made["scale"] is not None:
-            y = F.layer_norm(y, (self.d_out,), made["scale"], made["shift"], EPSILON)
+        z = ACTIVATION[self.act](F.linear(x.to(down.dtype), down, values["down_bias"]))
+        y = F.linear(F.dropout(z, self.p, self.training), up, values["up_bias"])
+        if values["scale"] is not None:
+            y = F.layer_norm(y, (self.d_out,), values["scale"], values["shift"], EPSILON)
         return y.to(x.dtype)
 
     def fold(self, value: Affine) -> Affine:
-        made = self.weights()
-        down, up = made["down"], made["up"]
+        values = self.weights()
+        down, up = values["down"], values["up"]
         assert down is not None
         assert up is not None
-        return value.through(down, made["down_bias"]).through(up, made["up_bias"])
+        return value.through(down, values["down_bias"]).through(up, values["up_bias"])

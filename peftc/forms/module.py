@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.form import Args, Dims, FirstValue, Form, ModulePath, Parameter
+from peftc.forms.registry import is_built_in
 from peftc.modules.form_hooks import Hookable
 from peftc.modules.new_modules import module_with, uninitialised_like
 from peftc.modules.torch_attributes import TABLES
@@ -286,14 +287,11 @@ def _module(
     path: ModulePath, instance: Placement, scopes: Sequence[str], dtype: torch.dtype, device: torch.device | str | None
 ) -> FormModule:
     args = instance.form.fill(instance.args)
-    if isinstance(path, str) and path.startswith("peftc."):
-        module, _, name = path.partition(":")
-        cls = cast(type[FormModule], getattr(import_module(module), name))
-    else:
-        cls = _class_of_user(instance.form, path)
     options = (instance.form, args, instance.dims, scopes, parameter_dtype(args, dtype), device)
-    if cls.__module__.startswith("peftc."):
-        return cls(*options)
+    if is_built_in(instance.form):
+        module, _, name = str(path).partition(":")
+        return cast(type[FormModule], getattr(import_module(module), name))(*options)
+    cls = _class_of_user(instance.form, path)
     try:
         return cls(*options)
     except PeftcError:

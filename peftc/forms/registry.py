@@ -57,7 +57,8 @@ def register_entry_point(name: str) -> type[Form]:
     """Registers the form that an installed distribution offers under a name.
 
     The distribution declares it in the table `project.entry-points."peftc.forms"` of its
-    pyproject.toml, as in `signs = "my_package.forms:Signs"`. Importing it runs code of the distribution: name only those that you trust.
+    pyproject.toml, as in `signs = "my_package.forms:Signs"`. Importing it runs code of the
+    distribution: name only those that you trust.
 
     Returns:
         The class.

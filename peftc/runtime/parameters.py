@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from peftc.equation_code.functions import add_to, cast_like
+from peftc.equation_code.functions import add_to, cast_like, upcast
 
 Rows = tuple[int, int, int, int, int]
 """(base, count, stride, start, stop): rows [start, stop) of `count` blocks of `stride` rows."""
@@ -23,8 +23,7 @@ def dense(weight: torch.Tensor) -> torch.Tensor:
 
 def full_precision(weight: torch.Tensor) -> torch.Tensor:
     """A parameter to compute with: half precision becomes float32, to keep small changes."""
-    weight = dense(weight)
-    return weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
+    return upcast(dense(weight))
 
 
 def stored_as(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -262,26 +262,19 @@ def test_mistakes_in_the_code_of_a_form_have_a_code(members: dict[str, Any]) -> 
     assert torch.equal(logits(model), before)
 
 
-def test_an_affine_form_without_a_fold_is_refused_by_fold() -> None:
-    class NoFold(FormModule):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return python_forms.LowRankModule.forward(self, x)  # pyright: ignore[reportArgumentType]
-
-    peftc.forms.register(_form(module=NoFold))
-    model = compiled("edit e at layer[*].attn.q { h += other(x, r=2) }")
-    before = logits(model)
-    with pytest.raises(PeftcError) as error:
-        peftc.fold(model)
-    assert error.value.diagnostics[0].code == "P574"
-    assert torch.equal(logits(model), before)
+class NoFold(FormModule):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return python_forms.LowRankModule.forward(self, x)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_fold_that_gives_no_affine_function_is_refused() -> None:
-    class WrongFold(python_forms.LowRankModule):
-        def fold(self, value: Any) -> Any:
-            return self.A
+class WrongFold(python_forms.LowRankModule):
+    def fold(self, value: Any) -> Any:
+        return self.A
 
-    peftc.forms.register(_form(module=WrongFold))
+
+@pytest.mark.parametrize("module", [NoFold, WrongFold])
+def test_a_fold_that_is_missing_or_gives_no_affine_function(module: type[FormModule]) -> None:
+    peftc.forms.register(_form(module=module))
     model = compiled("edit e at layer[*].attn.q { h += other(x, r=2) }")
     before = logits(model)
     with pytest.raises(PeftcError) as error:
