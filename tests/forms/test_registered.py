@@ -106,7 +106,7 @@ def test_a_state_that_training_changes(tmp_path: Path) -> None:
 
 
 def test_what_sites_have_in_common() -> None:
-    model = compiled("edit e at layer[*].attn.{q} { h += mixed(x) }".replace("{q}", "q"))
+    model = compiled("edit e at layer[*].attn.q { h += mixed(x) }")
     parameters = peftc.parameters(model)
     whole = [p for name, p in parameters.items() if name.endswith(".whole")]
     layers = sum(name.endswith(".g") for name in parameters)

@@ -12,7 +12,7 @@ import peftc
 from peftc.equation_code import functions
 from tests import zoo
 
-DORA = "edit e at {at} {{ w = magnitude(w + lora(r=1, alpha=3)) }}".replace("lora(", "lowrank(")
+DORA = "edit e at {at} {{ w = magnitude(w + lowrank(r=1, alpha=3)) }}"
 SUMS = {
     "dora": DORA,
     "rows": "edit e at {at} {{ w = gain(w) }}",
