@@ -8,7 +8,7 @@ import copy
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any, TypeGuard
 
 import torch
@@ -142,7 +142,10 @@ class _ModuleFacts:
         if any(type(own[registry]) is not dict for registry in _REGISTRIES):  # of a ScriptModule
             raise _Unequal
         self.module, self.name, self.cls, self.keys = module, name, type(module), own.keys()
-        self.attributes = [(key, value) for key, value in own.items() if key not in TABLES]
+        self.names = tuple(own)
+        self.attributes = {key: value for key, value in own.items() if key not in TABLES}
+        self.values = itemgetter("training", *self.attributes)
+        self.expected = self.values(own)
         self.non_persistent = own["_non_persistent_buffers_set"]
         self.children = [*own["_modules"]]
         tensors = [(key, table, value) for table in _REGISTRIES[:2] for key, value in own[table].items()]
@@ -164,7 +167,9 @@ class _Comparison:
 
     def compare(self, module: nn.Module, facts: _ModuleFacts, rest: Iterator[_ModuleFacts], is_root: bool) -> None:
         own = vars(module)
-        if type(module) is not facts.cls or own.keys() != facts.keys or any(_NO_HOOKS(own)):
+        if type(module) is not facts.cls or any(_NO_HOOKS(own)):
+            raise _Unequal
+        if tuple(own) != facts.names and own.keys() != facts.keys:  # the first is quick
             raise _Unequal
         children, parameters, buffers = own["_modules"], own["_parameters"], own["_buffers"]
         if type(children) is not dict or type(parameters) is not dict or type(buffers) is not dict:
@@ -175,9 +180,10 @@ class _Comparison:
             raise _Unequal
         if buffers and own["_non_persistent_buffers_set"] != facts.non_persistent:
             raise _Unequal
-        for key, value in facts.attributes:
-            if (other := own[key]) is not value:
-                self.compare_attributes(key, other, value, facts, is_root)
+        if not all(map(is_, facts.values(own), facts.expected)):
+            for key, value in facts.attributes.items():
+                if (other := own[key]) is not value:
+                    self.compare_attributes(key, other, value, facts, is_root)
         for key, table, layout in facts.tensors:
             self.compare_tensors(key, own[table].get(key), layout, facts, is_root)
         if not is_root:

@@ -11,10 +11,11 @@ one: other code may change without a trace.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from types import BuiltinFunctionType, CodeType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +23,14 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from peftc.cache.environment import LIBRARIES, library_folders
 from peftc.concurrency.context import CHOICE
-from peftc.modules.memory import storage_id
+from peftc.modules.memory import storage_of
 from peftc.modules.torch_attributes import ATTRIBUTES
 from peftc.modules.walk import Named, all_named_modules
 from peftc.rewriting.edits import CONTAINER, SHARED
 from peftc.tracing.bytecode import reachable_code
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, type)
-HOOKS = [key for key in ATTRIBUTES if key.endswith(("_hooks", "_called"))]
+_HOOKS = frozenset(key for key in ATTRIBUTES if key.endswith(("_hooks", "_called")))
 PEFTC = frozenset({"_peftc", CHOICE, "peftc_originals", "peftc_completeness"})
 _NO_ATTRIBUTES = ATTRIBUTES | PEFTC
 _SIMPLE = frozenset({bool, int, float, str, type(None)})
@@ -70,11 +71,15 @@ def state_of(model: nn.Module) -> ModelState | None:
 
 def flags_of(modules: Named) -> tuple[bool, ...]:
     """`ModelState.flags` of a model with these modules, without those of edits."""
-    flags: list[bool] = []
-    for module in {id(module): module for _, module in modules}.values():
+    flags, seen = list[bool](), set[int]()
+    for _, module in modules:
         own = vars(module)
-        if own["_parameters"] or own["_buffers"]:
-            flags += [tensor.requires_grad for _, tensor in _tensors_of(own) if tensor is not None]
+        if (own["_parameters"] or own["_buffers"]) and id(module) not in seen:
+            seen.add(id(module))
+            for table in (own["_parameters"], own["_buffers"]):
+                for tensor in table.values():
+                    if tensor is not None:
+                        flags.append(tensor.requires_grad)
     return tuple(flags)
 
 
@@ -105,6 +110,25 @@ class _Numbers(dict[Any, int]):
         return number
 
 
+class _Attributes(NamedTuple):
+    """Reads the attributes of modules that have the same names, and their tables of hooks."""
+
+    number: int
+    names: tuple[str, ...]
+    values: Callable[[dict[str, Any]], tuple[Any, ...]]
+    hooks: Callable[[dict[str, Any]], tuple[Any, ...]]
+
+    @classmethod
+    def of(cls, number: int, every: tuple[str, ...]) -> _Attributes:
+        names = tuple(name for name in every if name not in _NO_ATTRIBUTES)
+        return cls(number, names, _getter(names), _getter([name for name in every if name in _HOOKS]))
+
+
+def _getter(names: Sequence[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """The values of some names, as a tuple."""
+    return itemgetter(*names) if len(names) > 1 else lambda own: tuple(own[name] for name in names)
+
+
 class _Reader:
     """Reads a model once, from the root on. Objects are known by their `id`."""
 
@@ -113,14 +137,15 @@ class _Reader:
         self.configs: dict[int, int] = {}  # several modules may have one
         self.objects, self.memories = dict[int, int](), dict[int, int]()  # in the order of the walk
         self.nodes, self.values, self.layouts = _Numbers(), _Numbers(), _Numbers()
-        self.names: dict[tuple[str, ...], tuple[str, ...]] = {}  # those of attributes, by all names of a module
+        self.names: dict[tuple[str, ...], _Attributes] = {}  # by all names of a module
         self.kinds: dict[object, tuple[int, tuple[int, ...]]] = {}  # by names and types of attributes
         self.classes: dict[type, int] = {}  # the number of each, without edits
         self.codes: dict[type, tuple[Any, ...]] = {}
         self.flags: list[bool] = []
 
     def state(self, model: nn.Module) -> ModelState:
-        self.node(model, (CONTAINER, SHARED))
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            self.node(model, (CONTAINER, SHARED))
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         parts = (modes, comparable(self.config), tuple(self.values), tuple(self.layouts), tuple(self.codes.items()))
         return ModelState(tuple(self.nodes), parts, tuple(self.flags))
@@ -130,13 +155,16 @@ class _Reader:
         objects = self.objects
         objects[id(module)] = len(objects)
         own = vars(module)
-        if any(map(own.get, HOOKS)):
+        every = tuple(own)
+        if (attributes := self.names.get(every)) is None:
+            attributes = self.names[every] = _Attributes.of(len(self.names), every)
+        if any(attributes.hooks(own)):
             raise NotComparable
         if (number := self.classes.get(type(module))) is None:
             cls = class_without_edits(type(module))
             self.classes[type(module)] = number = self.values[cls]
             self.codes.setdefault(cls, reachable_code(cls))
-        row = [number, *self.attributes(own)]
+        row = [number, *self.attributes(attributes, own)]
         if own["_parameters"] or own["_buffers"]:
             row.append(self.tensors(own))
         if children := own["_modules"]:
@@ -149,16 +177,13 @@ class _Reader:
                 row.append(("children", *names))
         return self.nodes[tuple(row)]
 
-    def attributes(self, own: dict[str, Any]) -> tuple[Any, ...]:
+    def attributes(self, attributes: _Attributes, own: dict[str, Any]) -> tuple[Any, ...]:
         """The number of their names and types, and the values: simple ones, or numbers."""
-        every = tuple(own)
-        if (names := self.names.get(every)) is None:
-            names = self.names[every] = tuple(name for name in every if name not in _NO_ATTRIBUTES)
-        values = tuple(map(own.__getitem__, names))
-        key = (names, *map(type, values))
+        values = attributes.values(own)
+        key = (attributes.number, *map(type, values))
         if (kind := self.kinds.get(key)) is None:
             others = tuple(i for i, value in enumerate(values) if type(value) not in _SIMPLE)
-            kind = self.kinds[key] = self.values[key], others
+            kind = self.kinds[key] = self.values[attributes.names, *key[1:]], others
         number, others = kind
         if others:
             numbers = list(values)
@@ -179,8 +204,8 @@ class _Reader:
 
     def tensors(self, own: dict[str, Any]) -> tuple[Any, ...]:
         """Of each tensor its name, layout and, if it or its memory is not new, their numbers."""
-        row: list[Any] = []
-        objects, memories = self.objects, self.memories
+        row: list[Any] = ["tensors"]
+        objects, memories, layouts, flags = self.objects, self.memories, self.layouts, self.flags
         for name, tensor in _tensors_of(own):
             if tensor is None:
                 row += (name, None)
@@ -189,15 +214,15 @@ class _Reader:
                 raise NotComparable
             row += (
                 name,
-                self.layouts[tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device],
+                layouts[tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device],
             )
-            seen, memory = id(tensor) in objects, storage_id(tensor)
-            if seen or memory in memories:
-                row.append((objects.get(id(tensor)), memories[memory]))
-            objects.setdefault(id(tensor), len(objects))
+            number, memory = id(tensor), storage_of(tensor)
+            if number in objects or memory in memories:
+                row.append((objects.get(number), memories[memory]))
+            objects.setdefault(number, len(objects))
             memories.setdefault(memory, len(memories))
-            self.flags.append(tensor.requires_grad)
-        return ("tensors", *row)
+            flags.append(tensor.requires_grad)
+        return tuple(row)
 
 
 def comparable(value: Any) -> Any:

@@ -58,6 +58,7 @@ class LazyChildren(dict[str, Any]):
         self.observers: list[Callable[[nn.Module], None]] = []
         self._make: Callable[[], Children] | None = make
         self._children: Children = {}
+        self._parts: tuple[str, list[tuple[str, nn.Module]]] = ("", [])
 
     def children(self) -> Children:
         """The children, copied by the first call."""
@@ -69,6 +70,12 @@ class LazyChildren(dict[str, Any]):
                 for observe in self.observers:
                     observe(self.layer)
         return self._children
+
+    def named_parts(self, start: str) -> list[tuple[str, nn.Module]]:
+        """The parts of the prototype, with names that begin so: mostly with that of the layer."""
+        if self._parts[0] != start or not self._parts[1]:
+            self._parts = start, [(start + name, part) for name, part in self.prototype.parts]
+        return self._parts[1]
 
     def attribute(self, path: str) -> Any:
         """`attrgetter(path)(self.layer)`, without a look at the children."""

@@ -62,10 +62,15 @@ def memory_of(tensor: torch.Tensor) -> tuple[Memory, ...]:
 def storage_id(tensor: torch.Tensor) -> int:
     """The same for all tensors over one storage, with data or without."""
     with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
-        try:
-            return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-        except (RuntimeError, NotImplementedError):  # quantised tensors and other subclasses
-            return id(tensor)
+        return storage_of(tensor)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """`storage_id`, where nothing intercepts functions of torch."""
+    try:
+        return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    except (RuntimeError, NotImplementedError):  # quantised tensors and other subclasses
+        return id(tensor)
 
 
 def _merge_dims(block: int, dims: Iterable[tuple[int, int]]) -> tuple[int, Dims]:

@@ -75,15 +75,25 @@ def _collect_all(module: Any, start: str, result: Named, without: str) -> None:
 
 def modules_in(model: nn.Module, leaves: Container[int] = ()) -> list[nn.Module]:
     """`list(model.modules())`. `leaves`: modules, by `id`, whose children are left out."""
-    if not leaves:
-        return [module for _, module in named_modules(model)]
     result, seen = [model], {id(model)}
+    if not leaves:
+        _collect_modules(model, result, seen)
+        return result
     for module in result:
         for child in vars(module)["_modules"].values() if id(module) not in leaves else ():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 result.append(child)
     return result
+
+
+def _collect_modules(module: Any, result: list[nn.Module], seen: set[int]) -> None:
+    for child in module._modules.values():
+        if child is not None and id(child) not in seen:
+            seen.add(id(child))
+            result.append(child)
+            if child._modules:
+                _collect_modules(child, result, seen)
 
 
 def outline(model: nn.Module, duplicates: bool = False) -> Named:
@@ -104,13 +114,25 @@ def modules_outside(model: nn.Module, duplicates: bool = False) -> Named:
 
 def has_aliases(model: nn.Module) -> bool:
     """Whether a module has several names. Lazy children have one each."""
-    return len(modules_outside(model)) < len(modules_outside(model, duplicates=True))
+    return _has_aliases(model, {id(model)})
+
+
+def _has_aliases(module: Any, seen: set[int]) -> bool:
+    children = module._modules
+    for child in () if type(children) is LazyChildren else children.values():
+        if child is not None:
+            if id(child) in seen:
+                return True
+            seen.add(id(child))
+            if type(child._modules) is not LazyChildren and child._modules and _has_aliases(child, seen):
+                return True
+    return False
 
 
 def _collect_outline(module: Any, start: str, result: Named, seen: set[int] | None, prototypes: bool) -> None:
     if type(module._modules) is LazyChildren:
-        parts = module._modules.prototype.parts if prototypes else ()
-        result += [(start + name, part) for name, part in parts]
+        if prototypes:
+            result += module._modules.named_parts(start)
         return
     for name, child in module._modules.items():
         if child is None:
@@ -141,10 +163,11 @@ def set_eval(model: nn.Module) -> nn.Module:
 def named_parameters(modules: Named) -> Iterator[tuple[str, nn.Parameter]]:
     """`model.named_parameters()`, from `named_modules(model)`."""
     seen = set[int]()
-    for name, parameter in all_named_parameters(modules):
-        if id(parameter) not in seen:
-            seen.add(id(parameter))
-            yield name, parameter
+    for prefix, module in modules:
+        for name, parameter in vars(module)["_parameters"].items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"{prefix}.{name}" if prefix else name, parameter
 
 
 def all_named_parameters(modules: Named) -> Iterator[tuple[str, nn.Parameter]]:

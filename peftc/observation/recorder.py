@@ -18,12 +18,12 @@ from peftc.models.media import run_on_sample, tower_calls
 from peftc.models.samples import further_samples
 from peftc.modules.lazy_children import lazy_children, prototype_of
 from peftc.modules.walk import Named, modules_outside, named_modules, submodule
-from peftc.observation.first_tensor import first_tensor, input_path
-from peftc.observation.layer_keys import arguments_key, structure_key
+from peftc.observation.call_arguments import BoundCall, CallArguments
+from peftc.observation.first_tensor import first_tensor
+from peftc.observation.layer_keys import structure_key
 from peftc.observation.parameter_uses import ParameterUses
 from peftc.observation.sample_forward import ModuleCall, SampleForward, skip_repeated
 from peftc.tracing.in_place import disable_function_modes
-from peftc.tracing.module_calls import bind_arguments
 
 _HOOK = "peftc"  # the key of hooks; torch's are numbers
 
@@ -91,12 +91,14 @@ class Recorder:
         key = cache(structure_key)  # of modules, which do not change meanwhile
         self.structure_key: Callable[[nn.Module], str] = lambda module: key(prototype_of(module))
         self.keys = set[str]()
+        self.layer_keys: dict[tuple[str, str], str] = {}
+        self.arguments = CallArguments()
         self.layers, self.modules = list[str](), list[str]()  # those that are running, the innermost last
 
     def run(self, call: Callable[[], Any], run_all: bool = False, before: SampleForward | None = None) -> SampleForward:
         skippable = [] if run_all else [submodule(self.model, n) for n in self.record.candidates]
         record, uses = self.record, ParameterUses(self.model, self.modules)
-        skipping = skip_repeated(self.model, skippable, self.structure_key, record)
+        skipping = skip_repeated(self.model, skippable, self.structure_key, record, self.arguments)
         try:
             with self.hooks(uses), self.mode, uses, fake_data_answers(), torch.no_grad(), skipping, self.direct_calls():
                 call()
@@ -187,23 +189,23 @@ class Recorder:
             self.layers.append(name)
         call = record.calls.setdefault(name, ModuleCall())
         call.count += 1
-        arguments = None
-        with disable_function_modes():
-            if (first := first_tensor((args, kwargs))) is not None:
-                arguments = bound_arguments(module, args, kwargs)
-                call.add_input(input_path(arguments), tuple(first[1].shape))
+        bound = self.arguments.of(module, args, kwargs)
+        if bound.first_input is not None:
+            call.add_input(*bound.first_input)
         if call.count > 1:
             return
         if name in record.candidates:
-            if arguments is None:
-                arguments = bind_arguments(type(module).forward, module, args, kwargs)
-            key = f"{self.structure_key(module)} {arguments_key(arguments)}"
-            record.layers[name] = (key, fake_copy(arguments, self.mode) if key not in self.keys else {})
+            key = self.layer_key(module, bound)
+            record.layers[name] = (key, fake_copy(bound.arguments, self.mode) if key not in self.keys else {})
             self.keys.add(key)
         if name in self.others:
-            arguments = bind_arguments(type(module).forward, module, args, kwargs)
-            key = f"{self.structure_key(module)} {arguments_key(arguments)}"
-            record.arguments[name] = (key, fake_copy(arguments, self.mode))
+            record.arguments[name] = (self.layer_key(module, bound), fake_copy(bound.arguments, self.mode))
+
+    def layer_key(self, module: nn.Module, bound: BoundCall) -> str:
+        parts = self.structure_key(module), bound.key
+        if parts not in self.layer_keys:
+            self.layer_keys[parts] = " ".join(parts)
+        return self.layer_keys[parts]
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         name = self.names[id(module)]
@@ -214,10 +216,3 @@ class Recorder:
         with disable_function_modes():
             if (first := first_tensor(output)) is not None:
                 call.add_output(first[0], tuple(first[1].shape))
-
-
-def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """The arguments by the parameters of the class's forward; None if they do not fit."""
-    with contextlib.suppress(TypeError, ValueError):  # a forward of the instance takes other arguments
-        return bind_arguments(type(module).forward, module, args, kwargs)
-    return None

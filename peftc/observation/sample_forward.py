@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -17,8 +18,8 @@ from peftc.concurrency.interrupts import shielded
 from peftc.dataflow.operations import Op
 from peftc.diagnostics.model_line import ModelLine
 from peftc.modules.walk import modules_outside, outline
-from peftc.observation.layer_keys import arguments_key, structure_key
-from peftc.tracing.module_calls import bind_arguments
+from peftc.observation.call_arguments import CallArguments
+from peftc.observation.layer_keys import structure_key
 
 
 @dataclass
@@ -146,13 +147,15 @@ def skip_repeated(
     layers: Iterable[nn.Module],
     key: Callable[[nn.Module], str] = structure_key,
     record: SampleForward | None = None,
+    calls: CallArguments | None = None,
 ) -> Generator[None]:
     """Inside the block, each of `layers` runs only if it repeats no layer that has run.
 
     Args: `key`: the structure of a layer. `record`: gets the calls that a skipped layer would make.
+    `calls`: the arguments of calls, which others ask for, too.
     """
     forwards = [(layer, vars(layer).get("forward")) for layer in layers]
-    repeats = _Repeats(model, key, record or SampleForward())
+    repeats = _Repeats(model, key, record or SampleForward(), calls or CallArguments())
     try:
         for layer, _ in forwards:
             vars(layer)["forward"] = repeats.forward(layer, layer.forward)
@@ -166,27 +169,36 @@ def skip_repeated(
 
 @dataclass
 class _Run:
+    """The run of a layer. `counts`: of the calls of each module during it."""
+
     name: str
     result: Any
-    counts: dict[str, int]  # of the calls of each module during the run
-    parts: list[str] | None = None  # their names without that of the layer, if they are in it
+    counts: dict[str, int]
+
+    @cached_property
+    def parts(self) -> list[str] | None:
+        """The names of the modules without that of the layer; None if some are not in it."""
+        inside = f"{self.name}."
+        return [n[len(self.name) :] for n in self.counts] if all(n.startswith(inside) for n in self.counts) else None
 
 
 class _Repeats:
     """The layers that ran in one sample forward."""
 
-    def __init__(self, model: nn.Module, key: Callable[[nn.Module], str], record: SampleForward) -> None:
+    def __init__(
+        self, model: nn.Module, key: Callable[[nn.Module], str], record: SampleForward, arguments: CallArguments
+    ) -> None:
         self.names = {id(m): n for n, m in modules_outside(model)}
-        self.key, self.record = key, record
+        self.key, self.record, self.arguments = key, record, arguments
         self.modules = frozenset([name for name, _ in outline(model)])
-        self.runs: dict[str, _Run] = {}
+        self.runs: dict[tuple[str, str], _Run] = {}
 
     def forward(self, layer: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
         """A forward of `layer` that returns the result of a repeated layer, or calls `run`."""
         name, structure = self.names[id(layer)], self.key(layer)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            key = f"{structure} {arguments_key(bind_arguments(type(layer).forward, layer, args, kwargs), exact=True)}"
+            key = structure, self.arguments.of(layer, args, kwargs).exact_key
             if key in self.runs and self.repeat(self.runs[key], name):
                 return self.runs[key].result
             before = {n: call.count for n, call in self.record.calls.items()}
@@ -199,14 +211,13 @@ class _Repeats:
 
     def repeat(self, run: _Run, name: str) -> bool:
         """Records a run's calls for layer `name`; False if the run left its layer."""
-        start, inside = len(run.name), f"{run.name}."
         if run.parts is None:
-            run.parts = [n[start:] for n in run.counts if n.startswith(inside)]
-        if len(run.parts) < len(run.counts) or not self.modules.issuperset([name + part for part in run.parts]):
             return False
-        calls, callers = self.record.calls, self.record.callers
-        for part, count in zip(run.parts, run.counts.values(), strict=True):
-            first, module = run.name + part, name + part
+        modules = [name + part for part in run.parts]
+        if not self.modules.issuperset(modules):
+            return False
+        calls, callers, start = self.record.calls, self.record.callers, len(run.name)
+        for module, (first, count) in zip(modules, run.counts.items(), strict=True):
             if module not in callers:
                 callers[module] = name + callers[first][start:]
             if (call := calls.get(module)) is None:

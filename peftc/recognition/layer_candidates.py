@@ -141,10 +141,10 @@ def _holds_list(model: nn.Module, name: str, blocks: list[str]) -> bool:
 
 def containing_list(model: nn.Module, layer: str) -> str:
     """The list that holds a layer, directly or inside a wrapper; else the layer's parent."""
-    parts = layer.split(".")
-    owners = [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]
-    lists = (name for name in owners if isinstance(outline_module(model, name), LISTS))
-    return next(lists, layer.rpartition(".")[0])
+    owner = parent = layer.rpartition(".")[0]
+    while owner and not isinstance(outline_module(model, owner), LISTS):
+        owner = owner.rpartition(".")[0]
+    return owner or parent
 
 
 def refined(blocks: list[str], subs: Mapping[str, Sequence[SubLayer]], model: nn.Module) -> list[str]:

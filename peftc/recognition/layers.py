@@ -88,7 +88,16 @@ def analyze_structure(model: nn.Module, sample: Mapping[str, Any] | None, mode: 
     Where nothing has a residual stream of tokens, the layers are the blocks of convolutions that
     the model repeats.
     """
-    structure = _structure_of_layers(model, sample, mode, repeated_blocks(model))
+    blocks = repeated_blocks(model)
+    structure = _analyze_structure(model, sample, mode, blocks)
+    structure.repeated_blocks = frozenset(blocks)
+    return structure
+
+
+def _analyze_structure(
+    model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode, repeated: list[str]
+) -> ModelStructure:
+    structure = _structure_of_layers(model, sample, mode, repeated)
     _add_loops(structure, sample)
     if not structure.stacks and not structure.untraced and (blocks := numbered_blocks(model)):
         numbered = _structure_of_layers(model, sample, mode, blocks)

@@ -121,8 +121,9 @@ def _bodies(lists: Sequence[list[_Element]], model: nn.Module) -> list[list[str]
     bodies: list[list[str]] = [[] for _ in main]
     for members in lists:
         for place, element in enumerate(members):
-            before = sum(one.at <= element.at for one in main)
-            bodies[place if len(members) == len(main) else max(before - 1, 0)].append(element.name)
+            if len(members) != len(main):
+                place = max(sum(one.at <= element.at for one in main) - 1, 0)
+            bodies[place].append(element.name)
     return bodies
 
 
