@@ -70,7 +70,7 @@ def contenders(base: nn.Module, adapters: str | None = None) -> dict[str, nn.Mod
         theirs: Any = get_peft_model(
             copy.deepcopy(base, memo()),  # pyright: ignore[reportArgumentType]
             LoraConfig(r=R, lora_alpha=ALPHA, target_modules=MODULES),
-            autocast_adapter_dtype=adapters is None,
+            autocast_adapter_dtype=adapters in (None, "float32"),  # which is float32
         )
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():

@@ -82,6 +82,15 @@ def test_the_peers() -> None:
         assert row == [one["method"], one["work"], *costs, *memory]
 
 
+def test_the_device() -> None:
+    _, *table = rows(PROMISES, "| | | beside | speed of peftc |")
+    for one, row in zip(results("gpu")["results"], table, strict=True):
+        speed = [f"{one['speed'][name]:.2f}" if name in one["speed"] else "" for name in ("peftc", "inlined")]
+        peaks = [f"{one['bytes'][n] / 2**30:.2f} GiB" if n in one["bytes"] else "" for n in ("peftc", "PEFT")]
+        shape, *_ = one["shape"].split()
+        assert row == [shape, one["task"], one["beside"], *speed, str(one["goal"]), *peaks]
+
+
 def test_the_coverage() -> None:
     summary = results("coverage")["summary"]
     shares = [summary[key].partition("(")[2].rstrip(")") for key in ("a, b, c, e", "d")]

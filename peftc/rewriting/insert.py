@@ -236,8 +236,10 @@ class EquationInserter(NodeBuilder):
             new = self.function(as_stored, new, node, state.weight.layout.order)
         if state.weight.transposed:
             new = self.method("contiguous", self.method("t", new))  # as it was stored
-        for read in reads:  # earlier equations keep the value that they read
-            self.inserter.latest(read).replace_all_uses_with(new, delete_user_cb=lambda user: not is_edit(user))
+        for read in reads:  # earlier equations keep the value that they read; the device is the stored weight's
+            self.inserter.latest(read).replace_all_uses_with(
+                new, delete_user_cb=lambda user: not is_edit(user) and user.target is not getattr
+            )
         self.inserter.replacements[node] = new
 
     # Reading -------------------------------------------------------------------------------------

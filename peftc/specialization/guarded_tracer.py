@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PretrainedConfig
 
 from peftc.dataflow.feature_axis import dim_before
@@ -160,6 +161,25 @@ class GuardedTracer(RegionTracer):
 
     def read_tensor(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
         self.dtypes[f"{self.module_names.get(id(module), '')}.{name}".lstrip(".")] = value.dtype
+
+    def read_dtype(self, tensor: torch.Tensor) -> None:
+        self.depends_on_dtype = True
+        self.dtypes[self.tensor_names[id(tensor)]] = tensor.dtype
+
+    def read_device(self, original: property, tensor: torch.Tensor) -> Any:
+        """The device of a parameter or buffer, which each call reads again: models are moved."""
+        if id(tensor) not in self.tensor_names:
+            return original.__get__(tensor)
+        return self.record("call_function", getattr, (tensor, "device"))
+
+    def patches(self) -> Iterable[tuple[Any, str, Callable[[Any], Any]]]:
+        def wrap(original: property) -> property:
+            def device(tensor: torch.Tensor) -> Any:
+                return (self.read_device if current_tracer() is self else property.__get__)(original, tensor)
+
+            return property(device)
+
+        return [*super().patches(), (FakeTensor, "device", wrap)]
 
     def trace_region(self, root: nn.Module, arguments: Mapping[str, Any]) -> RegionTrace:
         for name, module in root.named_modules():

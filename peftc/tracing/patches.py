@@ -34,6 +34,7 @@ MANAGERS: tuple[Any, ...] = (torch.autocast, torch.no_grad, torch.enable_grad, t
 GRADIENT_QUERIES = ("is_grad_enabled",)
 AUTOCAST_QUERIES = ("is_autocast_enabled", "get_autocast_dtype", "is_autocast_cache_enabled")
 FUNCTION_BASE: Any = torch.autograd.Function.__mro__[1]  # Function.apply calls the `apply` of this class
+DTYPE: Any = torch.Tensor.dtype
 _ARGUMENTS, _CALL = "_peftc_arguments", "_peftc_call"  # attributes of context managers that a trace makes
 patching_lock = threading.RLock()  # reentrant: a leaf that runs while examples are computed may be traced itself
 
@@ -164,6 +165,7 @@ def patch_libraries(tracer: TracerBase) -> Generator[None]:
         *((manager, name, intercept(partial(record, manager))) for manager in MANAGERS for name, record in block),
         (torch.inference_mode, "__enter__", intercept(_reject_enter)),
         *((torch, name, intercept(partial(_record_query, name))) for name in GRADIENT_QUERIES + AUTOCAST_QUERIES),
+        *tracer.patches(),
     ]
     with patching_lock, contextlib.ExitStack() as stack:
         for owner, name, wrap in patches:
@@ -184,6 +186,8 @@ class ProvenanceMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, tracer = kwargs or {}, self.tracer
+        if getattr(func, "__self__", None) is DTYPE and tracer.recording and id(args[0]) in tracer.tensor_names:
+            tracer.read_dtype(args[0])
         call = RecordedCall.of(func, args, kwargs, tracer.graph) if tracer.recording else None
         if call is None:
             return func(*args, **kwargs)

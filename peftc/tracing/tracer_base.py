@@ -5,7 +5,7 @@ import inspect
 import operator
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -107,6 +107,13 @@ class TracerBase(fx.Tracer):
 
     def read_tensor(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
         """Called when Python reads a parameter or buffer of `module`."""
+
+    def read_dtype(self, tensor: torch.Tensor) -> None:
+        """Called when Python reads the dtype of a parameter or buffer."""
+
+    def patches(self) -> Iterable[tuple[Any, str, Callable[[Any], Any]]]:
+        """What a kind of tracer patches beside the rest: owner, attribute, and its replacement."""
+        return ()
 
     def record(self, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         return self.create_proxy(op, target, args, dict(kwargs or {}))

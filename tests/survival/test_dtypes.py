@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -128,3 +129,34 @@ def test_remove_after_a_cast_restores_the_cast_base(spec: str) -> None:
     model = compiled("bart", spec, torch.float32).bfloat16()
     base = zoo.build("bart").bfloat16()
     assert same(state(peftc.remove(model)), state(base))
+
+
+class Offsets(nn.Linear):
+    """Adds the numbers of the tokens to its input, on the device and in the dtype of its weight."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        numbers = torch.arange(input.size(1), device=self.weight.device).to(self.weight.dtype)
+        return super().forward(input.to(self.weight.dtype) + numbers[:, None])
+
+
+def model_of_offsets() -> nn.Module:
+    model = nn.Sequential(Offsets(8, 8), Offsets(8, 8))
+    x = torch.randn(2, 5, 8)
+    peftc.compile('peft 1\n\nedit a at "0" | "1" { w += lowrank(r=2) }\n', model, sample={"input": x})
+    model(x)  # what is generated is for this device and dtype
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("of_input", [torch.float32, torch.float64], ids=str)
+def test_code_that_reads_the_dtype_of_a_weight_follows_a_cast(dtype: torch.dtype, of_input: torch.dtype) -> None:
+    model = model_of_offsets().to(dtype)
+    base = peftc.remove(copy.deepcopy(model))
+    x = torch.randn(2, 5, 8).to(of_input)
+    assert model(x).dtype == dtype
+    assert torch.equal(model(x), base(x))  # B is zero
+
+
+def test_code_that_reads_the_device_of_a_weight_follows_a_move() -> None:
+    model = model_of_offsets().to("meta")
+    assert model(torch.randn(2, 5, 8, device="meta")).is_meta

@@ -55,11 +55,11 @@ def everything() -> list[tuple[str, str]]:
     return [(recipe, name) for recipe in sorted(RECIPES) for name in models(recipe)]
 
 
-def compiled(recipe: str, name: str, layers: int = 2, **options: Any) -> nn.Module:
+def compiled(recipe: str, name: str, layers: int = 2, *, device: str = "cpu", **options: Any) -> nn.Module:
     """A model in float64 with a recipe on it."""
     depth = 10 if recipe == "s4" else layers  # which has four groups of layers
     fields = {field: depth for field in DEPTH if hasattr(zoo.config(name), field)}
-    model = zoo.build(name, torch.float64, **fields)
+    model = zoo.build(name, torch.float64, **fields).to(device)
     method = next(s for s in read_spec(RECIPES[recipe]).statements if isinstance(s, ast.Method))
     settings = {p.name: SETTINGS[p.name] for p in method.params if p.name in SETTINGS}
     return peftc.compile(RECIPES[recipe], model, seed=0, settings=settings, **options)
