@@ -6,7 +6,7 @@ an adapter or a sparse change in their place.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from os import PathLike
@@ -19,7 +19,8 @@ from peftc.adapters.base import base_of, digest_of, elect_writer, require_values
 from peftc.adapters.files import listing, path_of, write
 from peftc.adapters.metadata import Adapter, PythonForm, format_of, tensors_name
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.equations.table import FORMS, built_in_texts, registered_forms
+from peftc.equations.table import FORMS, built_in_texts, forms_of, registered_forms
+from peftc.forms import Args, Form
 from peftc.forms.module import FormModule
 from peftc.forms.registry import class_path
 from peftc.installation.builder import shared_name
@@ -32,8 +33,6 @@ from peftc.semantics.arguments import bind
 from peftc.syntax import ast
 from peftc.syntax.printer import print_spec
 from peftc.syntax.walk import is_shared, walk
-
-TRAINING_ARGUMENTS = ("reparam", "keep", "intrinsic")  # which an export form does not have
 
 
 def save(model: nn.Module, directory: str | PathLike[str], name: str | None = None) -> Path:
@@ -155,16 +154,17 @@ def stored_statements(spec: ast.Spec) -> ast.Spec:
     """
     bindings = {let.name: let.value for let in spec.statements if isinstance(let, ast.Let)}
     bound = {n: v.args[0] if is_shared(v) and isinstance(v, ast.Call) else v for n, v in bindings.items()}
-    exported = {name: _export_form(value) for name, value in bound.items()}
-    inlined = {name: bound[name] for name, form in exported.items() if form is not None and not _is_shared(form)}
+    forms = forms_of(spec)
+    exported = {name: _export_form(value, forms) for name, value in bound.items()}
+    inlined = {name: bound[name] for name, form in exported.items() if form is not None and not _is_shared(form[1])}
     statements: list[ast.Statement] = []
     for statement in spec.statements:
         if isinstance(statement, ast.Expect) or getattr(statement, "name", "") in inlined:
             continue
         if isinstance(statement, ast.Edit):
-            statement = _export_edit(statement, inlined)
+            statement = _export_edit(statement, inlined, forms)
         elif isinstance(statement, ast.Let):
-            statement = replace(statement, value=_export(statement.value, inlined))
+            statement = replace(statement, value=_export(statement.value, inlined, forms))
         statements.append(statement)
     return replace(spec, statements=tuple(statements))
 
@@ -172,7 +172,7 @@ def stored_statements(spec: ast.Spec) -> ast.Spec:
 def _exports(record: Installation, site_edit: SiteEdit) -> Iterator[Export]:
     names = _saved_names(site_edit)
     for instance in site_edit.instances:
-        form = instance.form.saved_as(instance.form.fill(instance.args))
+        form = _saved_form(instance.form, instance.args)
         if form is None:
             continue
         name = f"{site_edit.edit}/{site_edit.site.path}/{instance.key}"
@@ -190,21 +190,27 @@ def _exports(record: Installation, site_edit: SiteEdit) -> Iterator[Export]:
             key = names[name].rpartition("/")[2]
             is_own = instance.owner == f"{site_edit.edit}.{instance.key}"
             exported_owner = f"{site_edit.edit}.{key}" if is_own else instance.owner
-            exported = replace(instance, form=FORMS[form], owner=exported_owner)
+            exported = replace(instance, form=form, owner=exported_owner)
             place = f"{shared.partition('/')[0]}/{exported.owner_of(task)}/{key}"
             yield Export(place, f"{shared}.", module, instance.index)
             yield Export(place, f"{name}{suffix}.", module, instance.index)
 
 
-def _is_shared(form: str) -> bool:
-    return FORMS[form].has_common_part and FORMS[form].common(FORMS[form].fill({})) is not None
+def _saved_form(form: Form, args: Args) -> Form | None:
+    """The form that is saved in the place of another."""
+    name = form.saved_as(form.fill(args))
+    return None if name is None else form if name == form.name else FORMS[name]
+
+
+def _is_shared(form: Form) -> bool:
+    return form.has_common_part and form.common(form.fill({})) is not None
 
 
 def _saved_names(site_edit: SiteEdit) -> dict[str, str]:
     """The saved names of an edit's forms at a site: `mixture` becomes `adapter`."""
     counts, names = Counter[str](), dict[str, str]()
     for instance in site_edit.instances:
-        form = instance.form.saved_as(instance.form.fill(instance.args)) or instance.form.name
+        form = (_saved_form(instance.form, instance.args) or instance.form).name
         counts[form] += 1
         key = form if counts[form] == 1 else f"{form}_{counts[form]}"
         place = f"{site_edit.edit}/{site_edit.site.path}"
@@ -212,36 +218,42 @@ def _saved_names(site_edit: SiteEdit) -> dict[str, str]:
     return names
 
 
-def _export_form(value: ast.Expr) -> str | None:
-    form = FORMS.get(value.function) if isinstance(value, ast.Call) else None
+def _export_form(value: ast.Expr, forms: Mapping[str, Form]) -> tuple[Mapping[str, str], Form] | None:
+    """The form that is saved in the place of a call, behind its names for arguments of the call."""
+    form = forms.get(value.function) if isinstance(value, ast.Call) else None
     if form is None or not isinstance(value, ast.Call):
         return None
-    return form.saved_as(bind(value, form, shared=not value.args).args)
+    args = form.fill(bind(value, form, shared=not value.args).args)
+    saved = _saved_form(form, args)
+    return None if saved is None else (form.saved_arguments(args), saved)
 
 
-def _export_edit(edit: ast.Edit, inlined: dict[str, ast.Expr]) -> ast.Edit:
+def _export_edit(edit: ast.Edit, inlined: dict[str, ast.Expr], forms: Mapping[str, Form]) -> ast.Edit:
     calls = [e.function for line in edit.body for e in walk(line.value) if isinstance(e, ast.Call)]
     for name in inlined:
         if calls.count(name) > 1:
             message = f"`{edit.name}` uses the shared `{name}` more than once, which rows cannot express"
             help_ = "write `keep=true` where it is bound, so that its MLP is saved"
             raise PeftcError(Diagnostic("P528", message, help=help_))
-    return replace(edit, body=tuple(replace(line, value=_export(line.value, inlined)) for line in edit.body))
+    body = tuple(replace(line, value=_export(line.value, inlined, forms)) for line in edit.body)
+    return replace(edit, body=body)
 
 
-def _export(value: ast.Expr, inlined: dict[str, ast.Expr]) -> ast.Expr:
+def _export(value: ast.Expr, inlined: dict[str, ast.Expr], forms: Mapping[str, Form]) -> ast.Expr:
     match value:
         case ast.Call(function, args, kwargs):
             if isinstance(form := inlined.get(function), ast.Call):
-                return _export(replace(form, kwargs=(*form.kwargs, *kwargs)), {})
-            call = replace(value, args=tuple(_export(arg, inlined) for arg in args))
-            if (name := _export_form(value)) is None:
+                return _export(replace(form, kwargs=(*form.kwargs, *kwargs)), {}, forms)
+            call = replace(value, args=tuple(_export(arg, inlined, forms) for arg in args))
+            if (export := _export_form(value, forms)) is None:
                 return call
-            params = {argument.name for argument in FORMS[name].arguments}.difference(TRAINING_ARGUMENTS)
-            return replace(call, function=name, kwargs=tuple(k for k in kwargs if k.name in params))
+            names, saved = export
+            renamed = [replace(k, name=names[k.name]) for k in kwargs if k.name in names]
+            own = tuple(keyword for keyword in renamed if saved.argument(keyword.name) is not None)
+            return replace(call, function=saved.name, kwargs=own)
         case ast.Negative(operand):
-            return replace(value, operand=_export(operand, inlined))
+            return replace(value, operand=_export(operand, inlined, forms))
         case ast.Binary(_, left, right):
-            return replace(value, left=_export(left, inlined), right=_export(right, inlined))
+            return replace(value, left=_export(left, inlined, forms), right=_export(right, inlined, forms))
         case _:
             return value

@@ -85,6 +85,16 @@ def blocks(a: Tensor) -> Tensor:
     return torch.block_diag(*a)
 
 
+def reshape(a: Tensor, *sizes: int) -> Tensor:
+    """The entries of a tensor in their order, with other dimensions."""
+    return a.reshape(sizes)
+
+
+def narrow(a: Tensor, start: int, count: int) -> Tensor:
+    """So many of the first dimension, from `start` on."""
+    return a.narrow(0, start, count)
+
+
 def column(v: Tensor) -> Tensor:
     """A vector (n,) as (n, 1)."""
     return v.unsqueeze(-1)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from peftc.equation_code.code import evaluate
@@ -15,7 +17,7 @@ from peftc.equations.definition import OWNER, TextForm
 from peftc.equations.patterns import bottleneck_of, takes_rows
 from peftc.equations.primitives import ACTIVATIONS
 from peftc.forms.affine_module import Affine
-from peftc.forms.module import Draw, FormModule, Generators, HiddenUnits, has_values
+from peftc.forms.module import Draw, FormModule, Generators, HiddenUnits, Pair, has_values
 from peftc.forms.sequence_module import Sequence
 from peftc.modules.form_hooks import Hookable
 from peftc.syntax import ast
@@ -23,7 +25,7 @@ from peftc.syntax import ast
 if TYPE_CHECKING:
     from peftc.equations.analysis import Place
 
-PLACE = "_place"
+PLACE, PLACES = "_place", "_places"
 
 
 class EquationModule(Hookable, FormModule):
@@ -45,6 +47,8 @@ class EquationModule(Hookable, FormModule):
         # Those whose first values follow from the base's weight.
         self._computed = tuple(name for name in own if name not in (*self._draws(), *place.copies))
         self._owners = tuple((name, OWNER) for name in place.parameters if name not in own)
+        if self.definition.gives_pair:  # which is called, also by compiled code
+            self.prepare()
 
     @property
     def place(self) -> Place:
@@ -54,20 +58,31 @@ class EquationModule(Hookable, FormModule):
         return own[PLACE]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != PLACE}
+        return {name: value for name, value in vars(self).items() if name not in (PLACE, PLACES)}
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
         self.prepare()
 
     def copier(self) -> Callable[[], FormModule] | None:
-        vars(self).pop(PLACE, None)
-        return super().copier()
+        own = vars(self)
+        places = {name: own.pop(name) for name in (PLACE, PLACES) if name in own}
+        make = super().copier()
+        own |= places
+        if make is None:
+            return None
+
+        def copy() -> FormModule:
+            form = make()
+            vars(form).update(places)
+            return form
+
+        return copy
 
     def own_names(self) -> list[str]:
         """The parameters and fixed values that this module has."""
         parameters = self.definition.parameters(self.form_args, self.form_dims)
-        return [parameter.name for parameter in parameters if parameter.scope in self.scopes]
+        return [p.name for p in parameters if p.scope in self.scopes and p.role != "saved"]
 
     def tensors(self) -> dict[str, Tensor]:
         """The parameters and fixed values of the equation, by name."""
@@ -77,8 +92,35 @@ class EquationModule(Hookable, FormModule):
     def forward(self, *inputs: Tensor) -> Tensor:
         return forward_of(self.place, self._owners)(self, *inputs[: self.arity or 1])
 
+    def value_at(self, index: int, like: Tensor) -> Tensor | Pair:
+        return forward_of(self.place_at(index), self._owners)(self, like) if self.differs_by_site else self(like)
+
+    @property
+    def differs_by_site(self) -> bool:
+        """Whether sites that share all parameters have values of their own."""
+        return self.definition.differs_by_site and self.form_dims.sites > 1
+
+    def place_at(self, index: int) -> Place:
+        """The equation at the site numbered `index` of those that share all parameters."""
+        if not self.differs_by_site:
+            return self.place
+        places = vars(self).setdefault(PLACES, {})
+        if index not in places:
+            places[index] = self.definition.at(self.form_args, replace(self.form_dims, index=index))
+        return places[index]
+
+    def collapsed_at(self, index: int) -> Mapping[str, Tensor]:
+        place, tensors = self.place_at(index), self.tensors()
+        with torch.no_grad():
+            return {name: evaluate(place, node, {}, tensors).contiguous() for name, node in (place.saved or {}).items()}
+
+    def collapsed(self) -> Mapping[str, Tensor]:
+        return self.collapsed_at(self.index)
+
     def prepare(self) -> None:
-        forward_of(self.place, self._owners)
+        shares_all = self.differs_by_site and {"site", "common"} <= self.scopes
+        for index in range(self.form_dims.sites) if shares_all else (self.form_dims.index,):
+            forward_of(self.place_at(index), self._owners)
 
     def draws(self) -> Mapping[str, Draw]:
         return {name: draw for name, draw in self._draws().items() if name not in self._fixed}

@@ -11,10 +11,10 @@ from math import prod
 from typing import Any
 
 from peftc.equations.bindings import write_out
-from peftc.equations.operands import OUT, Operands, real, shown
+from peftc.equations.operands import OUT, Operands, SiteNumbers, real, shown
 from peftc.equations.products import Products
 from peftc.equations.values import FormError, Number, Type, Value, type_of
-from peftc.equations.words import INITIAL_VALUES, NONE
+from peftc.equations.words import INITIAL_VALUES, NONE, function_of
 from peftc.forms.form import DISTRIBUTIONS, Args
 from peftc.forms.shapes import KeyValue, Rows, Shape, Tokens, Vector, Weight
 from peftc.syntax import ast
@@ -32,6 +32,7 @@ class Place(Operands):
     heads_first: frozenset[str] = frozenset()  # inputs, and `out`, that have their heads before their tokens
     writes_pair: bool = False  # of keys and values
     is_written_out: bool = False  # whether parts of the text stand for other expressions
+    saved: dict[str, ast.Expr] | None = None  # the tensors of the form that is saved in its place
     code: dict[object, Any] = field(default_factory=dict[object, Any])  # the functions that compute it
 
     @property
@@ -83,6 +84,11 @@ class Place(Operands):
                 case ast.Let(name, value):
                     self._check_once(line, name)
                     self.lets[name] = self._written_out(value)
+                case ast.Save(call):
+                    if self.saved is not None:
+                        raise FormError("P111", "the conditions of two lines `save` hold here", line)
+                    values = {k.name: self._written_out(k.value) for k in call.kwargs}
+                    self.saved = {name: value for name, value in values.items() if self._is_tensor(value)}
                 case ast.Equation(target, value=value):
                     if self.result is not None:
                         self._raise_twice(line, target)
@@ -108,6 +114,9 @@ class Place(Operands):
         if condition.op not in ("==", "!="):
             left, right = real(left, condition.left), real(right, condition.right)
         return COMPARISONS[condition.op](left, right)
+
+    def _is_tensor(self, node: ast.Expr) -> bool:
+        return isinstance(self.operand(node), Value)
 
     def _written_out(self, node: ast.Expr) -> ast.Expr:
         """An expression with `sum(i in n, …)` and `initial(…)` as what they stand for."""
@@ -189,14 +198,14 @@ def place_of(
     inputs: tuple[str, ...],
     args: Args,
     shapes: Sequence[Shape | None],
-    widest: tuple[int, int] = (0, 0),
+    numbers_of_site: SiteNumbers = SiteNumbers(),  # noqa: B008  # a tuple
     is_written_out: bool = False,
 ) -> Place:
     """A form at a place. Raises: FormError if its equation has no meaning there.
 
     Args:
         shapes: of the state that is written, and of the inputs.
-        widest: the most features that any site reads, and writes; 0 where there are no others.
+        numbers_of_site: what the equation knows of its site besides.
         is_written_out: whether parts of the text stand for other expressions.
     """
     types: dict[str, Type] = {}
@@ -218,12 +227,17 @@ def place_of(
     place = Place(form, numbers, types, inputs, heads_first=heads_first, writes_pair=isinstance(target, KeyValue))
     place.pair = target if isinstance(target, KeyValue) else None
     place.is_written_out = is_written_out
-    place.widest = {OUT: widest[1], **({inputs[0]: widest[0]} if inputs else {})}
+    place.numbers_of_site = numbers_of_site
+    widest_in, widest_out = numbers_of_site.widest
+    place.widest = {OUT: widest_out, **({inputs[0]: widest_in} if inputs else {})}
     for param in form.params:
         value = args.get(param.name)
         if param.name in inputs:
             continue
-        if isinstance(value, bool | int | float | str):
+        if function_of(param) is not None:
+            assert isinstance(param.default, ast.Call)
+            numbers[param.name] = value[1] if isinstance(value, tuple) else place.argument(*param.default.args)
+        elif isinstance(value, bool | int | float | str):
             numbers[param.name] = value
         elif param.default is not None:
             numbers[param.name] = place.argument(param.default)

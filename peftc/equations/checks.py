@@ -12,12 +12,12 @@ from peftc.equations.matrices import DECOMPOSITIONS
 from peftc.equations.operands import OUT, POSITIONS, TOKENS
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS
 from peftc.equations.table import FORMS
-from peftc.equations.words import INITIAL_VALUES, NONE, NUMBERS, SIZES, words_of
+from peftc.equations.words import INITIAL_VALUES, NONE, NUMBERS, SIZES, function_of, words_of
 from peftc.forms.reserved import is_reserved
 from peftc.syntax import ast
 from peftc.syntax.printer import print_expression
 from peftc.syntax.vocabulary import CONCAT, FROZEN_MODULES, SHARED, STATES
-from peftc.syntax.walk import children
+from peftc.syntax.walk import children, values, walk
 
 _OWN_ARGUMENTS = ("dtype", "seed")  # every form has them, or those with fixed values
 _WEIGHTS = ("w", "b")  # of the base, from which first values may be computed
@@ -78,6 +78,8 @@ class _FormChecker:
                     yield from self._parameter(line)
                 case ast.Require(left, _, right):
                     yield from self._comparison(left, right)
+                case ast.Save(call):
+                    yield from self._save(call)
         if not results:
             yield Diagnostic("P319", f"the form `{name}` has no value", at, help=f"add `{RESULT} = …`")
         for line in results[1:] if any(line.condition is None for line in results) else ():
@@ -97,7 +99,7 @@ class _FormChecker:
     def _params(self) -> Iterator[Diagnostic]:
         for param in self.form.params:
             is_word = isinstance(param.default, ast.Name) and param.default.id in self.words.get(param.name, ())
-            if param.default is not None and not is_word:
+            if param.default is not None and not is_word and function_of(param) is None:
                 yield from self._expression(param.default)
             yield from self._define(param.name, param.span)
             if param.name in _OWN_ARGUMENTS:
@@ -110,6 +112,25 @@ class _FormChecker:
             message = f"a form has at most two inputs, `{name}` is one too many"
             yield Diagnostic("P108", message, self.names[name])
 
+    def _save(self, call: ast.Call) -> Iterator[Diagnostic]:
+        """The errors of a form that is saved, of its arguments and its parameters."""
+        name = call.function
+        if name != self.form.name and name not in FORMS:
+            help_ = did_you_mean(name, [self.form.name, *FORMS]) or "a built-in form, or this one with other arguments"
+            yield Diagnostic("P101", f"there is no form `{name}` to save", call.function_span, help=help_)
+            return
+        if call.args:
+            message = "a form is saved with its arguments and its parameters by name"
+            yield Diagnostic("P108", message, call.args[0].span, help="write `NAME=value`")
+        own = {param.name for param in self.form.params}
+        arguments = own if name == self.form.name else {argument.name for argument in FORMS[name].arguments}
+        for keyword in call.kwargs:
+            is_argument = isinstance(keyword.value, ast.Name) and keyword.value.id in own
+            if keyword.name in arguments and not is_argument:
+                message = f"`{keyword.name}` of the saved `{name}` is an argument of `{self.form.name}`, as it is"
+                yield Diagnostic("P105", message, keyword.value.span)
+            yield from self._expression(keyword.value)
+
     def _comparison(self, left: ast.Expr, right: ast.Expr | None) -> Iterator[Diagnostic]:
         for side, other in ((left, right), (right, left)):
             words = self.words.get(other.id, ()) if isinstance(other, ast.Name) else ()
@@ -117,13 +138,18 @@ class _FormChecker:
                 yield from self._expression(side)
 
     def _define(self, name: str, at: Span, condition: ast.Condition | None = None) -> Iterator[Diagnostic]:
-        if name in (OUT, TOKENS, RESULT):
+        if name in (OUT, RESULT) or (name == TOKENS and self._names_tokens()):
             yield Diagnostic("P121", f"`{name}` is reserved in a form", at, help="use another name")
         elif name in self.names and not self._may_define_again(name, condition):
             yield Diagnostic("P111", f"`{name}` is defined twice in `{self.form.name}`", at, help="use another name")
         if condition is not None:
             self.conditional.add(name)
         self.names.setdefault(name, at)
+
+    def _names_tokens(self) -> bool:
+        """Whether `mean(x, tokens)` has the word for the tokens of the input."""
+        parts = (part for value in values(self.form) for part in walk(value) if isinstance(part, ast.Call))
+        return any(call.function == "mean" and call.args[1:] == (ast.Name(TOKENS),) for call in parts)
 
     def _may_define_again(self, name: str, condition: ast.Condition | None) -> bool:
         """Whether several lines define a name, or a parameter is there if its argument says so."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, cast
@@ -10,13 +10,14 @@ from typing import Any, Literal, cast
 from peftc.diagnostics import Related, Source, Span
 from peftc.equations.analysis import Place, place_of
 from peftc.equations.bindings import is_written_out
-from peftc.equations.operands import POSITIONS
+from peftc.equations.exports import Export, are_alternatives, export_of, may_hold
+from peftc.equations.operands import NUMBERS_OF_SITES, POSITIONS, SiteNumbers
 from peftc.equations.patterns import bottleneck_of
 from peftc.equations.values import FormError, Value, shape_of
-from peftc.equations.words import NONE, is_choice, words_of
+from peftc.equations.words import NONE, function_of, is_choice, words_of
 from peftc.forms.arguments import DTYPE, SEED
 from peftc.forms.form import Args, Argument, Dims, Form, Parameter, PlacementError, Scope
-from peftc.forms.shapes import Ids, KeyValue, Shape, Tokens, Weight
+from peftc.forms.shapes import Ids, KeyValue, Prompt, Shape, Tokens, Weight
 from peftc.syntax import ast
 from peftc.syntax.numbers import numeric_value
 from peftc.syntax.printer import print_expression, print_statement
@@ -29,6 +30,7 @@ OWNER = "owner_module"  # the attribute of a module with the module of common pa
 Ends = Literal["", "low", "high", "both"]
 _SWAPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 PARAMETERS = "parameters"  # of the code of a place
+_OF_WHOLE_NUMBERS = ("power", "top_k", "softmax", "corner", "svd", "positions", "reshape", "narrow")
 
 
 def inputs_of(form: ast.Form) -> tuple[str, ...]:
@@ -50,14 +52,18 @@ class TextForm(Form):
         self.arguments = (*self._arguments(), DTYPE)
         self.module = MODULE
         self.gives_pair = any(isinstance(line.value, ast.Pair) for line in lines)
-        if "site" in scopes and len(scopes) > 1:
+        exclude = are_alternatives(self._lines())
+        if "site" in scopes and len(scopes) > 1 and not exclude:
             self.common_module = MODULE
             self.separates_tasks = any(line.scope and not line.fixed and not line.common for line in self._lines())
-        self.mixes_shapes = scopes != {"site"}
+        self.mixes_shapes = scopes != {"site"} and not exclude
         self.place = lru_cache(maxsize=256)(self._place)
         parts = [part for value in values(form) for part in walk(value)]
         self._calls = [part for part in parts if isinstance(part, ast.Call)]
-        self._is_wide = any(call.function == "widest" for call in self._calls)
+        functions = {call.function for call in self._calls}
+        self._is_wide = "widest" in functions
+        self._asked = functions.intersection(NUMBERS_OF_SITES)
+        self.differs_by_site = "site" in functions
         self._is_written_out = any(map(is_written_out, parts))
 
     @cached_property
@@ -69,7 +75,9 @@ class TextForm(Form):
 
     def shown(self, source: str, args: Args, dims: Dims) -> str:
         bottleneck = bottleneck_of(self.at(self.fill(args), dims)) if self.inputs else None
-        return f"{self.name}({source})" if bottleneck is None else bottleneck.shown(source)
+        if bottleneck is not None:
+            return bottleneck.shown(source)
+        return f"softmax({source} P_kᵀ) P_v" if self.gives_pair else f"{self.name}({source})"
 
     def __reduce__(self) -> Any:
         return (text_form, (self.form, self.source))
@@ -89,6 +97,8 @@ class TextForm(Form):
             match param.default:
                 case None:
                     yield Argument(name, kind, doc, None, True, low, high, open_ends)
+                case ast.Call() if (function := function_of(param)) is not None:
+                    yield Argument(name, "call", doc, choices=(function,))
                 case ast.Boolean(value):
                     yield Argument(name, "bool", doc, value)
                 case ast.Name(word) if word in words.get(name, ()) and is_choice(self.form, name):
@@ -136,20 +146,25 @@ class TextForm(Form):
     # What the planner asks
 
     def _place(
-        self, args: tuple[tuple[str, object], ...], shapes: tuple[Shape | None, ...], widest: tuple[int, int]
+        self, args: tuple[tuple[str, object], ...], shapes: tuple[Shape | None, ...], numbers: SiteNumbers
     ) -> Place:
-        return place_of(self.form, self.inputs, dict(args), shapes, widest, self._is_written_out)  # pyright: ignore[reportArgumentType]
+        return place_of(self.form, self.inputs, dict(args), shapes, numbers, self._is_written_out)  # pyright: ignore[reportArgumentType]
 
     def at(self, args: Args, dims: Dims) -> Place:
         """The form at a place. Raises: PlacementError, with the part of the text that is wrong."""
         try:
             shapes = (dims.target, dims.input, dims.second)
-            widest = dims.widest if self._is_wide else (0, 0)
-            return self.place(tuple(sorted(args.items(), key=lambda item: item[0])), shapes, widest)
+            return self.place(tuple(sorted(args.items(), key=lambda item: item[0])), shapes, self._numbers(dims))
         except FormError as error:
             raise self.illegal(error, args) from None
         except RecursionError:
             raise self.illegal(FormError("P018", "its equation is nested too deeply", self.form)) from None
+
+    def _numbers(self, dims: Dims) -> SiteNumbers:
+        """What the text asks of a site, so that sites which do not differ in it are one place."""
+        own = {"d_model": dims.d_model, "sites": dims.sites, "site": dims.index}
+        widest = dims.widest if self._is_wide else (0, 0)
+        return SiteNumbers(widest, **{name: own[name] for name in self._asked})
 
     def illegal(self, error: FormError, args: Args | None = None) -> PlacementError:
         label = "this line of the form" if error.code == "P317" else error.message
@@ -191,7 +206,12 @@ class TextForm(Form):
         )
 
     def shape(self, args: Args, dims: Dims) -> Shape:
+        if self.gives_pair and not isinstance(dims.target, KeyValue):
+            help_ = f"write `kv = concat({self.name}(…), kv)` at an attention"
+            message = f"`{self.name}` gives rows of keys and values, here {dims.target}"
+            raise PlacementError("P310", message, help=help_)
         place = self.at(args, dims)
+        self._check_export(place, args, dims)
         of_others = any(isinstance(shape, Tokens) and shape.of for shape in (dims.input, dims.target))
         if of_others and self.selects_positions(args):
             message = "the tokens here are not those of the stack, whose positions `positions` counts"
@@ -204,15 +224,23 @@ class TextForm(Form):
         node = place.result or self.form
         if shape is None:
             raise self.illegal(FormError("P301", f"its value is {value.type}, and no state is", node))
+        if isinstance(shape, Prompt):
+            self._check_positions(place, shape.rows, args, dims)
         return shape
+
+    def _check_positions(self, place: Place, rows: int, args: Args, dims: Dims) -> None:
+        """Raises: PlacementError P314 if a prompt leaves no position for the input."""
+        if dims.positions is not None and rows >= dims.positions:
+            message = f"a prompt of {rows} tokens leaves no position for the input: the model has {dims.positions}"
+            names = [name for name, value in place.numbers.items() if value == rows and name in args]
+            help_ = f"use {names[0]} < {dims.positions}" if names else f"use fewer than {dims.positions} rows"
+            raise PlacementError("P314", message, names[0] if names else None, help=help_)
 
     def _rows(self, place: Place, value: Value, target: Shape) -> KeyValue:
         """Rows of keys and values. Raises: PlacementError if the state has no such rows."""
         assert place.result is not None
         assert value.pair is not None
-        if not isinstance(target, KeyValue):
-            help_ = f"write `kv = concat({self.name}(…), kv)` at an attention"
-            raise self.illegal(FormError("P310", f"it gives keys and values, here {target}", place.result, help_))
+        assert isinstance(target, KeyValue)
         own = (target.kv_heads, target.d_head), (target.kv_heads, target.d_value or target.d_head)
         heads, rows, d_key = value.type.size
         if own != ((heads, d_key), (heads, value.pair.size[2])):
@@ -223,22 +251,59 @@ class TextForm(Form):
     def parameters(self, args: Args, dims: Dims) -> Iterable[Parameter]:
         place = self.at(args, dims)
         if PARAMETERS not in place.code:
-            place.code[PARAMETERS] = tuple(
+            export = self.export(args)
+            trained = "trained" if export is None else "training"
+            own = [
                 Parameter(
                     name,
                     place.sizes[name],
                     scope="common" if line.scope else "site",
-                    role="state" if name in place.copies else "fixed" if line.fixed else "trained",
+                    role="state" if name in place.copies else "fixed" if line.fixed else trained,
                 )
                 for name, line in place.parameters.items()
-            )
+            ]
+            if export is not None:
+                # One module has what all sites save.
+                count = dims.sites if self.common(args) is not None and not self.has_common_part else 1
+                saved = ((name, _size_at(place, node)) for name, node in (place.saved or {}).items())
+                own += [Parameter(name, size, role="saved") for name, size in saved for _ in range(count)]
+            place.code[PARAMETERS] = tuple(own)
         return place.code[PARAMETERS]
+
+    # What an adapter has in its place
+
+    def export(self, args: Args) -> Export | None:
+        """The form that is saved in its place."""
+        return export_of(self, self.form, args)
+
+    def saved_as(self, args: Args) -> str | None:
+        export = self.export(args)
+        return None if export is None else export.form.name
+
+    def saved_arguments(self, args: Args) -> Mapping[str, str]:
+        export = self.export(args)
+        return super().saved_arguments(args) if export is None else export.arguments
+
+    def _check_export(self, place: Place, args: Args, dims: Dims) -> None:
+        """Raises: PlacementError P301 if what is saved is not what the other form has."""
+        export = self.export(args)
+        if export is None:
+            return
+        own = {name: _size_at(place, node) for name, node in (place.saved or {}).items()}
+        try:
+            wanted = export.sizes(args, dims)
+        except PlacementError as error:
+            raise self.illegal(FormError(error.code, error.message, export.line)) from None
+        if own != wanted:
+            shown = [", ".join(f"{n} {list(size)}" for n, size in sizes.items()) for sizes in (own, wanted)]
+            message = f"it saves {shown[0] or 'nothing'}, and `{export.form.name}` has {shown[1] or 'nothing'}"
+            raise self.illegal(FormError("P301", message, export.line))
 
     def _lines(self) -> list[ast.Parameter]:
         return [line for line in self.form.body if isinstance(line, ast.Parameter)]
 
     def common(self, args: Args) -> Scope | None:
-        scopes = {line.scope for line in self._lines() if line.scope and _may_hold(line.condition, args)}
+        scopes = {line.scope for line in self._lines() if line.scope and may_hold(line.condition, args)}
         return "edit" if "edit" in scopes else "group" if "group" in scopes else None
 
     def initial(self, args: Args, dims: Dims) -> float | None:
@@ -251,6 +316,9 @@ class TextForm(Form):
         value = self.at(args, dims).value
         if len(self.inputs) > 1:
             return "it reads two states"
+        shape = shape_of(value.type, dims.target)
+        if isinstance(shape, Prompt):
+            return "it adds tokens, which no weight holds"
         return value.reason if value.varies or not self.inputs else "its value does not depend on its input"
 
     def common_sizes(self, args: Args, dims: Dims) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -276,19 +344,6 @@ class TextForm(Form):
         return value.rank
 
 
-def _may_hold(condition: ast.Condition | None, args: Args) -> bool:
-    """Whether a condition holds with these arguments, as far as they decide it."""
-    if condition is None or not isinstance(condition.left, ast.Name) or condition.left.id not in args:
-        return True
-    value, right = args[condition.left.id], condition.right
-    if right is None:
-        return bool(value)
-    if condition.op not in ("==", "!=") or not isinstance(right, ast.Name | ast.Boolean):
-        return True
-    other = right.value if isinstance(right, ast.Boolean) else None if right.id == NONE else right.id
-    return (value == other) == (condition.op == "==")
-
-
 def whole_numbers(node: ast.Expr) -> tuple[ast.Expr, ...]:
     """The parts of an expression that are whole numbers, whatever they are."""
     match node:
@@ -296,10 +351,16 @@ def whole_numbers(node: ast.Expr) -> tuple[ast.Expr, ...]:
             return (count,)
         case ast.Item(_, indices):
             return indices
-        case ast.Call("power" | "top_k" | "softmax" | "corner" | "svd" | "positions", (_, *numbers)):
+        case ast.Call(function, (_, *numbers)) if function in _OF_WHOLE_NUMBERS:
             return tuple(numbers)
         case _:
             return ()
+
+
+def _size_at(place: Place, node: ast.Expr) -> tuple[int, ...]:
+    operand = place.operand(node)
+    assert isinstance(operand, Value)
+    return operand.type.size
 
 
 def scope_of(parameter: ast.Parameter) -> str:

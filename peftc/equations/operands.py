@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from peftc.equations.initial_numbers import first_value, initial_number, initial_value, shifts
 from peftc.equations.matrices import DECOMPOSITIONS
@@ -22,6 +23,25 @@ OUT = "out"  # the name of the state that the equation writes, in sizes
 TOKENS = "tokens"  # `mean(x, tokens)`
 POSITIONS = "positions"  # `positions(x, first, last)`
 _MOST = 2**40  # of a size
+
+
+class SiteNumbers(NamedTuple):
+    """What an equation knows of its site besides shapes: 0 where its text does not ask.
+
+    Attributes:
+        widest: the most features that any site reads, and writes.
+        d_model: the features of the residual stream.
+        sites: how many sites have parameters in common.
+        site: which of them this is.
+    """
+
+    widest: tuple[int, int] = (0, 0)
+    d_model: int = 0
+    sites: int = 0
+    site: int = 0
+
+
+NUMBERS_OF_SITES = ("d_model", "sites", "site")
 
 
 class Missing(int):
@@ -49,6 +69,7 @@ class Operands:
     types: dict[str, Type]
     inputs: tuple[str, ...]
     widest: dict[str, int] = field(default_factory=dict[str, int])  # features of any site, by the names of states
+    numbers_of_site: SiteNumbers = field(default_factory=SiteNumbers)
     parameters: dict[str, ast.Parameter] = field(default_factory=dict[str, ast.Parameter])
     sizes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     absent: set[str] = field(default_factory=set[str])  # parameters of lines that are not there
@@ -154,12 +175,12 @@ class Operands:
         if name in self.sizes:
             initial = self.initial(self.parameters[name])
             return Value(Type(self.sizes[name]), initial, shifted=True, first=self._first(self.parameters[name]))
+        if name in self.lets:
+            return self.operand(self.lets[name])
         if name in self.absent:
             return MISSING
         if name in self.numbers:
             return self.numbers[name]
-        if name in self.lets:
-            return self.operand(self.lets[name])
         if any(isinstance(line, ast.Let) and line.name == name for line in self.form.body):
             raise FormError("P107", f"no condition of `{name}` holds here", node)
         if name in ACTIVATIONS:
@@ -269,6 +290,8 @@ class Operands:
     def _size_of(self, node: ast.Call, function: str) -> int:
         (argument,) = node.args
         name = argument.id if isinstance(argument, ast.Name) else ""
+        if function in NUMBERS_OF_SITES:
+            return getattr(self.numbers_of_site, function)
         type_ = self.types.get(name)
         if name == OUT and self.pair is not None and function in ("heads", "d_head", "d_value"):
             d_value = self.pair.d_value or self.pair.d_head

@@ -104,7 +104,7 @@ def _is_of_rows(place: Place, node: ast.Expr) -> bool:
             fits = sizes in ((2, 1), (3, 2)) if source.batch == "tokens" else sizes == (2, 2) and not source.batch
             return fits and not _varies(place, left) and all(_is_of_rows(place, part) for part in (left, right))
         case ast.Call(function, args):
-            parts = [arg for arg in args if arg != ast.Name(TOKENS)]
+            parts = args[:1] if function == "mean" and args[1:] == (ast.Name(TOKENS),) else args
             return FUNCTIONS[place.function(function)].by_rows and all(_is_of_rows(place, part) for part in parts)
         case ast.Binary() | ast.Negative() | ast.Pair():
             return all(_is_of_rows(place, part) for part in children(node))

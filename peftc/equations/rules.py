@@ -154,6 +154,24 @@ def corner(operands: Types) -> Type:
     return Type((int(str(operands[1])), int(str(operands[2]))))
 
 
+def reshaped(operands: Types) -> Type:
+    """A tensor of the same entries with other dimensions."""
+    type_, sizes = tensor(operands), operands[1:]
+    numbers = tuple(n for n in sizes if isinstance(n, int) and not isinstance(n, bool) and n > 0)
+    if type_.batch or len(numbers) < len(sizes) or math.prod(numbers) != type_.entries:
+        raise Mismatch(f"{type_} cannot have the dimensions {', '.join(map(str, sizes))}", 0)
+    return Type(numbers)
+
+
+def narrowed(operands: Types) -> Type:
+    """Some of the first dimension."""
+    type_, (start, count) = tensor(operands), operands[1:]
+    most = type_.size[0] if type_.size and not type_.batch else 0
+    if not isinstance(start, int) or not isinstance(count, int) or not 0 <= start < start + count <= most:
+        raise Mismatch(f"{type_} has {most} rows, and not {count} of them from {start} on", 0)
+    return Type((count, *type_.size[1:]))
+
+
 def column(operands: Types) -> Type:
     type_ = tensor(operands)
     if type_.batch or len(type_.size) != 1:

@@ -6,7 +6,7 @@ from math import prod
 from typing import Literal
 
 from peftc.diagnostics.record import record
-from peftc.forms.shapes import Heads, Ids, Rows, Scalar, Shape, Tokens, Vector, Weight
+from peftc.forms.shapes import Heads, Ids, Prompt, Rows, Scalar, Shape, Tokens, Vector, Weight
 from peftc.syntax import ast
 
 Number = int | float | bool | str  # known when the plan is made; text: the name of an activation
@@ -101,6 +101,8 @@ def shape_of(type_: Type, target: Shape, tokens: str = "") -> Shape | None:
     """
     has_heads = isinstance(target, Heads | Rows)
     match type_.batch, type_.size:
+        case "", (rows, d) if isinstance(target, Tokens):
+            return Prompt(d, rows=rows)
         case "tokens", (d,):
             return Tokens(d, tokens)
         case "tokens", (heads, d_head):

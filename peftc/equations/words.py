@@ -31,6 +31,9 @@ SIZES: Mapping[str, str] = {
     "d_head": "the features of a head; of keys and values, those of a key",
     "d_value": "the features of a head of values",
     "widest": "the most features that any site of the edit has there",
+    "d_model": "the features of the residual stream",
+    "sites": "the sites that have parameters in common",
+    "site": "the number of this site among them, from 0",
 }
 INITIAL_VALUES: Mapping[str, str] = {
     "zeros": "0",
@@ -42,6 +45,18 @@ INITIAL_VALUES: Mapping[str, str] = {
     "orthogonal": "orthonormal rows, or columns if there are more rows",
     "identity": "ones on the diagonal",
 }
+
+
+def function_of(param: ast.FormParam) -> str | None:
+    """The function of which an argument is a call, `mlp` of `reparam = mlp(none)`.
+
+    In the equation, the argument is the number in the call.
+    """
+    match param.default:
+        case ast.Call(function, (ast.Name("none"),), ()):
+            return function
+        case _:
+            return None
 
 
 def words_of(form: ast.Form) -> dict[str, tuple[str, ...]]:

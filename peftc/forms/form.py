@@ -241,6 +241,10 @@ class Form:
         """The name of the simpler form that is saved in its place (`FormModule.collapsed`)."""
         return None
 
+    def saved_arguments(self, args: Args) -> Mapping[str, str]:
+        """The arguments of a call that the simpler form takes, too, with their names there."""
+        return {argument.name: argument.name for argument in self.arguments}
+
     def selects_positions(self, args: Args) -> bool:
         """Whether it acts at some positions, of which its stack tells it."""
         return False

@@ -30,6 +30,14 @@ class Tokens:
 
 
 @record()
+class Prompt(Tokens):
+    """Rows that are put before the tokens of the input, the same for all examples: (rows, d)."""
+
+    of: str = "prompt"
+    rows: int = 0
+
+
+@record()
 class Ids:
     """(batch, tokens): the rows that an embedding reads, each as a one-hot vector of `count` features."""
 

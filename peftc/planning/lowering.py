@@ -11,8 +11,7 @@ from peftc.diagnostics import Diagnostic, PeftcError, Related, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms import Dims, Form, PlacementError
 from peftc.forms.calls import shape_at
-from peftc.forms.prompt import PROMPT
-from peftc.forms.shapes import KeyValue, Scalar, Tokens
+from peftc.forms.shapes import KeyValue, Prompt, Scalar, Tokens
 from peftc.planning.ir import (
     Arithmetic,
     Assign,
@@ -206,7 +205,8 @@ class TermLowering:
             help_ = "write it at `embed`, as tokens of the input; or join keys and values, `kv = concat(prefix(…), kv)`"
             message = "tokens are joined where tokens are embedded"
             raise error("P303", message, call.span, label="not `embed`", help=help_)
-        wrong = next((row for row in rows if row.shape != Tokens(state.shape.d, PROMPT)), None)
+        d = state.shape.d
+        wrong = next((row for row in rows if not isinstance(row.shape, Prompt) or row.shape.d != d), None)
         if not rows or wrong is not None or call.kwargs or not isinstance(state, Read) or state.state != "h":
             span = call.span if wrong is None else wrong.source.span
             message = "`concat` of tokens takes trained rows and then `h`"

@@ -15,7 +15,7 @@ from peftc.diagnostics.diagnostic import printable
 from peftc.equation_code.form_code import code_text
 from peftc.equations.analysis import Place
 from peftc.equations.definition import OWNER, TextForm, scope_of
-from peftc.forms.shapes import KeyValue, Scalar
+from peftc.forms.shapes import KeyValue, Prompt, Scalar
 from peftc.modules.new_modules import module_with
 from peftc.modules.torch_attributes import TABLES
 from peftc.planning import ir
@@ -207,12 +207,8 @@ def row_count(term: ir.Term) -> int:
     match term:
         case ir.FormCall(input=value) if value is not None:
             return row_count(value)
-        case ir.FormCall(shape=KeyValue(rows=rows)):
+        case ir.FormCall(shape=KeyValue(rows=rows) | Prompt(rows=rows)):
             return rows
-        case ir.FormCall(instance=instance):
-            length = instance.args.get("len", 0)  # a factor has no `len`
-            assert isinstance(length, int)
-            return length
         case ir.Arithmetic(left=left, right=right):
             return max(row_count(left), row_count(right))
         case ir.Concat(parts=parts):

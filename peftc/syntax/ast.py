@@ -338,12 +338,20 @@ class Parameter(Statement):
 
 
 @record()
+class Save(Statement):
+    """`save prompt(len=len, tokens=P) if keep == false`: the simpler form that an adapter has."""
+
+    call: Call
+    condition: Condition | None = None
+
+
+@record()
 class Form(Statement):
     """`form lora(x, r, alpha = r) { … }`"""
 
     name: str
     params: tuple[FormParam, ...]
-    body: tuple[Require | Parameter | Let | Equation, ...]
+    body: tuple[Require | Parameter | Let | Equation | Save, ...]
     built_in: bool = field(default=False, compare=False)  # as a saved adapter has it; no text of a spec
     closing: tuple[str, ...] = field(default=(), compare=False, repr=False)
     name_span: Span = field(default=NOWHERE, compare=False, repr=False)

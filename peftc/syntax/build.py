@@ -166,6 +166,11 @@ class Builder:
         common["condition"] = self._condition(condition)
         return ast.build(ast.Require, left=left, op=self._words[op], right=right, **common)
 
+    def _save(self, children: list[Any], **common: Any) -> ast.Save:
+        _, call, *condition = children
+        common["condition"] = self._condition(condition)
+        return ast.build(ast.Save, call=call, **common)
+
     def _parameter(self, children: list[Any], **common: Any) -> ast.Parameter:
         kind, name, *parts = children
         phrases = {part.rule: part.children for part in parts if isinstance(part, Phrase)}

@@ -148,6 +148,8 @@ def _line(statement: ast.Statement) -> str:
             return f"let {name} = {print_expression(value)}{_condition(condition)}"
         case ast.Require(left, op, right, condition):
             return f"require {print_expression(left)} {op} {print_expression(right)}{_condition(condition)}"
+        case ast.Save(call, condition):
+            return f"save {print_expression(call)}{_condition(condition)}"
         case ast.Parameter():
             return _parameter(statement)
         case ast.Train(name, states, at):

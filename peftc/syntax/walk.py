@@ -105,6 +105,8 @@ def values(statement: ast.Statement) -> Iterator[ast.Expr]:
         case ast.Form(params=params, body=body):
             yield from (param.default for param in params if param.default is not None)
             yield from (value for inner in body for value in values(inner))
+        case ast.Save(call=call, condition=condition):
+            yield from (call, *condition_values(condition))
         case ast.Parameter():
             yield from (*line_values(statement),)
         case ast.Require(left=left, right=right, condition=condition):

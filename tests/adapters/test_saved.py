@@ -188,7 +188,7 @@ def test_a_description_of_any_format_is_replaced(lacks: str | None, tmp_path: Pa
     model = compiled("bert", PREFIX)
     if lacks is None:
         peftc.save(model, tmp_path)
-        assert description(tmp_path)["format_version"] == "1.2"
+        assert description(tmp_path)["format_version"] == "1.5"
     else:
         with pytest.raises(peftc.PeftcError, match="P526"):
             peftc.save(model, tmp_path)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from peftc.equation_code.module import EquationModule
 from peftc.forms.module import build, build_owner, member
-from peftc.forms.prefix_module import PrefixGroup, PrefixModule
 from peftc.forms.shapes import KeyValue, Tokens
 from tests.forms.cases import Case, seeded
 
@@ -78,7 +78,6 @@ def test_collapsed_rows_equal_the_group() -> None:
     model, like = Model(GROUP), GROUP.like()
     for layer in model.layers:
         direct = build(Case("prefix", KeyValue(2, 4), None, {"len": 6}), dtype=torch.float64)
-        assert isinstance(direct, PrefixModule)
         direct.load_state_dict(layer.collapsed())
         assert all(torch.equal(a, b) for a, b in zip(direct(like), layer(like), strict=True))
 
@@ -86,8 +85,9 @@ def test_collapsed_rows_equal_the_group() -> None:
 def test_a_direct_prefix_can_be_shared_too() -> None:
     case = Case("prefix", KeyValue(2, 4), None, {"len": 6}, sites=3)
     model = Model(case)
-    assert isinstance(model.owner, PrefixModule)
-    assert isinstance(Model(GROUP).owner, PrefixGroup)
+    assert isinstance(model.owner, EquationModule)
+    assert set(model.owner.tensors()) == {"key", "value"}
+    assert "up" in Model(GROUP).owner.tensors()
     values = model(case.like())
     assert torch.equal(values[0], values[2])
     assert case.form.count(case.args, case.dims).trained == sum(

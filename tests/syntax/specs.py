@@ -23,6 +23,9 @@ KEYWORDS = {
     "require",
     "param",
     "fixed",
+    "save",
+    "common",
+    "in",
     "if",
     "true",
     "false",
@@ -145,13 +148,24 @@ parameters = st.builds(
     conditions,
     **comment_fields,
 )
+saves = st.builds(
+    ast.Save,
+    st.builds(
+        ast.Call,
+        dotted,
+        st.lists(expressions_2, max_size=2).map(tuple),
+        st.lists(st.builds(ast.Keyword, words, expressions_2), max_size=2).map(tuple),
+    ),
+    conditions,
+    **comment_fields,
+)
 definitions = st.builds(ast.Equation, words, st.just("="), expressions_2, conditions, **comment_fields)
 form_params = st.builds(ast.FormParam, words, st.none() | expressions_2, leading=above, trailing=trailing_comment)
 forms = st.builds(
     ast.Form,
     words,
     st.lists(form_params, max_size=3).map(tuple),
-    st.lists(requires | parameters | definitions | parts, max_size=4).map(tuple),
+    st.lists(requires | parameters | definitions | parts | saves, max_size=4).map(tuple),
     closing=above,
     **comment_fields,
 )
