@@ -32,7 +32,7 @@ VALUE = "f"  # the name of a value without one
 SEQUENCE = "sequence"  # the attribute of a module with the positions of tokens
 SIZE = "size"  # in a node's meta: the size of a tensor that is the same for all tokens
 VARIABLE = "variable"  # in a node's meta: the name of its value in the text of the form
-Operation = fx.Node | float | int | bool | str
+Operation = fx.Node | float | int | bool | str | tuple[Any, Any]  # two of keys and values
 Emit = Callable[..., fx.Node]  # adds the call of a function with arguments to a graph
 Forward = Callable[..., Tensor]
 
@@ -162,7 +162,7 @@ class Code:
             case ast.Attribute(ast.Call(function, args), part):
                 return self._part(function, tuple(map(self.operation, args)), part)
             case ast.Pair(keys, values):
-                return self.emit(functions.pair, self.operation(keys), self.operation(values))
+                return self.operation(keys), self.operation(values)
             case ast.Item(value, indices):
                 numbers = tuple(map(place.number, indices))
                 return self.emit(function_named("operator.getitem"), self.operation(value), numbers)

@@ -14,7 +14,6 @@ from peftc.equation_code.code import VARIABLE, Code, Emit, Operation, emit_into
 from peftc.equations.analysis import Place
 from peftc.equations.operands import OUT
 from peftc.forms.rowwise_module import linear
-from peftc.syntax import ast
 
 SEQUENCE = "sequence"  # the attribute of a module with the positions of tokens
 Forward = Callable[..., Tensor]
@@ -80,6 +79,13 @@ class FormCode:
         node, factor = self.code.product()
         return self._as_state(node), factor
 
+    def value_like(self, like: fx.Node) -> fx.Node | tuple[fx.Node, ...]:
+        """The value in the dtype of a state; keys and values for each of its examples."""
+        value = self.value()
+        if isinstance(value, tuple):
+            return tuple(self.emit(functions.for_batch, part, like) for part in value)
+        return self.emit(functions.cast_like, value, like)
+
     def _as_state(self, node: Operation) -> Operation:
         type_, out = self.place.value.type, self.place.types.get(OUT)
         has_heads = out is not None and bool(out.batch) and len(out.size) == 2
@@ -110,12 +116,8 @@ def _forward(place: Place, owners: Mapping[str, str]) -> Forward:
     inputs = [graph.placeholder(name) for name in place.inputs or ("like",)]
     training = emit(getattr, module, "training")
     form = FormCode(place, emit, module, owners, inputs, training, linear)
-    value = form.value()
-    if isinstance(place.result, ast.Pair):
-        value = emit(functions.for_batch, value, inputs[0])
-    elif not place.inputs or place.types[place.inputs[0]].batch != "ids":
-        value = emit(functions.cast_like, value, inputs[0])
-    graph.output(value)
+    of_ids = bool(place.inputs) and place.types[place.inputs[0]].batch == "ids"
+    graph.output(form.value() if of_ids else form.value_like(inputs[0]))
     graph.eliminate_dead_code()
     code = graph.python_code("self", verbose=False)
     names = dict(code.globals)

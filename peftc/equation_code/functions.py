@@ -116,18 +116,11 @@ def orthonormal(a: Tensor) -> Tensor:
     return (q * upper.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).mT.to(a.dtype)
 
 
-def pair(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values."""
-    return keys, values
-
-
-def for_batch(rows: tuple[Tensor, Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values (heads, rows, d) for each example of a batch, in the dtype of `like`."""
-    keys, values = (part.to(like.dtype) for part in rows)
-    if keys.ndim == 4:  # of rows with parameters of their own
-        return keys, values
-    count = like.shape[0]
-    return keys.expand(count, -1, -1, -1), values.expand(count, -1, -1, -1)
+def for_batch(rows: Tensor, like: Tensor) -> Tensor:
+    """Keys or values (heads, rows, d) for each example of a batch, in the dtype of `like`."""
+    rows = rows.to(like.dtype)
+    # Those of rows with parameters of their own have a batch.
+    return rows if rows.ndim == 4 else rows.expand(like.shape[0], -1, -1, -1)
 
 
 def skew(q: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class EquationModule(Hookable, FormModule):
         # Those whose first values follow from the base's weight.
         self._computed = tuple(name for name in own if name not in (*self._draws(), *place.copies))
         self._owners = tuple((name, OWNER) for name in place.parameters if name not in own)
-        if self.definition.gives_pair:  # which is called, also by compiled code
+        if self.differs_by_site:  # which is called, also by compiled code
             self.prepare()
 
     @property
@@ -98,7 +98,7 @@ class EquationModule(Hookable, FormModule):
     @property
     def differs_by_site(self) -> bool:
         """Whether sites that share all parameters have values of their own."""
-        return self.definition.differs_by_site and self.form_dims.sites > 1
+        return self.definition.differs_by_site(self.form_args)
 
     def place_at(self, index: int) -> Place:
         """The equation at the site numbered `index` of those that share all parameters."""

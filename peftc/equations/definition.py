@@ -63,7 +63,6 @@ class TextForm(Form):
         functions = {call.function for call in self._calls}
         self._is_wide = "widest" in functions
         self._asked = functions.intersection(NUMBERS_OF_SITES)
-        self.differs_by_site = "site" in functions
         self._is_written_out = any(map(is_written_out, parts))
 
     @cached_property
@@ -159,6 +158,10 @@ class TextForm(Form):
             raise self.illegal(error, args) from None
         except RecursionError:
             raise self.illegal(FormError("P018", "its equation is nested too deeply", self.form)) from None
+
+    def differs_by_site(self, args: Args) -> bool:
+        """Whether sites that share parameters have values of their own."""
+        return "site" in self._asked and self.common(self.fill(args)) is not None
 
     def _numbers(self, dims: Dims) -> SiteNumbers:
         """What the text asks of a site, so that sites which do not differ in it are one place."""

@@ -121,10 +121,10 @@ def describe(term: ir.Term) -> object:
 
 def is_inline(instance: ir.FormInstance) -> bool:
     """Whether the operations of a form stand in the code of the edited module: those of a text,
-    where there is one form for all rows, unless it gives keys and values.
+    where there is one form for all rows, which computes the same at all sites that share it.
     """
     form = instance.form
-    return isinstance(form, TextForm) and not form.gives_pair and not instance.tasks
+    return isinstance(form, TextForm) and not form.differs_by_site(instance.args) and not instance.tasks
 
 
 def place_of(instance: ir.FormInstance) -> Place:

@@ -14,7 +14,7 @@ from peftc.dataflow.nodes import is_edit
 from peftc.dataflow.operations import Op
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.equation_code.form_code import FormCode
-from peftc.equation_code.functions import add_to, cast_like
+from peftc.equation_code.functions import add_to
 from peftc.forms.shapes import Ids, KeyValue
 from peftc.planning import ir
 from peftc.rewriting.anchors import Anchor
@@ -196,7 +196,8 @@ class EquationInserter(NodeBuilder):
             return self.function(torch.cat, keys, 2), self.function(torch.cat, values, 2), before, after
         if isinstance(term, ir.FormCall):
             pair = self.form_call(term, like=like if call is None else call.get("k"))
-            return self.function(operator.getitem, pair, 0), self.function(operator.getitem, pair, 1), 0, 0
+            key, value = pair if isinstance(pair, tuple) else (self.function(operator.getitem, pair, i) for i in (0, 1))
+            return key, value, 0, 0
         assert isinstance(term, ir.Arithmetic), term  # of keys and values with a factor, or with others
         left_is_pair = isinstance(term.left.shape, type(term.shape))
         own, factor = (term.left, term.right) if left_is_pair else (term.right, term.left)
@@ -389,7 +390,7 @@ class EquationInserter(NodeBuilder):
             return self.memo[id(term)]
         inputs = self.inputs_of(term, like)
         if self.is_inline(term.instance):
-            value = self.function(cast_like, self.form_code(term, inputs).value(), inputs[0])
+            value = self.form_code(term, inputs).value_like(inputs[0])
         else:
             value = self.module(self.form_name(term), *inputs)
         if term.input is not None and isinstance(term.input.shape, Ids):  # which have no dtype for the result

@@ -168,6 +168,9 @@ class ModelingFile:
             if not isinstance(equation, EquationModule):
                 what = f"`{path.rpartition('.')[2]}` at `{region}` is a Python form"
                 raise refusal(f"{what}: its code is that of a module of peftc")
+            if equation.differs_by_site:
+                what = f"`{path.rpartition('.')[2]}` at `{region}` makes the values of several sites"
+                raise refusal(f"{what}: save and load the adapter, which has them one by one")
             yield path, f"({_sizes(form)}, {None if owner is None else self.owners[id(owner)]!r})"
 
     def _float32_modules(self) -> list[str]:

@@ -48,6 +48,7 @@ edit k at layer[*].attn.k { h += kept(x) }
 """
 CASES = {"llama": ("llama", LINEARS), "bart": ("bart", STATES), "bert": ("bert", OWN), "half": ("llama", LINEARS)}
 CASES["gpt2"] = ("gpt2", ROTATIONS)
+CASES["prefix"] = ("llama", "peft 1 edit p at layer[*].attn { kv = concat(prefix(len=3), kv) }")
 
 
 def saved_model(name: str, folder: Path) -> nn.Module:
@@ -109,7 +110,8 @@ def test_a_saved_model_computes_the_same_without_peftc(name: str, folder: Path, 
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        ("edit p at layer[*].attn { kv = concat(prefix(len=3), kv) }", "`prefix` at `"),
+        ("edit p at layer[*].attn { kv = concat(prefix(len=3, reparam=mlp(4)), kv) }", "`prefix` at `"),
+        ("edit v at layer[*].attn.q { h += svd(x, r=2) }", "`svd` at `"),
         ("edit r at layer[*] { h += reft(h, r=2, first=1) }", "runs all children"),
         ("edit t at layer[*].attn.q per task { h += lora(x, r=2) }", "for each task"),
     ],
