@@ -111,6 +111,15 @@ def dim_of_input(call: fx.Node, layer: LayerGraph) -> int | None:
     return _own_dim(call, layer) if keeps_rank else None
 
 
+def dim_read_by(calls: Iterable[fx.Node], value: fx.Node, layer: LayerGraph) -> int | None:
+    """The dimension in which some calls of modules read features of a value; None where they do not
+    tell.
+    """
+    # Seen in: no transformers model, but LocalViT, whose norm is over the rows of images
+    dims = {dim_of_input(n, layer) for n in calls if first_input(n) is value and layer.module(n) is not None}
+    return dims.pop() if len(dims) == 1 else None
+
+
 def stream_dim(values: Collection[fx.Node], layer: LayerGraph) -> int | None:
     """The dimension of the features in sums of a residual stream, by what reads these; None where
     nothing tells. What is added to them may have been computed over tokens.

@@ -159,7 +159,9 @@ def refined(blocks: list[str], subs: Mapping[str, Sequence[SubLayer]], model: nn
         pairs = [(subs[name], outline_module(model, name)) for name in members if name in subs]
         kinds = {(id(own), id(block)): (own, block) for own, block in pairs}
         stages = are_stages([*kinds.values()])
-        names += [inner for name in members for inner in _listed_blocks(model, name) or [name]] if stages else members
+        inner = _blocks_in_each([outline_module(model, name) for name in members]) if stages else [[]] * len(members)
+        for name, listed in zip(members, inner, strict=True):
+            names += [f"{name}.{one}" for one in listed] or [name]
     return names
 
 
@@ -170,7 +172,9 @@ def are_stages(blocks: Sequence[tuple[Sequence[SubLayer], nn.Module]]) -> bool:
     """
     # Seen in: ALBERT, CvT, Donut, Swin V2; with mixers GCViT of timm
     with_subs = [(subs, block) for subs, block in blocks if subs]
-    listed = [(subs, block, _listed_blocks(block, "")) for subs, block in with_subs or blocks]
+    owners_of_lists = with_subs or blocks
+    inner = _blocks_in_each([block for _, block in owners_of_lists])
+    listed = [(subs, block, names) for (subs, block), names in zip(owners_of_lists, inner, strict=True)]
     if not blocks or not all(inside for _, _, inside in listed):
         return False
     if with_subs:
@@ -204,10 +208,47 @@ def _is_nested(block: nn.Module) -> bool:
     return any(p.ndim >= 2 for part in parts for p in part.parameters())
 
 
-def _listed_blocks(model: nn.Module, block: str) -> list[str]:
+def _blocks_in_each(blocks: Sequence[nn.Module]) -> list[list[str]]:
+    """The blocks listed in each of some modules. A list may have several classes of blocks if that
+    of the same name in another module has one.
+    """
+    # Seen in: with several classes no transformers model, but the stages of EdgeNeXt
+    listed = [_listed_blocks(block) for block in blocks]
+    lists = {name.rpartition(".")[0] for names in listed for name in names}
+    mixed = (names or _listed_blocks(block, False) for names, block in zip(listed, blocks, strict=True))
+    return [[name for name in names if name.rpartition(".")[0] in lists] for names in mixed]
+
+
+def _listed_blocks(block: nn.Module, one_class: bool = True) -> list[str]:
     """The elements of the lists in a block, itself perhaps one, of modules with matrices."""
-    modules = [(f"{block}.{name}".strip("."), m) for name, m in outline(outline_module(model, block))]
-    return _elements(modules, lambda module: sum(p.ndim >= 2 for p in module.parameters()) >= 2)
+    return _elements(outline(block), _has_matrices, one_class)
+
+
+def _has_matrices(module: nn.Module) -> bool:
+    return sum(p.ndim >= 2 for p in module.parameters()) >= 2
+
+
+def blocks_of_other_stages(model: nn.Module, layers: Sequence[str]) -> list[str]:
+    """The elements of lists beside those of the layers, whose paths differ from theirs in numbers
+    alone: the stages of a pyramid whose blocks have no matrices but those of convolutions.
+    """
+    # Seen in: no transformers model, but EfficientFormer and CAFormer of timm
+    lists = {path for path in (containing_list(model, name) for name in layers) if re.search(r"\.\d+\.", path)}
+    patterns = {without_numbers(path) for path in lists}
+    blocks: list[str] = []
+    for path, module in outline(model) if patterns else ():
+        if isinstance(module, LISTS) and without_numbers(path) in patterns:
+            blocks += [f"{path}.{name}" for name, child in list_elements(module).items() if is_callable(child)]
+    return [name for name in blocks if name not in layers and not _is_around_or_in(name, layers)]
+
+
+def without_numbers(path: str) -> str:
+    """A dotted name with `*` for its numbers."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+
+
+def _is_around_or_in(name: str, layers: Iterable[str]) -> bool:
+    return any(f"{name}.".startswith(f"{layer}.") or layer.startswith(f"{name}.") for layer in layers)
 
 
 def convolutional_blocks(model: nn.Module) -> list[str]:
@@ -221,12 +262,19 @@ def convolutional_blocks(model: nn.Module) -> list[str]:
     return _elements(outline(model), convolves)
 
 
-def _elements(modules: Iterable[tuple[str, nn.Module]], is_block: Callable[[nn.Module], bool]) -> list[str]:
-    """The elements of the outermost lists of blocks of one class, which are no lists themselves."""
+def _elements(
+    modules: Iterable[tuple[str, nn.Module]], is_block: Callable[[nn.Module], bool], one_class: bool = True
+) -> list[str]:
+    """The elements of the outermost lists of blocks, of one class or any, which are no lists
+    themselves.
+    """
     names: list[str] = []
     for path, module in modules:
         blocks = list_elements(module) if isinstance(module, LISTS) else {}
-        if len(set(map(type, blocks.values()))) != 1 or not all(map(is_block, map(prototype_of, blocks.values()))):
+        classes = set(map(type, blocks.values()))
+        if not classes or (one_class and len(classes) > 1):
+            continue
+        if not all(map(is_block, map(prototype_of, blocks.values()))):
             continue
         if any(isinstance(block, LISTS) for block in blocks.values()):
             continue

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from peftc.dataflow.feature_axis import features_dim
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.linear_code import has_own_forward
-from peftc.dataflow.nodes import first_input, is_tensor, shape
+from peftc.dataflow.nodes import example, first_input, is_tensor, shape
 from peftc.dataflow.operations import is_norm_by_name
 from peftc.dataflow.values import mark_operands
 from peftc.diagnostics.model_line import model_line
@@ -244,16 +244,21 @@ def _scales(sizes: Sequence[int], features: tuple[int, ...]) -> bool:
 
 
 def _adding_leaves(layer_type: LayerType) -> Iterator[str]:
-    """The leaves without matrices that compute one tensor from several of its shape: they may add
-    the output of a sub-layer to the stream.
+    """The leaves without matrices that compute one tensor from several of its shape, or several:
+    they may add the output of a sub-layer to the stream.
     """
-    # Seen in: x-transformers, whose `Residual` is called with both
+    # Seen in: x-transformers, whose `Residual` is called with both; norms of vLLM, which return
+    # the sum beside the norm of it
     for node in layer_type.traced.graph.nodes:
         module = layer_type.layer.module(node)
-        operands = [n for n in (*node.args, *node.kwargs.values()) if shape(n) and shape(n) == shape(node)]
-        if module is None or not _has_own_code(module) or layer_type.layer.is_norm(node):
+        if module is None or not _has_own_code(module) or any(p.ndim > 1 for p in module.parameters()):
             continue
-        if len(operands) > 1 and all(p.ndim < 2 for p in module.parameters()):
+        result = example(node)
+        sizes = [tuple(t.shape) for t in result if isinstance(t, torch.Tensor)] if isinstance(result, tuple) else []
+        is_single = bool(shape(node)) and not layer_type.layer.is_norm(node)
+        operands = [shape(n) for n in (*node.args, *node.kwargs.values()) if isinstance(n, fx.Node) and shape(n)]
+        adds = is_single and operands.count(shape(node)) > 1
+        if adds or (len(sizes) > 1 and len({*sizes, *operands}) == 1):
             yield str(node.target)
 
 

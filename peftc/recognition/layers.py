@@ -1,6 +1,5 @@
 """The stacks of layers of a model: lists of layers, each with its type."""
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,11 +16,13 @@ from peftc.observation.sample_forward import SampleForward
 from peftc.observation.token_flow import TokenFlow
 from peftc.recognition.layer_candidates import (
     blocks_by_class,
+    blocks_of_other_stages,
     convolutional_blocks,
     numbered_blocks,
     refined,
     repeated_blocks,
     stack_path,
+    without_numbers,
 )
 from peftc.recognition.layer_types import LayerType, trace_layer
 from peftc.recognition.loops import (
@@ -98,6 +99,9 @@ def _analyze_structure(
     model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode, repeated: list[str]
 ) -> ModelStructure:
     structure = _structure_of_layers(model, sample, mode, repeated)
+    layers = [name for stack in structure.stacks for name in stack.layers]
+    if others := blocks_of_other_stages(model, layers):
+        structure = _structure_of_blocks(model, sample, mode, [*structure.seen.candidates, *others], False)[0]
     _add_loops(structure, sample)
     if not structure.stacks and not structure.untraced and (blocks := numbered_blocks(model)):
         numbered = _structure_of_layers(model, sample, mode, blocks)
@@ -196,7 +200,7 @@ def _stacks(members: Mapping[str, Sequence[_Layer]], seen: SampleForward) -> lis
     """Stacks as they run. Lists that differ in a number alone (the stages of a pyramid) are one."""
     stages: dict[str, list[str]] = {}
     for path in members:
-        stages.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), []).append(path)
+        stages.setdefault(without_numbers(path), []).append(path)
     stacks: list[Stack] = []
     for pattern, paths in stages.items():
         paths.sort(key=_numbers)

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from peftc.dataflow.layer_graph import PASSING, LayerGraph
 from peftc.dataflow.matrices import MatrixPart
-from peftc.dataflow.nodes import example, first_input, is_tensor, output_of
+from peftc.dataflow.nodes import example, first_input, is_tensor, nodes_in, output_of
 from peftc.dataflow.operations import Op
 from peftc.dataflow.values import reaches, upstream, value_users
 from peftc.fakes.tensors import fake_copy
@@ -109,9 +109,22 @@ def is_of_scores(norm: fx.Node, attentions: Sequence[Attention]) -> bool:
     return any(reaches(a.call, norm) and reaches(norm, a.out) for a in written)
 
 
+def is_only_in(norm: fx.Node, body: Collection[fx.Node], res: fx.Node, h: fx.Node, layer: LayerGraph) -> bool:
+    """Whether all that depends on a norm is the result of a sub-layer with another residual."""
+    # Seen in: no transformers model, but EdgeNeXt, where a network alone reads the norm of a sum
+    if norm not in body or reaches(norm, res):
+        return False
+    results = nodes_in(output_of(layer.graph).args)
+    return not any(norm in upstream(result, lambda n: n is h) for result in results)
+
+
 def normalized_role(node: fx.Node, attention: Attention | None, layer: LayerGraph) -> str:
     """`q` or `k` for a norm of queries or keys inside an attention, else empty."""
+
+    def projects(node: fx.Node) -> bool:  # Seen in: ScalableViT, whose keys are strided convolutions
+        return layer.is_linear(node) or layer.op(node) is Op.CONVOLUTION
+
     for role, value in () if attention is None else (("q", attention.q), ("k", attention.k)):
-        if node in upstream(value, layer.is_linear) and any(map(layer.is_linear, upstream(node, layer.is_linear))):
+        if node in upstream(value, projects) and any(map(projects, upstream(node, projects))):
             return role
     return ""

@@ -21,7 +21,7 @@ from peftc.recognition.attention.patterns import Attention, has_softmax_mixture
 from peftc.recognition.attention.projections import reads_projections
 from peftc.recognition.attention.side_by_side import feed_forward_beside, joint_states
 from peftc.recognition.ffn import convolutions, linear_modules
-from peftc.recognition.norms import NormFinder, is_of_scores
+from peftc.recognition.norms import NormFinder, is_of_scores, is_only_in
 from peftc.recognition.residual_stream import (
     Stream,
     has_several_streams,
@@ -52,10 +52,13 @@ def sub_layers(layer: LayerGraph, opaque: Collection[str] = (), first: fx.Node |
         return []
     finder, subs = _main_stream(Stream(first, layer, opaque))
     sides = _side_streams(finder, first) if subs else []
+    subs += [] if sides else finder.left_to_next_layer()
     if sides:  # again, and what another stream has added belongs to no body
         finder, subs = _main_stream(Stream(first, layer, opaque, sides), finder.attentions)
-    if len(subs) > 1 and not any(s.kind == "ffn" for s in subs) and subs[-1].kind == "mixer":
-        _relabel_local_mixer(subs[-1], finder.stream)
+    if not any(sub.kind == "ffn" for sub in subs):
+        for sub, behind in itertools.zip_longest(subs[1:], subs[2:]):
+            if sub.kind == "mixer" and (behind is None or behind.kind == "attn"):
+                _relabel_local_mixer(sub, finder.stream)
     for sub in subs if finder.attentions else ():
         if sub.kind == "mixer" and convolutions(sub.h, sub.body, finder.stream):
             _relabel_as_ffn(sub, finder.stream)
@@ -74,7 +77,8 @@ def sub_layers(layer: LayerGraph, opaque: Collection[str] = (), first: fx.Node |
     for sub in subs:
         own = NormFinder(finder.stream, apart, sums)
         sub.norms = [n for n in own.before(sub.body, sub.res) if n not in norms and not is_of_scores(n, sub.attentions)]
-        sub.output_norm = None if sub.is_added_again else own.behind(sub.add)
+        end = None if sub.is_added_again else own.behind(sub.add)
+        sub.output_norm = None if end and any(is_only_in(end, s.body, s.res, s.h, layer) for s in subs) else end
         sub.norms += [] if sub.output_norm is None else [sub.output_norm]
         norms.update(sub.norms)
     return subs
@@ -88,7 +92,9 @@ def _main_stream(stream: Stream, known: list[Attention] | None = None) -> tuple[
 
 
 def _relabel_local_mixer(sub: SubLayer, stream: Stream) -> None:
-    """Without another ffn in its layer, a last mixer of neighbouring tokens becomes the `ffn`."""
+    """Without another ffn in its layer, a last mixer of neighbouring tokens becomes the `ffn`. The
+    layers of a loop are in one graph: there, each one before an attention.
+    """
     # Seen in: PVT v2, RWKV, SegFormer
     if mixes(sub.body, stream) and mixes_neighbours(sub.body, stream):
         _relabel_as_ffn(sub, stream)
@@ -237,7 +243,8 @@ class _Finder:
 
     def bottleneck_sublayers(self, sub: SubLayer) -> list[SubLayer]:
         """The sub-layers of a stream inside of `sub` (a bottleneck); none if there are fewer than
-        two. The inner stream begins with the value that the attention is first added to.
+        two. The inner stream begins with what the attention is first added to, and may end in a
+        network.
         """
         # Seen in: MobileBERT. Without it, its sub-layers would have no sites
         if sub.attention is None:
@@ -255,8 +262,29 @@ class _Finder:
                     if added := inner.added_by(node):
                         subs += added
                         stream.extend(node)
+                subs += inner.network_behind(subs, sub) if len(subs) == 1 else []
                 break
         return subs if len(subs) > 1 else []
+
+    def network_behind(self, subs: list[SubLayer], sub: SubLayer) -> list[SubLayer]:
+        """The feed-forward network whose result is that of a bottleneck with one inner sum."""
+        # Seen in: no transformers model, but EdgeNeXt
+        inner, behind = subs[0].add, set(upstream(sub.h, lambda n: n is subs[0].add))
+        if any(n in behind for n in self.stream.values if n is not inner):  # it goes around the sum
+            return []
+        network = self.sub_layer(sub.add, sub.res, sub.h)
+        return [network] if network.kind == "ffn" and {"up", "down"} <= network.projections.keys() else []
+
+    def left_to_next_layer(self) -> list[SubLayer]:
+        """The sub-layer whose result a layer returns beside the stream: the next one adds it."""
+        # Seen in: no transformers model, but blocks of flash-attention and vLLM
+        results, stream = nodes_in(output_of(self.layer.graph).args), self.stream.values[-1]
+        others = [n for n in results if shape(n) == shape(stream) and not self.stream.holds(n)]
+        if len(self.stream.values) < 2 or stream not in results or len(others) != 1 or not self.is_computed(others[0]):
+            return []
+        sub = self.sub_layer(others[0], stream, others[0])
+        sub.is_added_again = True  # no sum of the layer has it
+        return [sub] if sub.kind != "untraced" and {"down", "o"} & sub.projections.keys() else []
 
     def continues_stream(self, add: fx.Node) -> bool:
         """Whether a sum is the stream plus itself, a mixture of copies, or what needs no stream."""
@@ -302,7 +330,7 @@ class _Finder:
         """The result of an attention, or of convolutions, if `h` is an ffn of that result alone, or
         of it with the features of the stream beside it.
         """
-        # Seen in: ConvNeXt, Zamba, Zamba 2; with the stream beside it LoFTR
+        # Seen in: ConvNeXt, Zamba, Zamba 2; with the stream beside it LoFTR; not in LocalViT
         body = self.stream.body(h)
         outputs = (self.layer.consumer_linear(a.out, body) for a in self.attentions if a.call in body)
         out = next(outputs, None)
@@ -313,6 +341,9 @@ class _Finder:
         joins = {n for n in body if out is not None and self._joins_features(n, out)}
         behind = set(upstream(h, lambda n: n is out or n in joins)) - {out}
         if out is None or any(map(self.stream.holds, behind)):
+            return None
+        is_attention = any(out in (a.out, self.layer.consumer_linear(a.out, body)) for a in self.attentions)
+        if not is_attention and any(not mixes_tokens(n, self.layer) for n in self.layer.linears(self.stream.body(out))):
             return None
         linears = [n for n in self.layer.linears(set(without_gates(h, out))) if reaches(out, n)]
         return out if len(linears) > 1 else None

@@ -10,7 +10,7 @@ from torch import fx
 from peftc.addressing.renaming import LayerName
 from peftc.addressing.site_list import Block, Numbers, SiteList, Template, TemplateSite
 from peftc.addressing.sites import ActivationRef, FeatureDims, Site, Slice, State, WeightRef
-from peftc.dataflow.feature_axis import dim_of_input, features_dim, stream_dim
+from peftc.dataflow.feature_axis import dim_of_input, dim_read_by, features_dim, stream_dim
 from peftc.dataflow.features import separates
 from peftc.dataflow.matrices import MatrixPart, MatrixProduct, rows_within
 from peftc.dataflow.nodes import first_input, is_tensor, output_of, shape
@@ -229,7 +229,8 @@ class LayerSites:
         if last in sub.projections and self.graph.stripped(sub.h) is self.graph.output_of(sub.projections[last].node):
             states["h"] = replace(states["h"], linear=path_of(self.steps + steps + ((last, None),)))
         if sub.x is not None:
-            states["x"] = self.state("x", self.in_batches(sub.x, sub.h))
+            x, readers = self.in_batches(sub.x, sub.h), [p.node for p in sub.projections.values()]
+            states["x"] = self.state("x", x, dims=dim_read_by(readers, x, self.graph))
         if sub.context is not None:
             states["c"] = state = self.state("c", sub.context)
             if sub.variant == "cross" and isinstance(state.shape, shapes.Tokens):

@@ -6,8 +6,9 @@ from typing import Literal
 
 from torch import fx
 
-from peftc.dataflow.features import source_linears
+from peftc.dataflow.features import is_affine, source_linears
 from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.operations import Op
 from peftc.dataflow.values import upstream
 from peftc.recognition.attention.patterns import Attention
 from peftc.recognition.attention.projections import attention_projections, without_sorting
@@ -86,10 +87,13 @@ def set_ffn_roles(sub: SubLayer, stream: Stream) -> None:
         return
     # not the Linears that compute gates from something else, nor those before joined tokens
     downs = [(n, rows) for n, rows in source_linears(layer, sub.h) if n in sub.body and stream.reaches(n)]
+    gate = _gate_of_result(sub.h, [n for n, _ in downs], stream)
+    downs = [(n, rows) for n, rows in downs if n is not gate]
     if len(downs) != 1:
         return
     down = downs[0][0]
-    behind = {n for n in upstream(sub.h, lambda n: n is down) if n is not down and n in sub.body and stream.reaches(n)}
+    behind = {n for n in upstream(sub.h, lambda n: n in (down, gate)) if n in sub.body and stream.reaches(n)}
+    behind -= {down, gate}
     hidden = layer.input_of(down)
     others = [n for n in behind if is_weighted(n, layer) and not layer.is_norm(n)]
     if hidden is None or others or unknown_matrices(behind, layer):
@@ -97,5 +101,44 @@ def set_ffn_roles(sub: SubLayer, stream: Stream) -> None:
     sub.projections, sub.hidden = {"down": Projection(*downs[0])}, hidden
     # only Linears of this sub-layer, none that computed the stream
     sub.projections |= {role: p for role, p in input_projections(hidden, layer).items() if p.node in sub.body}
+    if "up" in sub.projections and "gate" not in sub.projections:
+        sub.projections["up"] = _first_linear(sub.projections["up"], sub.body, stream)
     first = sub.projections.get("up") or sub.projections.get("gate")
-    sub.x = layer.input_of(first.node) if first is not None else sub.x
+    if first is not None:
+        sub.x = layer.input_of(first.node) if gate is None else stream.read_by(first.node, sub.x)
+
+
+def _gate_of_result(h: fx.Node, linears: Collection[fx.Node], stream: Stream) -> fx.Node | None:
+    """Of two Linears whose results are multiplied the one that reads the stream, through an
+    activation: a gate of what the other computes of hidden features.
+    """
+    # Seen in: RWKV
+    layer = stream.layer
+    product = layer.stripped(h)
+    factors = product.all_input_nodes if layer.op(product) is Op.MUL else []
+    if len(linears) != 2 or len(factors) != 2:
+        return None
+    for factor, other in (factors, factors[::-1]):
+        gates = [n for n in linears if n in upstream(factor, layer.is_linear)]
+        downs = [n for n in linears if n in upstream(other, layer.is_linear)]
+        if len(gates) == len(downs) == 1 and gates != downs and not is_affine(factor, gates[0], layer):
+            x, hidden = layer.input_of(gates[0]), layer.input_of(downs[0])
+            if x is None or hidden is None or layer.linears(stream.body(x)):
+                continue  # the tokens before may be mixed with those of the stream
+            if layer.linears(stream.body(hidden)):
+                return gates[0]
+    return None
+
+
+def _first_linear(up: Projection, body: Collection[fx.Node], stream: Stream) -> Projection:
+    """Of the Linears of a network with several activations the one that reads the stream."""
+    # Seen in: no transformers model, but LocalViT, with a Linear behind its depthwise convolution
+    layer = stream.layer
+    x = layer.input_of(up.node)
+    while x is not None and not (stream.holds(x) or stream.moves(x) or stream.shifts(x)):
+        sources = source_linears(layer, x)
+        if len(sources) != 1 or sources[0][0] not in body or is_affine(x, sources[0][0], layer):
+            break
+        up = Projection(*sources[0])
+        x = layer.input_of(up.node)
+    return up

@@ -223,7 +223,8 @@ class LayerRegions:
 
         # modules that are shared with places where these edits do not apply
         excluded = {own for own, names in self.shared.items() if not all(map(is_edited, names))}
-        place = steps_below_layer(first.site) or first.site.path
+        # the graph of a loop has several layers, in each of which a module may have such a path
+        place = relative(first.site.module, self.layer), steps_below_layer(first.site) or first.site.path
         key = (id(self.kind_of(first.site)), place, *map(tuple, map(sorted, (excluded, states, writes, functions))))
         if key not in self.memory:
             self.memory[key] = self.find_region(first, states, writes, functions, excluded)

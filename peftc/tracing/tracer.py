@@ -29,7 +29,7 @@ from peftc.tracing.region_trace import ModuleCall, RegionTrace, TraceError, geti
 from peftc.tracing.tensor_caches import without_cached_tensors
 from peftc.tracing.tracer_base import TracerBase, patch_attribute
 
-CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, str, int, float, bool)
+CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, str, int, float, complex, bool)
 
 
 class RegionTracer(TracerBase):

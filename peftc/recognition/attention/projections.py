@@ -6,13 +6,14 @@ from collections.abc import Collection, Mapping
 from torch import fx
 
 from peftc.dataflow.einsum import einsum_labels, is_einsum
-from peftc.dataflow.features import source_linears
+from peftc.dataflow.features import is_only_layout, source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import shape
 from peftc.dataflow.operations import Op, op_of
 from peftc.dataflow.values import upstream, value_operands, value_users
 from peftc.recognition.attention.patterns import Attention
 from peftc.recognition.ffn import Projection
+from peftc.recognition.module_features import reads_patches
 from peftc.recognition.residual_stream import Stream
 from peftc.recognition.token_mixing import is_weighted
 
@@ -43,6 +44,8 @@ def attention_projections(
         rows = dict(source_linears(layer, value, *others, ends=ends))
         if (node := next(iter(nearest[role]), None)) is not None and node in rows:
             projections[role] = Projection(node, rows[node])
+        elif not linears and (node := patch_convolution(value, body, layer)) is not None:
+            projections[role] = Projection(node)
     without_rows_of_keys(projections, attentions[0], layer)
     for role in roles_with_equal_linears(nearest):
         projections.pop(role, None)
@@ -54,6 +57,15 @@ def attention_projections(
     for role in roles_by_other_weights(projections, attentions[0], layer):
         del projections[role]
     return projections
+
+
+def patch_convolution(value: fx.Node, body: Collection[fx.Node], layer: LayerGraph) -> fx.Node | None:
+    """The convolution by a kernel that alone computes a value, but for its layout."""
+    # Seen in: no transformers model, but ScalableViT, whose keys are those of patches
+    behind = upstream(value, lambda n: n not in body or reads_patches(layer.module(n)))
+    convolutions = [n for n in behind if reads_patches(layer.module(n))]
+    alone = len(convolutions) == 1 and is_only_layout(value, convolutions[0], layer)
+    return convolutions[0] if alone else None
 
 
 def outermost(attentions: list[Attention], layer: LayerGraph) -> list[Attention]:
