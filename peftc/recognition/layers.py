@@ -267,7 +267,7 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
             kind = f"its code calls `{name}` several times, and an edit would be at one of the calls"
             refused += [loop] if loop.caller in stages else []
         if isinstance(kind, str):
-            is_named = loop.caller not in stages or loop in refused
+            is_named = (loop.caller not in stages or loop in refused) and not _leaves_stream(loop, seen)
             structure.untraced |= {loop.place(body): kind for body in loop.bodies if is_named}
         elif len(kind.subs) > 1:
             accepted.append(loop)
@@ -293,6 +293,15 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
         if remaining := [(name, kind, name) for name, kind in pairs if name not in replaced]:
             members.setdefault(stack_path(model, remaining[0][0], seen.candidates), []).extend(remaining)
     structure.stacks = _stacks(members, seen)
+
+
+def _leaves_stream(loop: Loop, seen: SampleForward) -> bool:
+    """Whether what one iteration computes of tokens has other features: it is added to none."""
+    # Seen in: no transformers model, but heads in a ModuleDict, as in Z-Image of diffusers
+    last = seen.calls.get(loop.bodies[-1][-1])  # none for a list whose elements are called
+    if last is None or len(loop.bodies) > 1:
+        return False
+    return len(last.input_shape) == len(last.output_shape) == 3 and last.input_shape[-1] != last.output_shape[-1]
 
 
 def calls_outside(layers: Collection[str], seen: SampleForward) -> list[str]:

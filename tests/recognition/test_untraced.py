@@ -322,3 +322,45 @@ def test_a_module_without_children_that_cannot_be_traced_has_no_site() -> None:
     assert [(m.module, m.roles) for m in table.untraced[:1]] == [("blocks.0.inner", frozenset({"attn"}))]
     assert "attn.self" not in words(table)
     assert all(index is None for site in table.sites for name, index in site.steps if name == "ffn")
+
+
+class PlainLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.up, self.down = Attention(), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x, x)
+        return x + self.down(self.up(x).relu())
+
+
+class Head(nn.Module):
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(D, D), nn.Linear(D, features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x).tanh())
+
+
+class HeadsByName(nn.Module):
+    """Z-Image: the model's own code depends on values, and calls one of several heads."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.layers, self.heads = nn.ModuleList([PlainLayer(), PlainLayer()]), nn.ModuleDict({"2-1": Head(features)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * float(x.abs().max().item() > 0)
+        for layer in self.layers:
+            x = layer(x)
+        return self.heads["2-1"](x)
+
+
+def test_a_head_whose_result_has_other_features_holds_no_layer() -> None:
+    spec, sample = "peft 1\nedit e at layer[*].attn.q { h += lora(x, r=2) }", {"x": torch.randn(2, T, D)}
+    peftc.compile(spec, model := HeadsByName(3), sample=sample)
+    assert len(peftc.parameters(model)) == 4
+    with pytest.raises(PeftcError) as error:  # its result may be added to the stream
+        peftc.compile(spec, HeadsByName(D), sample=sample)
+    assert [d.code for d in error.value.diagnostics] == ["P214"]

@@ -112,7 +112,7 @@ CASES = (
         "z_image",
         model(
             "ZImageTransformer2DModel",
-            in_channels=4,
+            in_channels=6,
             dim=16,
             n_layers=2,
             n_refiner_layers=1,
@@ -123,7 +123,7 @@ CASES = (
             axes_lens=[64, 16, 16],
         ),
         lambda: {
-            "x": [torch.randn(4, 1, 8, 8) for _ in range(2)],
+            "x": [torch.randn(6, 1, 8, 8) for _ in range(2)],
             "t": torch.tensor([0.3, 0.5]),
             "cap_feats": [torch.randn(5, 12) for _ in range(2)],
         },
