@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peftc.forms.form import Args, Argument, Dims, FirstValue, PlacementError
-from peftc.forms.shapes import Ids, Shape, Tokens, Vector, Weight
+from peftc.forms.shapes import Ids, Tokens, Vector, Weight
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "leaky_relu", "tanh", "sigmoid", "none")
 _WRITTEN = {"relu": "ReLU", "gelu": "GELU", "silu": "SiLU"}  # activations, as papers write them
@@ -56,10 +56,6 @@ def over(dims: Dims) -> Tokens:
     return Tokens(dims.target.d, dims.input.of)
 
 
-def describe(shape: Shape | None) -> str:
-    return "nothing" if shape is None else f"{shape}"
-
-
 def changed_weight(form: str, dims: Dims) -> Weight | Vector:
     """The weight or bias that a form changes. Raises: PlacementError P310 for other states."""
     if isinstance(dims.target, Weight | Vector):
@@ -83,15 +79,6 @@ def bounded_rank(form: str, r: int, d_out: int, d_in: int) -> None:
             (f"it maps {d_in} features to {d_out}: the change cannot have a higher rank than {min(d_out, d_in)}",),
             f"use r <= {min(d_out, d_in)}",
         )
-
-
-def hidden_width(args: Args) -> int | None:
-    """m of `reparam=mlp(m)`, None for direct rows."""
-    reparam = args["reparam"]
-    if reparam is None:
-        return None
-    assert isinstance(reparam, tuple)
-    return reparam[1]
 
 
 # Bottlenecks

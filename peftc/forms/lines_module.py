@@ -3,61 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from peftc.forms.arguments import changed_weight, size_of
 from peftc.forms.module import has_values, seeded
-from peftc.forms.selective_module import SelectiveModule
-from peftc.forms.sparse_module import UNCHOSEN, refuse_unchosen
+from peftc.forms.selective_module import SelectedValues
 
 
-class LinesModule(SelectiveModule):
-    """f = D, zero but in the chosen rows (columns); `places` are their numbers in ascending order, -1 before they have been chosen.
+class LinesModule(SelectedValues):
+    """f = D, zero but in the chosen rows (columns), which are the units.
 
     Shapes: f as the weight (out, in) or the bias (d,) that it changes; values (k, in) or (out, k); (k,) for a bias; places (k,).
     Raises: P540 while training, where nothing has been chosen.
     Source: Vucetic et al. 2022, arXiv:2205.01541, section III: learner nodes.
     """
 
-    values: nn.Parameter
-
     def setup(self) -> None:
         self.dim = 0 if self.form_args["by"] == "row" else 1
         self.size = size_of(changed_weight("lines", self.form_dims))
-        count = self.values.shape[self.dim]
-        self.state("places", torch.full((count,), UNCHOSEN, dtype=torch.int64))
-        self.is_chosen = False  # known to be
-
-    @property
-    def unit_count(self) -> int:
-        """How many rows (columns) are trained."""
-        return len(self.get_buffer("places"))
+        self.select(self.values.shape[self.dim])
 
     def units(self, scores: Sequence[Tensor]) -> Tensor:
         """The scores of all rows (columns), from those of the entries of the weights or biases that this changes."""
         return torch.stack([s.sum(1 - self.dim) if s.ndim == 2 else s for s in scores]).sum(0)
-
-    def choose(self, places: Tensor) -> None:
-        """Sets which rows (columns) are trained; their values begin with zero again."""
-        with torch.no_grad():
-            self.get_buffer("places").copy_(places.sort()[0])
-            self.values.zero_()
-        self.after_load()
-
-    def after_load(self) -> None:
-        self.is_chosen = False
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self.after_load()
-
-    def require_ready(self) -> None:
-        if not self.is_chosen:
-            refuse_unchosen("lines", self.criterion, self.get_buffer("places"))
-            self.is_chosen = True
 
     def forward(self, like: Tensor) -> Tensor:
         places = self.get_buffer("places")
@@ -70,4 +40,4 @@ class LinesModule(SelectiveModule):
     def fix(self, place: str) -> None:
         if self.criterion == "random" and has_values(self.values):
             order = torch.randperm(self.size[self.dim], generator=seeded(f"{self.form_args['seed']}/{place}/places"))
-            self.get_buffer("places").copy_(order[: self.unit_count].sort()[0])
+            self.choose(order[: self.unit_count])

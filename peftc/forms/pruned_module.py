@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from peftc.forms.arguments import first_projections, number, width
-from peftc.forms.bottleneck_module import ACTIVATION
-from peftc.forms.module import FormModule, Generators, draw_of, has_values
+from peftc.forms.arguments import first_projections, width
+from peftc.forms.bottleneck_module import BottleneckModule, Projections
+from peftc.forms.module import Generators, draw_of, has_values
 from peftc.forms.sparse_module import SparseValues
-
-if TYPE_CHECKING:
-    from peftc.forms.affine_module import Affine
 
 
 class PrunedValues(SparseValues):
@@ -39,8 +34,7 @@ class PrunedValues(SparseValues):
         return drawn.to(self.values)
 
     def begin(self) -> None:
-        with torch.no_grad():
-            self.values.copy_(self.first_values()[self.get_buffer("places")])
+        self.values.copy_(self.first_values()[self.get_buffer("places")])
 
     def within(self, start: int, count: int) -> Tensor:
         return super().within(start, count) if self.dense is None else self.dense[start : start + count]
@@ -52,7 +46,7 @@ class PrunedValues(SparseValues):
                 self.values.zero_()
 
 
-class SparseAdapterModule(FormModule):
+class SparseAdapterModule(BottleneckModule):
     """f(x) = act(x W_down + b_down) W_up + b_up; the entries of both W that are not trained are zero, and dropout follows act.
 
     Shapes: x (batch, tokens, d_in); f (batch, tokens, d_out); W_down (r, d_in) and W_up (d_out, r), in this order among the
@@ -68,24 +62,14 @@ class SparseAdapterModule(FormModule):
         form, args, dims = self.definition, self.form_args, self.form_dims
         self.d_in, self.d_out = form.read_features(dims), form.written_features(dims)
         self.r = width(args, self.d_in, form.name)
-        self.act, self.p, self.start = str(args["act"]), number(args, "dropout"), dims.spread[0]
+        self.start = dims.spread[0]
 
-    def forward(self, x: Tensor) -> Tensor:
-        down, up = self.weights()
-        z = F.dropout(ACTIVATION[self.act](F.linear(x.to(down.dtype), down, self.down_bias)), self.p, self.training)
-        return F.linear(z, up, self.up_bias).to(x.dtype)
-
-    def weights(self) -> tuple[Tensor, Tensor]:
-        """W_down (r, d_in) and W_up (d_out, r)."""
+    def projections(self, training: bool) -> Projections:
         owner = self.owner_module
         assert isinstance(owner, PrunedValues)
-        if self.training:
+        if training:
             owner.require_ready()
         down, up = owner.within(self.start, self.r * (self.d_in + self.d_out)).split(
             [self.r * self.d_in, self.d_out * self.r]
         )
-        return down.view(self.r, self.d_in), up.view(self.d_out, self.r)
-
-    def fold(self, value: Affine) -> Affine:
-        down, up = self.weights()
-        return value.through(down, self.down_bias).through(up, self.up_bias)
+        return Projections(down.view(self.r, self.d_in), up.view(self.d_out, self.r), self.down_bias, self.up_bias)

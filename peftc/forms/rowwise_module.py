@@ -24,13 +24,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias, x, weight.mT)
 
 
-def layer_norm(z: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """The layer norm over the last dimension. Shapes: z (…, d); weight and bias (d,), or by rows (rows, 1, d)."""
-    if weight.ndim == 1:
-        return F.layer_norm(z, z.shape[-1:], weight, bias, epsilon)
-    return F.layer_norm(z, z.shape[-1:], None, None, epsilon) * weight + bias
-
-
 def stack(values: Sequence[Tensor], ndim: int) -> Tensor:
     """One value for each row, (rows, 1, …, *size): it broadcasts with a state of `ndim` dimensions as one value does."""
     return spread(torch.stack(tuple(values)), ndim)

@@ -2,62 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.arguments import changed_weight, size_of
 from peftc.forms.module import FormModule, has_values, seeded
-from peftc.forms.selective_module import SelectiveModule
+from peftc.forms.selective_module import SelectedValues
 from peftc.forms.shapes import entries
 
-UNCHOSEN = -1
 
-
-def refuse_unchosen(form: str, way: str, places: Tensor) -> None:
-    """Raises: P540 where nothing has been chosen."""
-    if has_values(places) and int(places[0]) == UNCHOSEN:
-        message = f"`{form}(select={way})` has not chosen what is trained"
-        raise PeftcError(Diagnostic("P540", message, help="peftc.calibrate(model, batches) chooses it"))
-
-
-class SparseValues(SelectiveModule):
-    """The trained entries of all sites of a `sparse`. `places` says where they are among the entries of all sites, one site after the other, in
-    ascending order; -1 before they have been chosen.
+class SparseValues(SelectedValues):
+    """The trained entries of all sites of a `sparse`; the units are the entries of all sites, one site after the other.
 
     Shapes: values and places (k,).
     """
 
-    values: nn.Parameter
-
     def setup(self) -> None:
         self.total = self.form_dims.spread[1] or self.definition.entries(self.form_args, self.form_dims)
-        places = torch.full(self.values.shape, UNCHOSEN, dtype=torch.int64, device=self.values.device)
-        self.state("places", places)
+        self.select(len(self.values))
         self.bounds: dict[tuple[int, int], tuple[int, int]] = {}
-        self.is_chosen = False  # known to be
-
-    def choose(self, places: Tensor) -> None:
-        """Sets which entries are trained; their values begin anew."""
-        with torch.no_grad():
-            self.get_buffer("places").copy_(places.sort()[0])
-        self.begin()
-        self.after_load()
-
-    def begin(self) -> None:
-        """The first values of the chosen entries."""
-        with torch.no_grad():
-            self.values.zero_()
 
     def after_load(self) -> None:
+        super().after_load()
         self.bounds.clear()
-        self.is_chosen = False
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self.after_load()
 
     def within(self, start: int, count: int) -> Tensor:
         """The entries of a site, which begin at `start`; zero where they are not trained. Shape: (count,)."""
@@ -75,17 +42,6 @@ class SparseValues(SelectiveModule):
             first, last = torch.searchsorted(places, ends).tolist()
             self.bounds[start, stop] = (first, last)
         return self.bounds[start, stop]
-
-    @property
-    def unit_count(self) -> int:
-        """How many entries are trained."""
-        return len(self.values)
-
-    def require_ready(self) -> None:
-        """Raises: P540 where no entries have been chosen."""
-        if not self.is_chosen:
-            refuse_unchosen(self.definition.name, self.criterion, self.get_buffer("places"))
-            self.is_chosen = True
 
     def fix(self, place: str) -> None:
         if self.criterion != "random" or not has_values(self.values):
