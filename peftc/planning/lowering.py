@@ -23,6 +23,7 @@ from peftc.planning.ir import (
     SiteEdit,
     Term,
     combine_shapes,
+    subterms,
 )
 from peftc.planning.lowering_context import FormInstances, LoweringContext
 from peftc.planning.repeated_calls import check_calls_of_weight
@@ -211,6 +212,9 @@ class TermLowering:
             span = call.span if wrong is None else wrong.source.span
             message = "`concat` of tokens takes trained rows and then `h`"
             raise error("P303", message, span, help="write `h = concat(prompt(len=…), h)`")
+        if (read := next((t for row in rows for t in subterms(row) if isinstance(t, Read)), None)) is not None:
+            message = f"the rows before the tokens are the same for all inputs, and these read `{read.state}`"
+            raise error("P303", message, read.source.span, help="write rows that read no state, `prompt(len=…)`")
         return Concat(parts, shape=state.shape, source=call)
 
     def frozen_call(self, call: ast.Call, module: str) -> FrozenCall:

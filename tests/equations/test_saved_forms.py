@@ -110,6 +110,8 @@ def test_rows_of_an_equation_are_a_prompt(tmp_path: Path) -> None:
         ("form g(n) { param P[n, d(out)] = 0 f = P }", "h = concat(g(n=9999), h)", "P314"),
         ("form g(n) { param P[n, d(out)] = 0 f = P }", "h += g(n=2)", "P301"),
         ("form g(n) { param P[n, d(out) + 1] = 0 f = P }", "h = concat(g(n=2), h)", "P303"),
+        ("form g(h, n) { require d(h) >= n param P[n, d(out)] = 0 f = P }", "h = concat(g(h, n=2), h)", "P303"),
+        ("form g(h, n) { param P[n, d(h)] = 0 f = P }", "h = concat(gate(h) * prompt(len=2), h)", "P303"),
         ("form g(n) { param P[n, d(out)] = 0 save prompt(len=n) f = P }", "h = concat(g(n=2), h)", "P301"),
         ("form g(n) { param P[n, d(out)] = 0 save prompt(len=n, tokens=t(P)) f = P }", "h = concat(g(n=2), h)", "P301"),
         ("form g(n) { param P[n, d(out)] = 0 save prompt(len=n, other=P) f = P }", "h = concat(g(n=2), h)", "P301"),
