@@ -23,6 +23,7 @@ from peftc.modules.instance_forward import FORWARD, GENERATED, replace_base, wit
 from peftc.rewriting.boundary import boundary_graph
 from peftc.rewriting.edits import CONTAINER, RegionEdit
 from peftc.rewriting.insert import Inserter
+from peftc.rewriting.low_rank_terms import join_low_rank_terms
 from peftc.rewriting.weight_products import distribute_products
 from peftc.specialization.call_paths import CallPaths, CallTraces
 from peftc.specialization.code_printer import OtherPath, function_body
@@ -238,6 +239,7 @@ class GeneratedClass:
         for edit in self.edits:
             inserter.insert(edit)
         distribute_products(traced.graph, inserter.numbers)
+        join_low_rank_terms(traced.graph, inserter.numbers)
 
     @property
     def source(self) -> str:

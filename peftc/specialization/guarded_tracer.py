@@ -160,7 +160,8 @@ class GuardedTracer(RegionTracer):
         return value
 
     def read_tensor(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
-        self.dtypes[f"{self.module_names.get(id(module), '')}.{name}".lstrip(".")] = value.dtype
+        with self.pause():
+            self.dtypes[f"{self.module_names.get(id(module), '')}.{name}".lstrip(".")] = value.dtype
 
     def read_dtype(self, tensor: torch.Tensor) -> None:
         self.depends_on_dtype = True

@@ -1,0 +1,96 @@
+"""A Linear and a low-rank term of its input, with one backward for both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+from peftc.equation_code.functions import add_to, cast_like
+
+_PLAIN = frozenset({Tensor, nn.Parameter})
+
+
+def low_rank_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, factor: float = 1.0
+) -> Tensor:
+    """x Wᵀ + b + factor · x downᵀ upᵀ, in the dtype of x Wᵀ.
+
+    Shapes:
+        x: (…, d_in)
+        weight: (d_out, d_in)
+        bias: (d_out,)
+        down, up: (r, d_in), (d_out, r)
+        result: (…, d_out)
+    """
+    if _takes_function(x, weight, bias, down, up):
+        result: Any = LowRankLinear.apply(x, weight, bias, down, up, factor)
+        return result
+    return add_to(F.linear(x, weight, bias), F.linear(F.linear(cast_like(x, down), down), up), factor)
+
+
+def _takes_function(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> bool:
+    """Whether `LowRankLinear` computes it: for a backward of plain tensors of one dtype.
+
+    `torch.compile` fuses operations by itself; autocast, transforms of functions and modes have
+    rules for operations.
+    """
+    dtype = weight.dtype
+    return (
+        torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and (x.requires_grad or down.requires_grad or up.requires_grad)
+        and x.dtype is dtype
+        and down.dtype is dtype
+        and up.dtype is dtype
+        and (bias is None or bias.dtype is dtype)
+        and not torch._C._is_any_autocast_enabled()  # pyright: ignore[reportPrivateUsage]
+        and type(x) in _PLAIN
+        and type(weight) in _PLAIN
+        and type(down) in _PLAIN
+        and type(up) in _PLAIN
+        and not torch._C._is_torch_function_mode_enabled()  # pyright: ignore[reportPrivateUsage]
+        and torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore
+        and forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
+        and not torch._C._get_tracing_state()  # pyright: ignore[reportPrivateUsage]
+    )
+
+
+class LowRankLinear(torch.autograd.Function):
+    """y = x Wᵀ + b + s · x downᵀ upᵀ. The low-rank terms of y and of the gradient of x are added
+    in place: no second tensor of their size is written.
+
+    Backward, with g = ∂L/∂y and u = s · g up:
+        ∂L/∂x = g W + u down, ∂L/∂down = uᵀ x, ∂L/∂up = s · gᵀ (x downᵀ), ∂L/∂W = gᵀ x, ∂L/∂b = Σ g
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        x, weight, bias, down, up, factor = inputs
+        rows = x.reshape(-1, x.shape[-1])
+        y = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
+        inner = torch.mm(rows, down.t())
+        y.addmm_(inner, up.t(), alpha=factor)
+        ctx.save_for_backward(x, weight, down, up, inner)
+        ctx.factor = factor
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight, down, up, inner = ctx.saved_tensors
+        of_x, of_weight, of_bias, of_down, of_up, _ = ctx.needs_input_grad
+        g, rows = gradients[0].reshape(-1, weight.shape[0]), x.reshape(-1, x.shape[-1])
+        u = torch.mm(g, up).mul_(ctx.factor) if of_x or of_down else g
+        if torch.is_grad_enabled():  # for a second backward: what was saved has no history
+            inner = torch.mm(rows, down.t())
+        return (
+            torch.mm(g, weight).addmm_(u, down).view(x.shape) if of_x else None,
+            torch.mm(g.t(), rows) if of_weight else None,
+            g.sum(0) if of_bias else None,
+            torch.mm(u.t(), rows) if of_down else None,
+            torch.mm(g.t(), inner).mul_(ctx.factor) if of_up else None,
+            None,
+        )
