@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,16 +68,19 @@ def _origin(library: str) -> str | None:
 @cache
 def _own_source() -> str:
     """A digest of peftc's own files, by size and time: it may be in development."""
-    return _digest([repr(record) for record in map(_status, sorted(_own_files(_OWN_SOURCE))) if record])
+    return _digest(sorted(_own_files(str(_OWN_SOURCE))))
 
 
-def _own_files(folder: Path) -> Iterator[str]:
+def _own_files(folder: str) -> Iterator[str]:
+    """A line for each file, with its size and time."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir() and entry.name != "__pycache__":
-                yield from _own_files(Path(entry.path))
+                yield from _own_files(entry.path)
             elif entry.name.endswith((".py", ".json")):
-                yield entry.path
+                with suppress(OSError):
+                    status = entry.stat()
+                    yield f"{entry.path} {status.st_size} {status.st_mtime_ns}"
 
 
 def _digest(lines: Iterable[str]) -> str:

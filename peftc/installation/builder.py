@@ -1,6 +1,6 @@
 """Makes what an installation puts into a model: generated classes, containers, forms."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -22,7 +22,7 @@ from peftc.modules.instance_forward import FORWARD, code_class
 from peftc.modules.offload import HOOK, execution_device
 from peftc.modules.walk import Named, all_named_modules, all_parameters, submodule
 from peftc.planning import ir
-from peftc.rewriting.edits import CONTAINER, SHARED, Region, container_of, empty_container, module_name
+from peftc.rewriting.edits import CONTAINER, SHARED, Region, RegionEdit, container_of, empty_container, module_name
 from peftc.rewriting.legality.preconditions import check_forwards, check_loaded, check_parents
 from peftc.rewriting.prompts import SEQUENCE
 from peftc.rewriting.region_list import RegionList
@@ -108,6 +108,7 @@ class InstallationBuilder:
         self.copiers: dict[object, Callable[[], FormModule] | None] = {}
         self.kinds: dict[object, RegionKind] = {}
         self.alike: dict[int, tuple[type[nn.Module], Options, AlikeRegion]] = {}  # by `id` of the region
+        self.patterns: dict[object, GeneratedClass] = {}  # by class and `names_pattern`
         self.plain_classes: dict[type[nn.Module], bool] = {}
         self.seeds = {edit: spec.seed for spec in installation.specs for edit in spec.edits}
         self.modules: list[EditedModule] = []
@@ -198,7 +199,11 @@ class InstallationBuilder:
         classes = self.classes if region.inline or key in self.classes else self.shared_classes
         if key not in classes:
             edits = tuple(region.edits)
-            classes[key] = GeneratedClass(base, region.inline, edits, base.__name__, absent, entered)
+            pattern = None if region.inline else (base, *names_pattern(edits))
+            like = self.patterns.get(pattern)
+            classes[key] = GeneratedClass(base, region.inline, edits, base.__name__, absent, entered, like=like)
+            if pattern is not None:
+                self.patterns.setdefault(pattern, classes[key])
         return classes[key]
 
     def container(self, region: Region, module: nn.Module) -> nn.Module:
@@ -367,6 +372,15 @@ def class_key(*parts: Any) -> ClassKey:
     """Equal for two regions exactly if they can share a generated class. The edits are last."""
     *others, edits = parts
     return (*others, *(edit.fingerprint for edit in edits))
+
+
+def names_pattern(edits: Iterable[RegionEdit]) -> Iterator[object]:
+    """Equal for the edits of two regions if they differ in the names of sites alone. The layout of
+    generated code depends on the lengths of names.
+    """
+    numbers: dict[str, int] = {}
+    for edit in edits:
+        yield edit.pattern, len(edit.slug), numbers.setdefault(edit.place, len(numbers))
 
 
 def absent_members(module: nn.Module) -> frozenset[str]:

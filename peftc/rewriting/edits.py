@@ -73,12 +73,22 @@ class RegionEdit:
     def edit_name(self) -> str:
         return module_name(self.edit.replace(".", "__"))
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """A text that is equal for edits that rewrite a region in the same way."""
+        return f"{self.slug} {self.pattern}"
+
+    @cached_property
+    def pattern(self) -> str:
+        """A text that is equal for edits that do so but for the names of the sites."""
         assigns = [(a.state, describe(a.value)) for a in self.assigns]
         lets = [(i, describe(term)) for i, term in self.lets]
-        return repr((self.edit, self.slug, self.states, self.functions, assigns, lets))
+        return repr((self.edit, self.states, self.functions, assigns, lets))
+
+    @property
+    def place(self) -> str:
+        """Where a region has the forms of the edit."""
+        return f"{CONTAINER}.{self.edit_name}.{self.slug}"
 
 
 @dataclass

@@ -21,7 +21,6 @@ from peftc.rewriting.anchors import Anchor
 from peftc.rewriting.attention import AttentionCall, ManualAttention
 from peftc.rewriting.boundary import base_call, wrap_base_call
 from peftc.rewriting.edits import (
-    CONTAINER,
     EQUATIONS,
     STREAM,
     RegionEdit,
@@ -383,7 +382,7 @@ class EquationInserter(NodeBuilder):
         return list(map(self.term, term.inputs))
 
     def form_name(self, term: ir.FormCall) -> str:
-        return f"{CONTAINER}.{self.edit.edit_name}.{self.edit.slug}.{term.instance.key}"
+        return f"{self.edit.place}.{term.instance.key}"
 
     def form_call(self, term: ir.FormCall, like: Any) -> Any:
         if id(term) in self.memo:

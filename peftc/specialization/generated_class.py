@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import re
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -68,11 +70,15 @@ class Variant:
 
     name: str
     conditions: tuple[str, ...]
-    graph: fx.Graph
+    make_graph: Callable[[], fx.Graph]
     source: str
     predicate: tuple[str, Mapping[str, Any]]
     passthrough: frozenset[str]
     traits: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @cached_property
+    def graph(self) -> fx.Graph:
+        return self.make_graph()
 
     @cached_property
     def holds(self) -> Callable[..., bool]:
@@ -107,6 +113,7 @@ class GeneratedClass:
         absent: members that are None in all its modules.
         entered: classes whose code is entered.
         calls_forms: whether its code calls all forms, for hooks.
+        like: one with the same edits at sites of other names, without `inline`.
     """
 
     def __init__(
@@ -118,6 +125,7 @@ class GeneratedClass:
         absent: frozenset[str] = frozenset(),
         entered: tuple[type[nn.Module], ...] = (),
         calls_forms: bool = False,
+        like: GeneratedClass | None = None,
     ) -> None:
         self.base, self.inline, self.edits, self.name, self.absent = base, inline, edits, name, absent
         self.entered, self.calls_forms = entered, calls_forms
@@ -131,7 +139,7 @@ class GeneratedClass:
         if inline and hiding:
             message = f"the forward of {name} has a parameter `{hiding[0]}`, which hides what generated code needs"
             raise PeftcError(Diagnostic("P407", message, help="rename the parameter, or edit a part of the layer"))
-        self.names = GlobalNames(self.signature.parameters)
+        self.names = GlobalNames(self.signature.parameters) if like is None else like.names
         self.variants: list[Variant] = []
         self.lock = threading.RLock()
         self._respecialize = uncompiled(self.respecialize, "call")
@@ -140,9 +148,19 @@ class GeneratedClass:
         self.dispatch: Callable[..., Any] = self._respecialize
         self.cls = make_class(self)
         if not inline:  # only arguments and result are edited: the model's own forward, in between
-            traced = boundary_graph(base, self.signature, edits)
-            self.rewrite(traced)
-            self.add(self.variant(traced.graph))
+            self.add(self.variant(self.boundary_graph()) if like is None else self.renamed_variant(like))
+
+    def boundary_graph(self) -> fx.Graph:
+        traced = boundary_graph(self.base, self.signature, self.edits)
+        self.rewrite(traced)
+        return traced.graph
+
+    def renamed_variant(self, like: GeneratedClass) -> Variant:
+        """The variant of another class, with the names of the sites of this one."""
+        places = {old.place: new.place for old, new in zip(like.edits, self.edits, strict=True)}
+        pattern = rf"\b({'|'.join(map(re.escape, places))})(?=\.)"
+        source = re.sub(pattern, lambda match: places[match[0]], like.variants[0].source)
+        return replace(like.variants[0], make_graph=self.boundary_graph, source=source)
 
     def __deepcopy__(self, memo: object) -> GeneratedClass:
         return self
@@ -225,7 +243,7 @@ class GeneratedClass:
         source = function(name, self.signature, function_body(graph, self.names, self.signature, others))
         predicate = function("holds", self.signature, conjunction("return ", conditions))
         values = dict(self.names.values)
-        return Variant(name, conditions, graph, source, (predicate, values), passthrough, traits or {})
+        return Variant(name, conditions, lambda: graph, source, (predicate, values), passthrough, traits or {})
 
     def add(self, variant: Variant) -> Variant:
         with Deferral():
@@ -287,11 +305,16 @@ def forward(self, *args, **kwargs):
 """
 
 
+@cache
+def _forward_code(name: str) -> CodeType:
+    return compile(FORWARD_SOURCE, f"<peftc {name}>", "exec")
+
+
 def make_class(kind: GeneratedClass) -> type[nn.Module]:
     """A subclass of the region's own class under the same names."""
     preserve_choices()
     namespace: dict[str, Any] = {"kind": kind, "HOOKED_FORMS": HOOKED_FORMS, **GLOBAL_HOOKS}
-    exec(compile(FORWARD_SOURCE, f"<peftc {kind.name}>", "exec"), namespace)
+    exec(_forward_code(kind.name), namespace)
     forward = namespace["forward"]
     forward.__signature__ = kind.signature
     setattr(forward, GENERATED, True)
