@@ -41,6 +41,7 @@ def load(
     samples: Sequence[Mapping[str, Any]] | None = None,
     other_weights: bool = False,
     strict: bool = False,
+    cache: bool = True,
 ) -> nn.Module:
     """Compiles a saved adapter onto its base, in place, and returns the model.
 
@@ -57,6 +58,7 @@ def load(
         other_weights: expects a base of the same architecture with other weights. Without it such a
             base gives a `PeftcWarning` (P524) with its distance.
         strict: refuses other weights, and quantised weights, which cannot be compared.
+        cache: as in `compile`.
 
     Returns:
         The model, the same object.
@@ -77,7 +79,7 @@ def load(
     def check(adapter: Adapter) -> None:  # called again if the adapter is replaced meanwhile
         check_base(adapter, model, other_weights, strict)
         tasks = task_names(adapter_tasks(adapter, path) or None, compiled.tasks)
-        spec, planned = plan_adapter(adapter, path, compiled, tasks)
+        spec, planned = plan_adapter(adapter, path, compiled, tasks, cache and prefix is None)
         expected = dict(expected_tensors(planned, compiled))
         check_tensors(listed_tensors(adapter), expected)
         plans.append((tasks, spec, planned, expected))
@@ -239,12 +241,15 @@ def check_python_forms(adapter: Adapter) -> None:
 
 
 def plan_adapter(
-    adapter: Adapter, directory: Path, compiled: CompiledModel, tasks: tuple[str, ...]
+    adapter: Adapter, directory: Path, compiled: CompiledModel, tasks: tuple[str, ...], cache: bool = False
 ) -> tuple[ast.Spec, PlanResult]:
-    """The spec of an adapter, and its plan for a model. Raises: P525, P567."""
+    """The spec of an adapter, and its plan for a model. `cache`: as in `compile`.
+
+    Raises: P525, P567.
+    """
     spec = expanded_spec(adapter, directory)
     with _planning_errors():
-        planned = compiled.plan(spec, tasks)
+        planned = compiled.first_plan(spec, tasks) if cache else compiled.plan(spec, tasks)
     for edit, change in changed_edits(adapter, planned.site_edits):
         message = f"`{edit.edit}` at `{edit.site.path}` {change.before} when the adapter was saved"
         notes = (f"since format {change.format}, {change.now}",)

@@ -71,12 +71,16 @@ class LowRankLinear(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         x, weight, bias, down, up, factor = inputs
         rows = x.reshape(-1, x.shape[-1])
-        y = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
+        # The result is no view, as autograd tells it: code after it may write into it.
+        if bias is None:
+            y = F.linear(x, weight)
+        else:
+            y = torch.ops.aten._unsafe_view.default(F.linear(rows, weight, bias), [*x.shape[:-1], weight.shape[0]])
         inner = torch.mm(rows, down.t())
-        y.addmm_(inner, up.t(), alpha=factor)
+        y.view(-1, y.shape[-1]).addmm_(inner, up.t(), alpha=factor)
         ctx.save_for_backward(x, weight, down, up, inner)
         ctx.factor = factor
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

@@ -53,6 +53,22 @@ def test_the_value_and_two_derivatives(has_bias: bool, changes: dict[str, bool])
     assert torch.autograd.gradgradcheck(compute, tensors)
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_code_may_write_into_the_result(has_bias: bool, tokens: int) -> None:
+    x, *others = operands(has_bias)
+
+    def scaled(way: Callable[..., Tensor]) -> Tensor:
+        return way(x[:, :tokens], *others).mul_(3.0).add_(1.0)
+
+    torch.testing.assert_close(scaled(compute), scaled(by_operations))
+    for one, other in zip(
+        *(torch.autograd.grad(scaled(w).square().sum(), [x, *others[2:]]) for w in (compute, by_operations)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
 def test_other_strides() -> None:
     x, *others = operands()
     moved = x.detach().mT.contiguous().mT.requires_grad_()
