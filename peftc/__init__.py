@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from peftc.folding import fold
     from peftc.installation.contents import graphs, parameters, specs
     from peftc.installation.disable import disabled, set_enabled
+    from peftc.merging import merge
     from peftc.standalone import save_standalone
     from peftc.training.calibration import calibrate
     from peftc.training.steps import StepCallback, losses, step
@@ -32,6 +33,7 @@ _HOMES = {
     "peftc.verification": ("verify",),
     "peftc.adapters": ("fuse", "load", "save", "warm_start"),
     "peftc.folding": ("fold",),
+    "peftc.merging": ("merge",),
     "peftc.standalone": ("save_standalone",),
 }
 
@@ -51,6 +53,7 @@ __all__ = [
     "graphs",
     "load",
     "losses",
+    "merge",
     "parameters",
     "parse",
     "plan",

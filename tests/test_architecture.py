@@ -45,6 +45,7 @@ STAGES = (
     "peftc.explore",
     "peftc.training",
     "peftc.folding",
+    "peftc.merging",
     "peftc.verification",
     "peftc.standalone",
     "peftc",

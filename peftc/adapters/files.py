@@ -70,6 +70,11 @@ def read(directory: Path, check: Callable[[Adapter], object] = bool) -> tuple[Ad
     return _read_tensors(directory, parse_adapter(text), check)
 
 
+def read_description(directory: Path) -> Adapter:
+    """What `adapter.json` says. Raises: as `read`."""
+    return parse_adapter(_description(directory))
+
+
 def _description(directory: Path) -> str:
     try:
         return read_regular(directory / METADATA, LARGEST).decode("utf-8")

@@ -131,10 +131,13 @@ def check_base(adapter: Adapter, model: nn.Module, other_weights: bool = False, 
         message = f"the adapter was saved for another base ({adapter.base.id}, {adapter.base.parameters:,} parameters)"
         raise PeftcError(Diagnostic("P523", message, notes=tuple(notes)))
     if not other_weights:
-        _check_weights(adapter.base, distance_from(adapter.base, model), strict)
+        check_weights(adapter.base, distance_from(adapter.base, model), strict)
 
 
-def _check_weights(base: Base, distance: Distance, strict: bool) -> None:
+def check_weights(
+    base: Base, distance: Distance, strict: bool, way_out: str = "`other_weights=True` says that others are meant"
+) -> None:
+    """Warns of weights that differ from the samples of an adapter. Raises: P524, if `strict`."""
     notes = list[str]()
     if distance.changed:
         names = ", ".join(f"`{name}`" for name in distance.changed[:3])
@@ -147,7 +150,7 @@ def _check_weights(base: Base, distance: Distance, strict: bool) -> None:
     if not notes:
         return
     message = f"the adapter was saved for other weights of {base.id}"
-    help_ = "load the checkpoint it was trained on; `other_weights=True` says that others are meant"
+    help_ = f"load the checkpoint it was trained on; {way_out}"
     diagnostic = Diagnostic("P524", message, notes=tuple(notes), help=help_)
     if strict:
         raise PeftcError(diagnostic)

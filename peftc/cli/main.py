@@ -148,12 +148,27 @@ MODEL_COMMANDS = (
     ("verify", "compile a spec onto a model and check that it computes what the spec says", (*ON_MODEL, *VERIFY, JSON)),
     ("compile", "compile a spec onto a model and write the generated code", (*ON_MODEL, *COMPILE, STRICT)),
 )
+MERGE = (
+    argument("base", metavar="BASE", help="a folder with safetensors, or a hub id"),
+    argument(
+        "adapters", nargs="+", metavar="ADAPTER", help="a folder that `peftc.save` wrote; several act in this order"
+    ),
+    argument("-o", "--output", metavar="DIR", help="a new folder for the merged checkpoint"),
+    argument("--partial", action="store_true", help="keep edits that do not fold, as an adapter in DIR/adapter"),
+    argument("--other-weights", action="store_true", help="expect a base with other weights than the adapter's"),
+    argument("--dry-run", action="store_true", help="say what would be merged, and write nothing"),
+    REMOTE_CODE,
+    FORMS,
+    MODEL_FORMAT,
+    JSON,
+)
 HOMES = {
     **dict.fromkeys(("check", "expand"), "spec_commands"),
     "fmt": "fmt_command",
     "explain": "explain_command",
     **dict.fromkeys(("sites", "plan"), "plan_commands"),
     **dict.fromkeys(("compile", "verify"), "model_commands"),
+    "merge": "merge_command",
 }
 
 
@@ -196,6 +211,7 @@ def parser() -> argparse.ArgumentParser:
     add("explain", "explain a diagnostic code or a form; without one, list all codes", CODE, OF_SPEC, FORMS)
     for name, help, arguments in MODEL_COMMANDS:
         add(name, help, *arguments)
+    add("merge", "merge saved adapters into a safetensors checkpoint, tensor by tensor", *MERGE)
     return top
 
 

@@ -7,13 +7,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from peftc.adapters.base import dtype_name
 from peftc.addressing.sites import WeightRef, parameter_name
 from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.folding.computed_weight import evaluated, has_plain_form, has_value_hooks, is_computed, stored_values
 from peftc.folding.own_forward import base_class, computes_product, is_edited
 from peftc.folding.report import Change
+from peftc.folding.rounding import change_of, rounded
 from peftc.forms.affine_module import Affine
 from peftc.forms.module import FormModule, has_values
 from peftc.forms.shapes import Tokens
@@ -166,21 +166,9 @@ class UnroundedParameters:
             like = dense(evaluated(module, "weight" if created else attribute))
             before = torch.zeros_like(value, dtype=like.dtype) if created else like.detach()
             new = rounded(name, value, like.dtype, edits)
-            entries = int(torch.count_nonzero(new != before))
-            changed = entries if new.dtype == value.dtype else int(torch.count_nonzero(value != before.to(value.dtype)))
-            if changed or created:
-                survived = entries / changed if changed else 1.0
-                yield name, (new, Change(name, new.numel(), entries, survived, dtype_name(like), created, edits))
-
-
-def rounded(name: str, value: Tensor, dtype: torch.dtype, edits: tuple[str, ...]) -> Tensor:
-    """A new value in the dtype of its parameter. Raises: P530 where an entry is NaN or infinite."""
-    new = value.to(dtype)
-    if not bool(new.isfinite().all()):
-        message = f"`{name}` would have NaN or infinite entries in {dtype_name(new)}"
-        notes = (f"after folding {', '.join(edits)}", "nothing was written")
-        raise PeftcError(Diagnostic("P530", message, notes=notes))
-    return new
+            change = change_of(name, before, value, new, edits, created)
+            if change.entries or change.survived == 0 or created:
+                yield name, (new, change)
 
 
 def is_linear_module(module: nn.Module) -> bool:

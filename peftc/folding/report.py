@@ -17,6 +17,8 @@ class Change:
         dtype: of the parameter, such as "bfloat16".
         created: it is a bias that was not there before, a new key of the state dict.
         edits: all that were folded into it. If there are several, the numbers are of all together.
+        delta: ‖Δ‖ / ‖W‖, the size of the change relative to the parameter; infinite where W is 0.
+        rounding: ‖ε‖ / ‖Δ‖, the part of the change that rounding to the dtype adds or takes away.
     """
 
     parameter: str
@@ -26,6 +28,8 @@ class Change:
     dtype: str
     created: bool = False
     edits: tuple[str, ...] = ()
+    delta: float = 0.0
+    rounding: float = 0.0
 
 
 @dataclass(frozen=True)

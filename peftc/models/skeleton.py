@@ -85,6 +85,11 @@ def skeleton(source: ModelSource) -> nn.Module:
     """
     if source.module is not None:
         return lazy_copy(source.module, widen=True) or fake_copy(source.module, widen=True, whole=True)
+    return make_fake(meta_model(source))
+
+
+def meta_model(source: ModelSource) -> nn.Module:
+    """The model of a configuration on the meta device, tied, in eval mode. Raises: P506."""
     assert source.model_class is not None
     assert source.config is not None
     try:
@@ -100,7 +105,7 @@ def skeleton(source: ModelSource) -> nn.Module:
         head, weight = model.get_output_embeddings(), model.get_input_embeddings().weight
         if isinstance(head, nn.Module) and isinstance(weight, torch.Tensor) and head.weight is weight:
             head.weight = nn.Parameter(torch.empty_like(weight))
-    return make_fake(model)
+    return model
 
 
 @shielded

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import constants, hf_hub_download, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -26,6 +26,7 @@ from peftc.models.names import Kind, Request, error_summary, has_code, local_val
 
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")  # of weights
 _SUFFIXES = (".json", ".safetensors", ".txt", ".model")  # of files that transformers may open
 
 
@@ -185,6 +186,23 @@ def _why_missing(source: ModelSource) -> str | None:
     if source.folder:
         return f"`{source.folder}` has neither {' nor '.join(_SAFETENSORS)}"
     return "they are not in the hub cache, and HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else None
+
+
+def weights_folder(source: ModelSource) -> Path:
+    """The folder with the files of a model: its own, or the hub cache's, after a download.
+
+    Raises: P505 if it has no safetensors.
+    """
+    if source.kind in ("config", "module"):
+        raise PeftcError(_no_weights(source, "it is not the name of a checkpoint"))
+    if reason := _why_missing(source):
+        raise PeftcError(_no_weights(source, reason))
+    if source.folder:
+        return source.folder
+    try:
+        return Path(snapshot_download(source.id, ignore_patterns=[f"*{suffix}" for suffix in OTHER_FORMATS]))
+    except OSError as error:
+        raise PeftcError(_no_weights(source, error_summary(error))) from error
 
 
 def _exists(source: ModelSource, file: str) -> bool:

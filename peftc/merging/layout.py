@@ -1,0 +1,107 @@
+"""Where each tensor of the new checkpoint lies: as in the base, unless shapes or keys change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from peftc.merging.checkpoint import DTYPES, Checkpoint, Entry, Shard
+
+NewTensor = tuple[str, tuple[int, ...]]  # dtype as safetensors names it, shape
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Bytes of a file of the base that go into the file of the same name."""
+
+    file: str
+    start: int
+    size: int
+    to: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The files of the new checkpoint.
+
+    Attributes:
+        shards: by file name.
+        entries: by key.
+        index: of several files, else None.
+    """
+
+    shards: Mapping[str, Shard]
+    entries: Mapping[str, Entry]
+    index: Mapping[str, Any] | None = None
+
+    @property
+    def size(self) -> int:
+        return sum(shard.size for shard in self.shards.values())
+
+    def copies(self, base: Checkpoint, written: Iterable[str], most: int) -> list[Copy]:
+        """What is copied: neighbours that are not `written` together, in pieces of `most` bytes."""
+        without, copies = frozenset(written), list[Copy]()
+        for entry in (e for shard in self.shards.values() for e in shard.entries if e.key not in without):
+            old = base.entries[entry.key]
+            last = copies[-1] if copies else None
+            if last and (last.file, last.start + last.size, last.to + last.size) == (old.file, old.start, entry.start):
+                copies[-1] = replace(last, size=last.size + old.size)
+            else:
+                copies.append(Copy(old.file, old.start, old.size, entry.start))
+        return [
+            Copy(copy.file, copy.start + n, min(most, copy.size - n), copy.to + n)
+            for copy in copies
+            for n in range(0, copy.size, most)
+        ]
+
+
+@dataclass
+class Changes:
+    """What the new checkpoint has else than the base. `added`: by key, with the file."""
+
+    tensors: dict[str, NewTensor] = field(default_factory=dict[str, NewTensor])
+    added: dict[str, tuple[str, NewTensor]] = field(default_factory=dict[str, tuple[str, NewTensor]])
+    removed: set[str] = field(default_factory=set[str])
+
+
+def layout_of(base: Checkpoint, changes: Changes) -> Layout:
+    shards = {file: _shard(shard, changes) for file, shard in base.shards.items()}
+    entries = {entry.key: entry for shard in shards.values() for entry in shard.entries}
+    return Layout(shards, entries, None if base.index is None else _index(base.index, shards))
+
+
+def _shard(shard: Shard, changes: Changes) -> Shard:
+    listed = [(e.key, changes.tensors.get(e.key, (e.dtype, e.shape))) for e in shard.entries]
+    listed = [item for item in listed if item[0] not in changes.removed]
+    listed += [(key, new) for key, (file, new) in changes.added.items() if file == shard.file]
+    if listed == [(e.key, (e.dtype, e.shape)) for e in shard.entries]:
+        return shard
+    offset, offsets = 0, dict[str, tuple[int, int]]()
+    header: dict[str, Any] = {"__metadata__": shard.metadata} if shard.metadata else {}
+    for key, (dtype, shape) in listed:
+        stop = offset + prod(shape) * DTYPES[dtype].itemsize
+        offsets[key] = (offset, stop)
+        header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, stop]}
+        offset = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = len(text) + 8
+    entries = tuple(
+        Entry(key, shard.file, dtype, shape, start + offsets[key][0], start + offsets[key][1])
+        for key, (dtype, shape) in listed
+    )
+    return Shard(shard.file, len(text).to_bytes(8, "little") + text, entries, start + offset)
+
+
+def _index(index: Mapping[str, Any], shards: Mapping[str, Shard]) -> dict[str, Any]:
+    weight_map = {e.key: e.file for shard in shards.values() for e in shard.entries}
+    own: dict[str, str] = index["weight_map"]
+    ordered = {key: weight_map[key] for key in own if key in weight_map} | weight_map
+    new = {**index, "weight_map": dict(sorted(ordered.items())) if list(own) == sorted(own) else ordered}
+    metadata = dict(index.get("metadata") or {})
+    if "total_size" in metadata and ordered != own:
+        metadata["total_size"] = sum(e.size for shard in shards.values() for e in shard.entries)
+    return new | {"metadata": metadata} if "metadata" in index else new

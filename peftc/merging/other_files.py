@@ -1,0 +1,37 @@
+"""The files of a checkpoint besides its weights: configuration, tokenizer, parts in subfolders."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from peftc.merging.checkpoint import INDEX
+from peftc.models.sources import OTHER_FORMATS
+
+REPORT, REST = "peftc-merge.json", "adapter"
+
+
+def other_files(folder: Path, shards: Iterable[str]) -> tuple[list[Path], list[Path]]:
+    """What is copied, and weights that are not, as paths in the folder.
+
+    Pickles and other formats hold the base; so does safetensors beside the shards, such as the
+    original format of a model. Hidden files are those of version control.
+    """
+    own = {*shards, INDEX, REPORT}
+    copied, left = list[Path](), list[Path]()
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if not path.is_file() or any(part.startswith(".") for part in name.parts) or str(name) in own:
+            continue
+        stem = path.name.removesuffix(".index.json")
+        is_weights = Path(stem).suffix in (*OTHER_FORMATS, ".msgpack")
+        is_weights |= len(name.parts) == 1 and Path(stem).suffix == ".safetensors"
+        (left if is_weights else copied).append(name)
+    return copied, left
+
+
+def copy_files(source: Path, target: Path, names: Iterable[Path]) -> None:
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, target / name)

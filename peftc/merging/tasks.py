@@ -1,0 +1,174 @@
+"""What a merge computes: which edits fold, and into which tensors of the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from peftc.addressing.sites import parameter_name
+from peftc.folding.computed_weight import is_computed, stored_values
+from peftc.folding.module_folds import CannotFold, Fold, combine
+from peftc.folding.report import Change
+from peftc.folding.rounding import change_of
+from peftc.folding.weights import Folding
+from peftc.merging.base_model import BaseModel
+from peftc.merging.keys import KeyGroup
+from peftc.merging.report import MergedTensor
+
+
+@dataclass(eq=False)
+class Task:
+    """Parameters that are computed and written together: those of a module, or of several whose
+    tensors lie in one tensor of the checkpoint.
+
+    Attributes:
+        folds: by the module into which they go.
+        names: the parameters that have to be in memory.
+        trained: those of them that `train` statements have changed, with the edit.
+        groups: the tensors of the checkpoint that hold them.
+    """
+
+    folds: dict[str, list[Fold]] = field(default_factory=dict[str, list[Fold]])
+    names: dict[str, None] = field(default_factory=dict[str, None])
+    trained: dict[str, str] = field(default_factory=dict[str, str])
+    groups: dict[KeyGroup, None] = field(default_factory=dict[KeyGroup, None])
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(key for group in self.groups for key in group.keys)
+
+
+def tasks_of(base: BaseModel, folding: Folding, folded: Collection[str]) -> list[Task]:
+    """In the order of the files. Raises: CannotFold where a tensor cannot be made of parameters."""
+    tasks = list[Task]()
+    for module, folds in folding.folds(folded).items():
+        names = dict.fromkeys(name for fold in folds for name in _parameters(base, fold))
+        tasks.append(Task({module: folds}, names))
+    for name, edit in folding.trained.items():
+        if edit in folded:
+            tasks.append(Task(names={name: None}, trained={name: edit}))
+    for task in tasks:
+        _complete(base, task)
+    return sorted(_joined(tasks), key=lambda task: _position(base, task))
+
+
+def _parameters(base: BaseModel, fold: Fold) -> Iterable[str]:
+    """The parameters that a fold reads; of a computed weight, those that it is computed from."""
+    for ref in fold.target.refs:
+        if (name := parameter_name(ref)) in base.parameters:
+            yield name
+        else:
+            yield from (other for other in base.parameters if other.startswith(f"{ref.module}."))
+
+
+def _complete(base: BaseModel, task: Task) -> None:
+    """Adds the groups of a task's parameters, and the other parameters of these."""
+    for name in tuple(task.names):
+        for own, group in base.keys(name).items():
+            task.groups[group] = None
+            if group.converter is not None:
+                task.names |= dict.fromkeys(group.names)
+                if not base.reversible(own):
+                    edit = next((f.site_edit.edit for folds in task.folds.values() for f in folds), "")
+                    edit = edit or next(iter(task.trained.values()))
+                    raise CannotFold(edit, f"no tensors of the checkpoint can be made of a new `{own}`")
+
+
+def _joined(tasks: Sequence[Task]) -> list[Task]:
+    """Tasks with common groups as one."""
+    by_group: dict[KeyGroup, Task] = {}
+    result = dict[int, Task]()
+    for task in tasks:
+        others = {id(by_group[group]): by_group[group] for group in task.groups if group in by_group}
+        for other in others.values():
+            for module, folds in other.folds.items():
+                task.folds.setdefault(module, []).extend(folds)
+            task.names, task.trained = other.names | task.names, other.trained | task.trained
+            task.groups = other.groups | task.groups
+            del result[id(other)]
+        result[id(task)] = task
+        by_group |= dict.fromkeys(task.groups, task)
+    return list(result.values())
+
+
+def _position(base: BaseModel, task: Task) -> tuple[str, int]:
+    entries = (base.checkpoint.entries[key] for key in task.keys)
+    return min((entry.file, entry.start) for entry in entries)
+
+
+def run(base: BaseModel, task: Task, write: Callable[[str, Tensor], object]) -> list[MergedTensor]:
+    """Computes the tensors of a task and writes each, by key. Raises: CannotFold, P530."""
+    new = set[str]()
+    with base.loaded(task.names) as read:
+        values, changes = _values(base, task, read)
+        written = set[str]()
+        for group in task.groups:
+            for key, tensor in _tensors(base, group, values, read).items():
+                stored = tensor.to(read[key].dtype).contiguous()
+                if not same_bits(stored, read[key]):
+                    new.add(key)
+                write(key, stored)
+                written.add(key)
+        for key in read:
+            if key not in written:
+                write(key, read[key])
+    keys = {c.parameter: [k for g in base.keys(c.parameter).values() for k in g.keys if k in new] for c in changes}
+    return [MergedTensor.of(change, tuple(keys[change.parameter])) for change in changes]
+
+
+def _values(base: BaseModel, task: Task, read: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Change]]:
+    """New values by the names of parameters, and what became of each."""
+    values, changes = dict[str, Tensor](), list[Change]()
+    for module, folds in task.folds.items():
+        for name, (value, change) in combine(base.model, module, folds).items():
+            if change.created:
+                reason = f"`{name}` would be a new key of the checkpoint, which the model's class does not read"
+                raise CannotFold(change.edits[-1], reason)
+            owner, _, attribute = name.rpartition(".")
+            parts: Mapping[str, Tensor] = {attribute: value}
+            if is_computed(base.model.get_submodule(owner), attribute):
+                parts = stored_values(base.model.get_submodule(owner), attribute, value) or {}
+            values |= {f"{owner}.{part}".lstrip("."): new for part, new in parts.items()}
+            changes.append(change)
+    seen = {change.parameter for change in changes}
+    for name, edit in task.trained.items():
+        if name not in values:
+            values[name] = base.parameters[name].data
+        if name not in seen:
+            before = _before(base, name, read)
+            changes.append(change_of(name, before, values[name], values[name], (edit,)))
+    return values, changes
+
+
+def _before(base: BaseModel, name: str, read: Mapping[str, Tensor]) -> Tensor:
+    first = base.first(name)
+    assert first is not None
+    return base.groups[first].values(read)[first]
+
+
+def _tensors(
+    base: BaseModel, group: KeyGroup, values: Mapping[str, Tensor], read: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The new tensors of a group, by key; none if no parameter of it has a new value."""
+    new = {n: value for n in group.names for name in base.aliases(n) if (value := values.get(name)) is not None}
+    if not new:
+        return {}
+    if group.converter is not None:
+        _require_inverse(group, read)
+    return group.tensors({name: base.parameters[name].data for name in group.names if name in base.parameters} | new)
+
+
+def _require_inverse(group: KeyGroup, read: Mapping[str, Tensor]) -> None:
+    """Raises: ValueError where a conversion back does not give the same bits."""
+    back = group.tensors(group.values(read))
+    for key in group.keys:
+        if not same_bits(back[key].contiguous(), read[key]):
+            raise ValueError(f"`{key}` is another tensor after it was converted and converted back")
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors of a dtype have the same bytes, NaN included."""
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

@@ -1,0 +1,117 @@
+"""Writes the files of the new checkpoint. Tensors and copies may come in any order."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from peftc.merging.checkpoint import Checkpoint, bytes_of, damaged
+from peftc.merging.layout import Copy, Layout
+
+MOST = 2**25  # bytes that are copied at a time
+Progress = Callable[[int], object]  # is told of the bytes written
+
+
+class Writer:
+    """The open files of a folder. `create`: makes them, with their headers."""
+
+    def __init__(self, folder: Path, layout: Layout, create: bool = True) -> None:
+        self.folder, self.layout = folder, layout
+        self.files: dict[str, int] = {}
+        flags = os.O_RDWR | getattr(os, "O_BINARY", 0) | (os.O_CREAT if create else 0)
+        for file, shard in layout.shards.items():
+            self.files[file] = os.open(folder / file, flags, 0o666)
+            if create:
+                os.ftruncate(self.files[file], shard.size)
+                write_all(self.files[file], memoryview(shard.header), 0)
+
+    def copy(self, base: Checkpoint, copy: Copy) -> int:
+        """Copies bytes, inside the kernel where it can. Raises: P701 for a shorter base."""
+        source, target, done = base.descriptor(copy.file), self.files[copy.file], 0
+        while done < copy.size:
+            count = copy_range(source, target, copy.size - done, copy.start + done, copy.to + done)
+            if not count:
+                raise damaged(copy.file, "it has become shorter while it was read")
+            done += count
+        start_writing(target, copy.to, copy.size)
+        return copy.size
+
+    def write(self, key: str, tensor: Tensor) -> int:
+        entry = self.layout.entries[key]
+        assert tuple(tensor.shape) == entry.shape
+        write_all(self.files[entry.file], bytes_of(tensor.contiguous()), entry.start)
+        start_writing(self.files[entry.file], entry.start, entry.size)
+        return entry.size
+
+    def flush(self) -> None:
+        for descriptor in self.files.values():
+            os.fsync(descriptor)
+
+    def close(self) -> None:
+        for descriptor in self.files.values():
+            os.close(descriptor)
+        self.files.clear()
+
+
+def write_all(descriptor: int, data: memoryview, start: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done : done + 2**30], start + done)
+
+
+def copy_range(source: int, target: int, size: int, start: int, to: int) -> int:
+    if hasattr(os, "copy_file_range"):
+        try:
+            return os.copy_file_range(source, target, size, start, to)
+        except OSError as error:
+            if not _is_unsupported(error):
+                raise
+    data = os.pread(source, min(size, 2**22), start)
+    write_all(target, memoryview(data), to)
+    return len(data)
+
+
+def _is_unsupported(error: OSError) -> bool:
+    return error.errno in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+
+
+def start_writing(descriptor: int, start: int, size: int) -> None:
+    """Lets the system write these bytes while others are computed, and forget them then."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, start, size, os.POSIX_FADV_DONTNEED)
+
+
+class Background:
+    """Runs writes in a thread, of which a few may wait. An error of one is raised by the next."""
+
+    def __init__(self, pool: ThreadPoolExecutor, progress: Progress, waiting: int) -> None:
+        self.pool, self.progress, self.waiting = pool, progress, waiting
+        self.running: deque[Future[int]] = deque()
+
+    def submit(self, function: Callable[[], int]) -> None:
+        self.running.append(self.pool.submit(function))
+        while len(self.running) > self.waiting:
+            self.progress(self.running.popleft().result())
+
+    def wait(self) -> None:
+        while self.running:
+            self.progress(self.running.popleft().result())
+
+
+@contextmanager
+def background(progress: Progress, waiting: int = 2) -> Generator[Background]:
+    with ThreadPoolExecutor(1) as pool:
+        own = Background(pool, progress, waiting)
+        try:
+            yield own
+            own.wait()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
