@@ -157,6 +157,8 @@ MERGE = (
     argument("--partial", action="store_true", help="keep edits that do not fold, as an adapter in DIR/adapter"),
     argument("--other-weights", action="store_true", help="expect a base with other weights than the adapter's"),
     argument("--dry-run", action="store_true", help="say what would be merged, and write nothing"),
+    argument("--verify", action="store_true", help="read the new files again, and compare, before they appear"),
+    argument("--jobs", type=int, default=1, metavar="N", help="processes on this machine"),
     REMOTE_CODE,
     FORMS,
     MODEL_FORMAT,

@@ -22,6 +22,8 @@ def run_merge(args: Namespace) -> int:
             other_weights=args.other_weights,
             trust_remote_code=args.trust_remote_code,
             dry_run=args.dry_run,
+            verify=args.verify,
+            jobs=args.jobs,
             progress=progress,
         )
     print(report.model_dump_json(indent=2) if args.json else report)

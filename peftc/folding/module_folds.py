@@ -13,7 +13,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.folding.computed_weight import evaluated, has_plain_form, has_value_hooks, is_computed, stored_values
 from peftc.folding.own_forward import base_class, computes_product, is_edited
 from peftc.folding.report import Change
-from peftc.folding.rounding import change_of, rounded
+from peftc.folding.rounding import rounded_change
 from peftc.forms.affine_module import Affine
 from peftc.forms.module import FormModule, has_values
 from peftc.forms.shapes import Tokens
@@ -45,17 +45,18 @@ class CannotFold(Exception):
 
 
 def combine(
-    model: nn.Module, module: str, folds: Sequence[Fold], plain: bool = False
+    model: nn.Module, module: str, folds: Sequence[Fold], plain: bool = False, new_biases: bool = True
 ) -> dict[str, tuple[Tensor, Change]]:
     """The parameters of `module` after all folds into it, by dotted name. Nothing is written.
-    `plain`: whether a parameter may take the place of what computes a weight.
+    `plain`: whether a parameter may take the place of what computes a weight. `new_biases`: whether
+    a module may get one that it does not have.
 
     w and b first, as when the model runs; then what is done to the output; what is done to the
     input last and backwards, since W (E2 (E1 x)) = ((W E2) E1) x. Sums are in float32 (float64).
     Raises: P530 (NaN or infinite entries), CannotFold (the module has no place for a bias, or has a
     forward of its own that computes something else).
     """
-    parameters = UnroundedParameters(model, module)
+    parameters = UnroundedParameters(model, module, new_biases)
     ordered = sorted(folds, key=lambda fold: fold.position)
     for fold in ordered:
         _check_forward(fold, model.get_submodule(module))
@@ -104,6 +105,7 @@ class UnroundedParameters:
 
     model: nn.Module
     module: str
+    new_biases: bool = True
     values: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     created: set[str] = field(default_factory=set[str])
 
@@ -116,11 +118,15 @@ class UnroundedParameters:
         """The rows of a site, (out, in)."""
         return self.blocks(self.matrix(ref), ref).flatten(0, 1)
 
-    def write(self, ref: WeightRef, value: Tensor) -> None:
-        """Replaces them."""
+    def write(self, ref: WeightRef, value: Tensor | Affine) -> None:
+        """Replaces them, by a matrix or by that of an affine function."""
         matrix = self.matrix(ref)
         blocks = self.blocks(matrix, ref)
-        blocks.copy_(value.unflatten(0, tuple(blocks.shape[:2])))
+        if isinstance(value, Affine) and len(blocks) == 1:
+            value.write_matrix(blocks[0])
+        else:
+            value = value.matrix() if isinstance(value, Affine) else value
+            blocks.copy_(value.unflatten(0, tuple(blocks.shape[:2])))
         if ref.layout is not None:  # the matrix may be a copy
             stored = self.values[self.name(ref)]
             stored.copy_(as_stored(matrix, stored, ref.layout.order))
@@ -154,6 +160,9 @@ class UnroundedParameters:
         if not is_linear_module(module) or weight is None:
             reason = f"`{self.module}` has no bias to hold a constant, and a {type(module).__name__} takes none"
             raise CannotFold(fold.site_edit.edit, reason)
+        if not self.new_biases:
+            reason = f"`{self.module}.bias` would be a new key of the checkpoint, which its class does not read"
+            raise CannotFold(fold.site_edit.edit, reason)
         own, bias = self.values[self.name(weight)], WeightRef(self.module, "bias", weight.rows)
         self.values[self.name(bias)] = own.new_zeros(own.shape[0])
         self.created.add(self.name(bias))
@@ -165,8 +174,7 @@ class UnroundedParameters:
             module, created = self.model.get_submodule(owner), name in self.created
             like = dense(evaluated(module, "weight" if created else attribute))
             before = torch.zeros_like(value, dtype=like.dtype) if created else like.detach()
-            new = rounded(name, value, like.dtype, edits)
-            change = change_of(name, before, value, new, edits, created)
+            new, change = rounded_change(name, before, value, edits, created)
             if change.entries or change.survived == 0 or created:
                 yield name, (new, change)
 
@@ -190,7 +198,7 @@ def _apply(fold: Fold, parameters: UnroundedParameters, side: str) -> None:
     own = target.weight or bias  # a place of a bias alone has no equation of the weight
     assert own is not None
     values = parameters.read(own), None if bias is None else parameters.read(bias)
-    folded = fold_terms(part, fold.modules, *values, "weight" if side == "weight" else target.side)
+    folded = fold_affine(part, fold.modules, *values, "weight" if side == "weight" else target.side)
     if isinstance(folded, Refusal):
         raise CannotFold(fold.site_edit.edit, folded.reason)
     if target.weight is not None:
@@ -217,6 +225,16 @@ def fold_terms(
     Shapes: weight (out, in), as `nn.Linear` has it, or (d,) of a norm; bias (out,).
     Args: `modules`: by `FormInstance.key`. `side`: that of the `FoldTarget`.
     """
+    folded = fold_affine(site_edit, modules, weight, bias, side)
+    if isinstance(folded, Refusal):
+        return folded
+    return folded[0].matrix() if isinstance(folded[0], Affine) else folded[0], folded[1]
+
+
+def fold_affine(
+    site_edit: SiteEdit, modules: Mapping[str, FormModule], weight: Tensor, bias: Tensor | None, side: Side
+) -> tuple[Tensor | Affine, Tensor | None] | Refusal:
+    """As `fold_terms`; W' may be that of an affine function, whose matrix has not been made."""
     own = [weight] if bias is None else [weight, bias]
     forms = [one for module in modules.values() for one in (module, module.owner_module) if one is not None]
     trained = [t for form in forms for t in (*form.parameters(), *form.buffers()) if t.is_floating_point()]
@@ -325,7 +343,7 @@ def arithmetic(term: Arithmetic, left: Value, right: Value) -> Value:
 
 def _fold(
     site_edit: SiteEdit, modules: Mapping[str, FormModule], weight: Tensor, bias: Tensor | None, side: Side
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor | Affine, Tensor | None]:
     like = weight.new_empty((1, 1, 1))
     weights = Interpreter(modules, like, {"w": weight} if bias is None else {"w": weight, "b": bias})
     weights.run(site_edit, ("w", "b"))
@@ -339,7 +357,7 @@ def _fold(
     if side == "input":
         return _fold_input(site_edit, modules, like, weight, bias)
     value = _hidden_value(site_edit, modules, like, weight, bias, side)
-    return value.matrix(), value.bias
+    return value, value.bias
 
 
 def _fold_input(

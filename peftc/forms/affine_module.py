@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+ENTRIES = 2**17  # of a matrix that are computed at a time
+
 
 @dataclass(frozen=True, eq=False)
 class Affine:
@@ -71,6 +73,21 @@ class Affine:
             total = _sum(total, left if right is None else left @ right)
         assert total is not None
         return total
+
+    def write_matrix(self, out: Tensor) -> None:
+        """Writes the matrix into `out` (d_out, d_in), which may be one of the factors.
+
+        Products are computed as a whole, so that their bits are those of PyTorch's product; their
+        sum is computed some rows at a time, which stay in a cache.
+        """
+        parts = [left if right is None else left @ right for left, right in self.products]
+        if self.diagonal is not None or any(part.shape != out.shape for part in parts):
+            out.copy_(self.matrix())
+            return
+        step = max(1, ENTRIES // max(1, out.shape[1]))
+        for start in range(0, len(out), step):
+            rows = slice(start, start + step)
+            out[rows] = sum((part[rows] for part in parts[1:]), start=parts[0][rows])
 
     @property
     def d_out(self) -> int:

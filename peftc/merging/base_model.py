@@ -6,12 +6,9 @@ tensors has no values, until `loaded` makes them.
 
 from __future__ import annotations
 
-import mmap
-import sys
 from collections import defaultdict
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +23,7 @@ from peftc.adapters.metadata import Adapter
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names
 from peftc.installation.record import installation_of, is_installed
-from peftc.merging.checkpoint import DTYPES, Checkpoint
+from peftc.merging.checkpoint import DTYPES, Checkpoint, placeholder
 from peftc.merging.keys import KeyGroup, has_inverse, key_groups, meta
 from peftc.models.skeleton import meta_model
 from peftc.models.sources import ModelSource, resolve, weights_folder
@@ -157,13 +154,23 @@ class BaseModel:
         return frozenset(other for name in own for other in self.aliases(name))
 
 
-def placeholder(shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros that takes no memory until it is written."""
-    size = prod(shape) * dtype.itemsize
-    if not size or sys.platform != "linux":
-        return torch.zeros(tuple(shape), dtype=dtype)
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
-    return torch.frombuffer(pages, dtype=dtype).view(tuple(shape))
+class Samples(Mapping[str, Tensor]):
+    """The parameters of a base with the entries alone that adapters keep of it."""
+
+    def __init__(self, base: BaseModel, originals: Mapping[str, Tensor]) -> None:
+        self.base, self.originals = base, originals
+
+    def __getitem__(self, name: str) -> Tensor:
+        first = self.base.first(name)
+        if name in self.originals or first is None:
+            return self.originals[name]
+        return self.base.checkpoint.sample(self.base.groups[first].keys[0])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.base.parameters)
+
+    def __len__(self) -> int:
+        return len(self.base.parameters)
 
 
 def open_base(model: str | PathLike[str], trust_remote_code: bool = False) -> BaseModel:
@@ -198,8 +205,7 @@ def check_weights_of(base: BaseModel, adapter: Adapter, other_weights: bool) -> 
     tensors = {name: tensor for name, tensor in adapter.base.tensors.items() if name not in without}
     record = installation_of(base.model) if is_installed(base.model) else None
     originals = record.originals if record is not None else {}
-    parameters: Mapping[str, Tensor] = {n: originals.get(n, p.detach()) for n, p in base.parameters.items()}
-    check_weights(adapter.base, distance(tensors, parameters), strict=True, way_out=_OTHERS)
+    check_weights(adapter.base, distance(tensors, Samples(base, originals)), strict=True, way_out=_OTHERS)
 
 
 def installation_edits(model: nn.Module) -> Iterator[str]:

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from peftc.adapters.base import VALUES
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.filesystem.bounded_read import check_regular, read_regular
 
@@ -127,6 +128,19 @@ class Checkpoint:
             read_into(self.descriptor(entry.file), bytes_of(tensor), entry.start, entry.file)
         return tensor
 
+    def sample(self, key: str) -> Tensor:
+        """A tensor of zeros, but for the entries that adapters keep of their base.
+
+        These few are read by themselves: a view would bring large pieces of the file into memory.
+        """
+        entry = self.entries[key]
+        tensor = placeholder(entry.shape, DTYPES[entry.dtype])
+        flat, size = tensor.view(-1), DTYPES[entry.dtype].itemsize
+        for place in dict.fromkeys(sample_places(tensor.numel()).tolist()):
+            data = bytearray(os.pread(self.descriptor(entry.file), size, entry.start + place * size))
+            flat[place] = torch.frombuffer(data, dtype=tensor.dtype)[0]
+        return tensor
+
     def forget(self) -> None:
         """Gives back the pages of all views; what was written there is lost."""
         for pages in self.maps.values():
@@ -143,6 +157,21 @@ class Checkpoint:
         for descriptor in self.files.values():
             os.close(descriptor)
         self.files.clear()
+
+
+def placeholder(shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+    """A tensor of zeros that takes no memory until it is written."""
+    shape = tuple(shape)
+    size = prod(shape) * dtype.itemsize
+    if not size or sys.platform != "linux":
+        return torch.zeros(shape, dtype=dtype)
+    pages = mmap.mmap(-1, size, flags=_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+def sample_places(count: int) -> Tensor:
+    """Where `peftc.adapters.base.samples` reads a parameter of `count` entries."""
+    return torch.linspace(0, count - 1, VALUES if count else 0, dtype=torch.float64).long()
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import multiprocessing
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
@@ -14,12 +17,15 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.folding.module_folds import CannotFold
 from peftc.folding.weights import Folding
 from peftc.merging.base_model import BaseModel, load_adapters, open_base
-from peftc.merging.checkpoint import INDEX
+from peftc.merging.checkpoint import INDEX, Checkpoint
 from peftc.merging.destination import check_destination, destination, unwritable
 from peftc.merging.layout import Changes, Copy, Layout, layout_of
-from peftc.merging.other_files import REPORT, copy_files, other_files
+from peftc.merging.other_files import REPORT, REST, copy_files, other_files
+from peftc.merging.processes import Ranks, check_jobs, in_processes, ranks, work_folder
 from peftc.merging.report import MergedTensor, MergeReport
+from peftc.merging.rest import save_rest
 from peftc.merging.tasks import Task, run, tasks_of
+from peftc.merging.verification import verify as verify_files
 from peftc.merging.writer import MOST, Progress, Writer, background
 
 
@@ -32,6 +38,8 @@ def merge(
     other_weights: bool = False,
     trust_remote_code: bool = False,
     dry_run: bool = False,
+    verify: bool = False,
+    jobs: int = 1,
     progress: Callable[[int, int], object] | None = None,
 ) -> MergeReport:
     """Merges saved adapters into a safetensors checkpoint, and writes the result as a new folder.
@@ -51,6 +59,9 @@ def merge(
         other_weights: expects a base of the same architecture with other weights.
         trust_remote_code: as in `plan`.
         dry_run: computes and writes nothing.
+        verify: reads all files again before the new folder appears, and compares them with what was
+            written and with the base; and looks up the parameters of the model in them.
+        jobs: processes on this machine. Under `torchrun` each rank writes files of its own.
         progress: is called with the bytes written so far, and those in all.
 
     Returns:
@@ -59,7 +70,8 @@ def merge(
     Raises:
         PeftcError: P501-P506 (the base), P520-P525 (an adapter, or another base), P530 (NaN or
             infinite entries), P531 (edits that do not fold), P701 (damaged files), P702 (files that
-            do not fit the configuration), P703 and P704 (the new folder).
+            do not fit the configuration), P703 and P704 (the new folder), P705 (a process ended),
+            P706 (`verify`).
     """
     paths = [path_of(path) for path in ([adapters] if isinstance(adapters, str | PathLike) else adapters)]
     target = None if output is None or dry_run else path_of(output)
@@ -67,26 +79,32 @@ def merge(
         raise PeftcError(Diagnostic("P545", "`merge` writes a checkpoint", help="name its folder as `output`"))
     if target is not None:
         check_destination(target)
-    opened = open_base(base, trust_remote_code)
-    try:
-        load_adapters(opened, paths, other_weights)
-        return Merge(opened, paths, partial, progress).run(target)
-    finally:
-        opened.checkpoint.close()
+    with ranks() as rank:
+        opened = open_base(base, trust_remote_code)
+        try:
+            load_adapters(opened, paths, other_weights)
+            options = Options(partial, verify, check_jobs(jobs), rank, progress or (lambda done, total: None))
+            return Merge(opened, paths, options).run(target)
+        finally:
+            opened.checkpoint.close()
+
+
+@dataclass(frozen=True)
+class Options:
+    """`partial`: some edits may stay. `tell`: is told of bytes."""
+
+    partial: bool
+    verify: bool
+    jobs: int
+    ranks: Ranks
+    tell: Callable[[int, int], object]
 
 
 class Merge:
-    """One merge of the edits on a base. `partial`: some may stay."""
+    """One merge of the edits on a base."""
 
-    def __init__(
-        self,
-        base: BaseModel,
-        adapters: Sequence[Path],
-        partial: bool,
-        progress: Callable[[int, int], object] | None = None,
-    ) -> None:
-        self.base, self.adapters, self.partial = base, adapters, partial
-        self.tell = progress or (lambda done, of: None)
+    def __init__(self, base: BaseModel, adapters: Sequence[Path], options: Options) -> None:
+        self.base, self.adapters, self.options = base, adapters, options
         self.folding = Folding(base.model, None, None, None)
         base.keep(self.folding.trained)
         self.others = dict[str, str]()  # edits that stay, with reasons
@@ -102,7 +120,7 @@ class Merge:
     def plan(self) -> tuple[list[str], list[Task]]:
         """The edits that fold, and what is computed. Raises: P531, CannotFold."""
         refused = self.others | self.folding.refusals(self.others)
-        if refused and not self.partial:
+        if refused and not self.options.partial:
             edit, reason = next(iter(refused.items()))
             notes = tuple(f"`{other}` does not, either: {why}" for other, why in list(refused.items())[1:])
             help_ = "`partial=True`, or `--partial`, merges the others, and keeps these as an adapter"
@@ -112,44 +130,68 @@ class Merge:
         return folded, tasks_of(self.base, self.folding, folded)
 
     def write(self, target: Path, folded: Sequence[str], tasks: Sequence[Task]) -> MergeReport:
-        source = self.base.checkpoint.folder
-        layout = layout_of(self.base.checkpoint, Changes())
-        with destination(target) as work:
-            try:
-                tensors = self.write_tensors(work, layout, tasks)
-                files, _ = other_files(source, self.base.checkpoint.shards)
-                copy_files(source, work, files)
-                if layout.index is not None:
-                    copy_files(source, work, [Path(INDEX)])
-                report = self.report(folded, tasks, target, tensors)
-                (work / REPORT).write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
-            except OSError as error:
-                raise unwritable(target, error) from error
+        base, ranks = self.base.checkpoint, self.options.ranks
+        layout = layout_of(base, Changes())
+        with destination(target) if ranks.rank == 0 else nullcontext() as own:
+            work = work_folder(ranks, own)
+            parts = ranks.all(lambda: self.write_tensors(target, work, layout, tasks))
+            tensors = {one.parameter: one for part in parts for one in part.tensors}
+            report = self.report(folded, tasks, target, tensors.values())
+            if own is not None:
+                digests = {key: text for part in parts for key, text in part.digests.items()}
+                with refused_writes(target):
+                    self.finish(work, layout, report, digests)
+        ranks.first(True)  # all wait until the folder is there
         return report
 
-    def write_tensors(self, work: Path, layout: Layout, tasks: Sequence[Task]) -> list[MergedTensor]:
-        writer, tensors = Writer(work, layout), list[MergedTensor]()
+    def finish(self, work: Path, layout: Layout, report: MergeReport, digests: Mapping[str, str]) -> None:
+        """Writes what is no weight, and verifies all."""
+        base = self.base.checkpoint
+        copy_files(base.folder, work, [*map(Path, report.files), *([Path(INDEX)] if layout.index else [])])
+        (work / REPORT).write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        if self.options.verify:
+            verify_files(base, work, layout, digests)
+        if self.others:
+            save_rest(self.base, self.folding, report.folded, Checkpoint.open(work), work / REST)
+
+    def write_tensors(self, target: Path, work: Path, layout: Layout, tasks: Sequence[Task]) -> Part:
+        """What this rank writes, by its processes."""
+        files = self.options.ranks.own(list(layout.shards))
+        with refused_writes(target):
+            writer = Writer(work, layout, files, self.options.verify)
         keys = [key for task in tasks for key in task.keys]
-        copies = layout.copies(self.base.checkpoint, keys, MOST)
-        total = sum(layout.entries[key].size for key in keys) + sum(copy.size for copy in copies)
+        copies = [copy for copy in layout.copies(self.base.checkpoint, keys, MOST) if copy.file in writer.files]
+        own = [task for task in tasks if any(layout.entries[key].file in writer.files for key in task.keys)]
+        steps = in_order(own, copies, self.position)
+        count = self.counter(sum(layout.shards[file].size for file in files))
+        jobs = min(self.options.jobs, max(1, len(steps)))
         try:
-            with background(self.counter(total)) as pool:
-                for step in in_order(tasks, copies, self.position):
-                    if isinstance(step, Copy):
-                        pool.submit(functools.partial(writer.copy, self.base.checkpoint, step))
-                    else:
-                        tensors += run(self.base, step, functools.partial(write_later, pool.submit, writer))
-            writer.flush()
+            with refused_writes(target):
+                parts = in_processes(jobs, lambda i: self.run_steps(steps[i::jobs], writer, count))
+                writer.flush()
         finally:
             writer.close()
-        return tensors
+        digests = {key: text for part in parts for key, text in part.digests.items()}
+        return Part([one for part in parts for one in part.tensors], digests)
+
+    def run_steps(self, steps: Iterable[Task | Copy], writer: Writer, count: Progress) -> Part:
+        tensors = list[MergedTensor]()
+        with background(count) as pool:
+            for step in steps:
+                if isinstance(step, Copy):
+                    pool.submit(functools.partial(writer.copy, self.base.checkpoint, step))
+                else:
+                    tensors += run(self.base, step, functools.partial(write_later, pool.submit, writer))
+        return Part(tensors, writer.digests)
 
     def counter(self, total: int) -> Progress:
-        done = [0]
+        """Counts the bytes of all processes. Those of a fork are told where they are written."""
+        done = multiprocessing.Value("Q", 0)
 
         def count(size: int) -> None:
-            done[0] += size
-            self.tell(done[0], total)
+            with done.get_lock():
+                done.value += size
+                self.options.tell(done.value, total)
 
         return count
 
@@ -175,6 +217,23 @@ class Merge:
             files=tuple(map(str, files)),
             left=tuple(map(str, left)),
         )
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process has written. `digests`: sha256 by key, if they were asked for."""
+
+    tensors: list[MergedTensor]
+    digests: dict[str, str]
+
+
+@contextmanager
+def refused_writes(target: Path) -> Generator[None]:
+    """Raises: P704 where the file system refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(target, error) from error
 
 
 def write_later(submit: Callable[[Callable[[], int]], object], writer: Writer, key: str, tensor: Tensor) -> None:

@@ -12,7 +12,7 @@ from peftc.addressing.sites import parameter_name
 from peftc.folding.computed_weight import is_computed, stored_values
 from peftc.folding.module_folds import CannotFold, Fold, combine
 from peftc.folding.report import Change
-from peftc.folding.rounding import change_of
+from peftc.folding.rounding import rounded_change
 from peftc.folding.weights import Folding
 from peftc.merging.base_model import BaseModel
 from peftc.merging.keys import KeyGroup
@@ -108,7 +108,7 @@ def run(base: BaseModel, task: Task, write: Callable[[str, Tensor], object]) -> 
         for group in task.groups:
             for key, tensor in _tensors(base, group, values, read).items():
                 stored = tensor.to(read[key].dtype).contiguous()
-                if not same_bits(stored, read[key]):
+                if group.converter is None or not same_bits(stored, read[key]):
                     new.add(key)
                 write(key, stored)
                 written.add(key)
@@ -123,10 +123,7 @@ def _values(base: BaseModel, task: Task, read: Mapping[str, Tensor]) -> tuple[di
     """New values by the names of parameters, and what became of each."""
     values, changes = dict[str, Tensor](), list[Change]()
     for module, folds in task.folds.items():
-        for name, (value, change) in combine(base.model, module, folds).items():
-            if change.created:
-                reason = f"`{name}` would be a new key of the checkpoint, which the model's class does not read"
-                raise CannotFold(change.edits[-1], reason)
+        for name, (value, change) in combine(base.model, module, folds, new_biases=False).items():
             owner, _, attribute = name.rpartition(".")
             parts: Mapping[str, Tensor] = {attribute: value}
             if is_computed(base.model.get_submodule(owner), attribute):
@@ -139,7 +136,7 @@ def _values(base: BaseModel, task: Task, read: Mapping[str, Tensor]) -> tuple[di
             values[name] = base.parameters[name].data
         if name not in seen:
             before = _before(base, name, read)
-            changes.append(change_of(name, before, values[name], values[name], (edit,)))
+            changes.append(rounded_change(name, before, values[name], (edit,))[1])
     return values, changes
 
 

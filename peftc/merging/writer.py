@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,17 +21,21 @@ Progress = Callable[[int], object]  # is told of the bytes written
 
 
 class Writer:
-    """The open files of a folder. `create`: makes them, with their headers."""
+    """The open files of a folder, with their headers.
 
-    def __init__(self, folder: Path, layout: Layout, create: bool = True) -> None:
-        self.folder, self.layout = folder, layout
+    Args: `files`: those that this process writes; tensors of others are dropped. `hashed`: keeps
+    the sha256 of each tensor in `digests`.
+    """
+
+    def __init__(self, folder: Path, layout: Layout, files: Collection[str], hashed: bool = False) -> None:
+        self.folder, self.layout, self.hashed = folder, layout, hashed
+        self.digests: dict[str, str] = {}
         self.files: dict[str, int] = {}
-        flags = os.O_RDWR | getattr(os, "O_BINARY", 0) | (os.O_CREAT if create else 0)
-        for file, shard in layout.shards.items():
-            self.files[file] = os.open(folder / file, flags, 0o666)
-            if create:
-                os.ftruncate(self.files[file], shard.size)
-                write_all(self.files[file], memoryview(shard.header), 0)
+        for file in files:
+            shard = layout.shards[file]
+            self.files[file] = os.open(folder / file, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+            os.ftruncate(self.files[file], shard.size)
+            write_all(self.files[file], memoryview(shard.header), 0)
 
     def copy(self, base: Checkpoint, copy: Copy) -> int:
         """Copies bytes, inside the kernel where it can. Raises: P701 for a shorter base."""
@@ -46,7 +51,12 @@ class Writer:
     def write(self, key: str, tensor: Tensor) -> int:
         entry = self.layout.entries[key]
         assert tuple(tensor.shape) == entry.shape
-        write_all(self.files[entry.file], bytes_of(tensor.contiguous()), entry.start)
+        if entry.file not in self.files:
+            return 0
+        data = bytes_of(tensor.contiguous())
+        if self.hashed:
+            self.digests[key] = hashlib.sha256(data).hexdigest()
+        write_all(self.files[entry.file], data, entry.start)
         start_writing(self.files[entry.file], entry.start, entry.size)
         return entry.size
 

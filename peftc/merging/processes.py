@@ -1,0 +1,122 @@
+"""Runs the steps of a merge in several processes of this machine, or in the ranks of `torchrun`.
+
+Processes of this machine share all files, and take turns with the steps. A rank may be on another
+machine: it writes whole files, alone, and computes again what lies in files of two ranks.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import warnings
+from collections.abc import Callable, Collection, Generator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from peftc.diagnostics import Diagnostic, PeftcError
+
+T = TypeVar("T")
+_work: list[Callable[[int], Any]] = []  # of the forked processes, which inherit it
+
+
+def in_processes(count: int, work: Callable[[int], T]) -> list[T]:
+    """`work(i)` for each i below `count`, each in a forked process. Raises: P705 if one ended."""
+    if count == 1:
+        return [work(0)]
+    _work.append(work)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, which here only wait
+            with ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _single_thread) as pool:
+                return cast(list[T], list(pool.map(_run, range(count))))
+    except BrokenProcessPool as error:
+        message = "a process of the merge has ended"
+        help_ = "it may have been killed for its memory: use fewer `jobs`"
+        raise PeftcError(Diagnostic("P705", message, notes=(f"{error}",), help=help_)) from error
+    finally:
+        _work.pop()
+
+
+def _single_thread() -> None:
+    torch.set_num_threads(1)  # threads of the parent do not exist here
+
+
+def _run(index: int) -> Any:
+    return _work[-1](index)
+
+
+def check_jobs(jobs: int) -> int:
+    """Raises: P545."""
+    if type(jobs) is not int or jobs < 1:
+        raise PeftcError(Diagnostic("P545", f"`jobs` is a number of processes from 1 on, not {jobs!r}"))
+    if jobs > 1 and "fork" not in multiprocessing.get_all_start_methods():
+        raise PeftcError(Diagnostic("P545", "this system cannot fork processes", help="leave out `jobs`"))
+    return jobs
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of `torchrun`, or this one alone."""
+
+    rank: int = 0
+    count: int = 1
+
+    def own(self, files: Sequence[str]) -> Collection[str]:
+        """The files that this rank writes."""
+        return files[self.rank :: self.count]
+
+    def first(self, value: T | None) -> T:
+        """The value of rank 0."""
+        values = [value]
+        if self.count > 1:
+            dist.broadcast_object_list(values, src=0)
+        return cast(T, values[0])
+
+    def all(self, make: Callable[[], T]) -> list[T]:
+        """What all ranks have made. Raises: the error of the first rank that has one."""
+        result: T | BaseException
+        try:
+            result = make()
+        except Exception as error:
+            result = error
+        results: list[Any] = [result]
+        if self.count > 1:
+            results = [None] * self.count
+            dist.all_gather_object(results, result)
+        for one in results:
+            if isinstance(one, BaseException):
+                raise one
+        return results
+
+
+@contextmanager
+def ranks() -> Generator[Ranks]:
+    """Those of `torchrun`, connected by gloo, if it has started this process."""
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1 or "MASTER_ADDR" not in os.environ:
+        yield Ranks()
+        return
+    started = not dist.is_initialized()
+    if started:
+        dist.init_process_group("gloo")
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size())
+    finally:
+        if started:
+            dist.destroy_process_group()
+
+
+def work_folder(rank: Ranks, path: Path | None) -> Path:
+    """The folder that rank 0 has made, which all ranks see."""
+    folder = rank.first(path)
+    if not folder.is_dir():
+        message = f"{folder}, which rank 0 has made, is not there for rank {rank.rank}"
+        raise PeftcError(Diagnostic("P704", message, help="all ranks write to one file system"))
+    return folder
