@@ -19,6 +19,8 @@ def run_merge(args: Namespace) -> int:
             args.adapters,
             args.output,
             partial=args.partial,
+            widen=args.widen,
+            untie=args.untie,
             other_weights=args.other_weights,
             trust_remote_code=args.trust_remote_code,
             dry_run=args.dry_run,

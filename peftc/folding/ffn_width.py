@@ -80,16 +80,11 @@ def fold_and_widen(
 class Widening(Folding):
     """Widens ffns by edits that do not fold. Nothing of the model changes before `replace`."""
 
+    folded_first: Collection[str] = ()  # edits that will be in the weights before
+
     def widen(self) -> tuple[tuple[Folded, ...], dict[str, str]]:
         """The edits that became hidden units, and why the others cannot. Raises: P530."""
-        units: dict[str, list[HiddenUnits]] = {}
-        reasons: dict[str, str] = {}
-        for name, site_edits in self.places.items():
-            if name not in self.others:
-                try:
-                    units[name] = [self.units(one) for one in site_edits]
-                except NotWider as error:
-                    reasons[name] = error.reason
+        units, reasons = self.all_units()
         if not units:
             return (), reasons
         layers: dict[str, list[HiddenUnits]] = defaultdict(list)
@@ -99,6 +94,18 @@ class Widening(Folding):
         self.replace(list(units), ffns)
         changes = {name: tuple(c for ffn in ffns for c in ffn.changes if name in c.edits) for name in units}
         return tuple(Folded(name, changes[name]) for name in units), reasons
+
+    def all_units(self) -> tuple[dict[str, list[HiddenUnits]], dict[str, str]]:
+        """The units of each edit that can become some, and why the others cannot."""
+        units: dict[str, list[HiddenUnits]] = {}
+        reasons: dict[str, str] = {}
+        for name, site_edits in self.places.items():
+            if name not in self.others and name not in self.folded_first:
+                try:
+                    units[name] = [self.units(one) for one in site_edits]
+                except NotWider as error:
+                    reasons[name] = error.reason
+        return units, reasons
 
     def units(self, site_edit: SiteEdit) -> HiddenUnits:
         """The units that an edit has at a site. Raises: NotWider."""
@@ -146,7 +153,7 @@ class Widening(Folding):
     def check_alone(self, site_edit: SiteEdit, up: Site, down: Site) -> None:
         """Raises: NotWider where another edit needs the ffn as it is, or acts before this one."""
         path, order = site_edit.site.path, list(self.places)
-        for other in self.record.site_edits:
+        for other in (one for one in self.record.site_edits if one.edit not in self.folded_first):
             inside = other.site.path.startswith(f"{path}.") and not other.site.path.endswith((".norm", ".add"))
             before = other.site.path == path and order.index(other.edit) < order.index(site_edit.edit)
             if inside or (before and any(a.state == "h" for a in other.assigns) and bottleneck_of(other) is None):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -60,22 +60,28 @@ class Layout:
 
 @dataclass
 class Changes:
-    """What the new checkpoint has else than the base. `added`: by key, with the file."""
+    """What the new checkpoint has else than the base.
+
+    Attributes:
+        tensors: with another shape, by key.
+        added: new tensors by key, with the file.
+        configuration: values of config.json.
+    """
 
     tensors: dict[str, NewTensor] = field(default_factory=dict[str, NewTensor])
     added: dict[str, tuple[str, NewTensor]] = field(default_factory=dict[str, tuple[str, NewTensor]])
-    removed: set[str] = field(default_factory=set[str])
+    configuration: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 def layout_of(base: Checkpoint, changes: Changes) -> Layout:
     shards = {file: _shard(shard, changes) for file, shard in base.shards.items()}
     entries = {entry.key: entry for shard in shards.values() for entry in shard.entries}
-    return Layout(shards, entries, None if base.index is None else _index(base.index, shards))
+    old = [entry for shard in base.shards.values() for entry in shard.entries]
+    return Layout(shards, entries, None if base.index is None else _index(base.index, shards, old))
 
 
 def _shard(shard: Shard, changes: Changes) -> Shard:
     listed = [(e.key, changes.tensors.get(e.key, (e.dtype, e.shape))) for e in shard.entries]
-    listed = [item for item in listed if item[0] not in changes.removed]
     listed += [(key, new) for key, (file, new) in changes.added.items() if file == shard.file]
     if listed == [(e.key, (e.dtype, e.shape)) for e in shard.entries]:
         return shard
@@ -96,12 +102,18 @@ def _shard(shard: Shard, changes: Changes) -> Shard:
     return Shard(shard.file, len(text).to_bytes(8, "little") + text, entries, start + offset)
 
 
-def _index(index: Mapping[str, Any], shards: Mapping[str, Shard]) -> dict[str, Any]:
+def _index(index: Mapping[str, Any], shards: Mapping[str, Shard], before: Sequence[Entry]) -> dict[str, Any]:
     weight_map = {e.key: e.file for shard in shards.values() for e in shard.entries}
     own: dict[str, str] = index["weight_map"]
     ordered = {key: weight_map[key] for key in own if key in weight_map} | weight_map
     new = {**index, "weight_map": dict(sorted(ordered.items())) if list(own) == sorted(own) else ordered}
     metadata = dict(index.get("metadata") or {})
-    if "total_size" in metadata and ordered != own:
-        metadata["total_size"] = sum(e.size for shard in shards.values() for e in shard.entries)
+    entries = [e for shard in shards.values() for e in shard.entries]
+    counts: dict[str, Callable[[Entry], int]] = {
+        "total_size": lambda e: e.size,
+        "total_parameters": lambda e: prod(e.shape),
+    }
+    for name, count in counts.items():
+        if isinstance(metadata.get(name), int):
+            metadata[name] += sum(map(count, entries)) - sum(map(count, before))
     return new | {"metadata": metadata} if "metadata" in index else new

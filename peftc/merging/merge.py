@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import multiprocessing
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -10,22 +11,26 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from peftc.adapters.files import path_of
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.folding.ffn_width import HiddenUnits
 from peftc.folding.module_folds import CannotFold
 from peftc.folding.weights import Folding
+from peftc.installation.record import installation_of, is_installed
 from peftc.merging.base_model import BaseModel, load_adapters, open_base
 from peftc.merging.checkpoint import INDEX, Checkpoint
 from peftc.merging.destination import check_destination, destination, unwritable
 from peftc.merging.layout import Changes, Copy, Layout, layout_of
-from peftc.merging.other_files import REPORT, REST, copy_files, other_files
+from peftc.merging.other_files import CONFIGURATION, REPORT, REST, change_configuration, copy_files, other_files
 from peftc.merging.processes import Ranks, check_jobs, in_processes, ranks, work_folder
 from peftc.merging.report import MergedTensor, MergeReport
 from peftc.merging.rest import save_rest
 from peftc.merging.tasks import Task, run, tasks_of
+from peftc.merging.untie import untie as untie_all
 from peftc.merging.verification import verify as verify_files
+from peftc.merging.widening import plan_widening
 from peftc.merging.writer import MOST, Progress, Writer, background
 
 
@@ -40,6 +45,8 @@ def merge(
     dry_run: bool = False,
     verify: bool = False,
     jobs: int = 1,
+    widen: bool = False,
+    untie: bool = False,
     progress: Callable[[int, int], object] | None = None,
 ) -> MergeReport:
     """Merges saved adapters into a safetensors checkpoint, and writes the result as a new folder.
@@ -61,6 +68,10 @@ def merge(
         dry_run: computes and writes nothing.
         verify: reads all files again before the new folder appears, and compares them with what was
             written and with the base; and looks up the parameters of the model in them.
+        widen: a bottleneck beside an ffn without a gate becomes hidden units of it, as in `fold`;
+            the configuration follows.
+        untie: embedding and head that are one matrix become two, so that edits of one fold; the
+            configuration follows.
         jobs: processes on this machine. Under `torchrun` each rank writes files of its own.
         progress: is called with the bytes written so far, and those in all.
 
@@ -83,17 +94,26 @@ def merge(
         opened = open_base(base, trust_remote_code)
         try:
             load_adapters(opened, paths, other_weights)
-            options = Options(partial, verify, check_jobs(jobs), rank, progress or (lambda done, total: None))
-            return Merge(opened, paths, options).run(target)
+            options = Options(partial, widen, verify, check_jobs(jobs), rank, progress or (lambda done, total: None))
+            changes = Changes()
+            if untie:
+                untie_all(opened, trained_names(opened.model), changes)
+            return Merge(opened, paths, options, changes).run(target)
         finally:
             opened.checkpoint.close()
 
 
+def trained_names(model: nn.Module) -> set[str]:
+    """The parameters that `train` statements of the adapters have changed."""
+    return set(installation_of(model).trained.values()) if is_installed(model) else set()
+
+
 @dataclass(frozen=True)
 class Options:
-    """`partial`: some edits may stay. `tell`: is told of bytes."""
+    """`partial`: some edits may stay. `widen`: or widen an ffn. `tell`: is told of bytes."""
 
     partial: bool
+    widen: bool
     verify: bool
     jobs: int
     ranks: Ranks
@@ -103,8 +123,8 @@ class Options:
 class Merge:
     """One merge of the edits on a base."""
 
-    def __init__(self, base: BaseModel, adapters: Sequence[Path], options: Options) -> None:
-        self.base, self.adapters, self.options = base, adapters, options
+    def __init__(self, base: BaseModel, adapters: Sequence[Path], options: Options, changes: Changes) -> None:
+        self.base, self.adapters, self.options, self.changes = base, adapters, options, changes
         self.folding = Folding(base.model, None, None, None)
         base.keep(self.folding.trained)
         self.others = dict[str, str]()  # edits that stay, with reasons
@@ -120,18 +140,26 @@ class Merge:
     def plan(self) -> tuple[list[str], list[Task]]:
         """The edits that fold, and what is computed. Raises: P531, CannotFold."""
         refused = self.others | self.folding.refusals(self.others)
+        folded = [name for name in self.folding.names if name not in refused]
+        units, wide = dict[str, list[HiddenUnits]](), set[str]()
+        if self.options.widen and refused:
+            units, reasons = plan_widening(self.base, folded, self.others, self.changes)
+            wide = {one.edit for own in units.values() for one in own}
+            refused = {
+                n: f"{why}; {reasons[n]}" if n in reasons else why for n, why in refused.items() if n not in wide
+            }
+            folded = [name for name in self.folding.names if name not in refused]
         if refused and not self.options.partial:
             edit, reason = next(iter(refused.items()))
             notes = tuple(f"`{other}` does not, either: {why}" for other, why in list(refused.items())[1:])
             help_ = "`partial=True`, or `--partial`, merges the others, and keeps these as an adapter"
             raise PeftcError(Diagnostic("P531", f"`{edit}` does not fold: {reason}", notes=notes, help=help_))
         self.others = refused
-        folded = [name for name in self.folding.names if name not in refused]
-        return folded, tasks_of(self.base, self.folding, folded)
+        return folded, tasks_of(self.base, self.folding, [name for name in folded if name not in wide], units)
 
     def write(self, target: Path, folded: Sequence[str], tasks: Sequence[Task]) -> MergeReport:
         base, ranks = self.base.checkpoint, self.options.ranks
-        layout = layout_of(base, Changes())
+        layout = layout_of(base, self.changes)
         with destination(target) if ranks.rank == 0 else nullcontext() as own:
             work = work_folder(ranks, own)
             parts = ranks.all(lambda: self.write_tensors(target, work, layout, tasks))
@@ -148,6 +176,9 @@ class Merge:
         """Writes what is no weight, and verifies all."""
         base = self.base.checkpoint
         copy_files(base.folder, work, [*map(Path, report.files), *([Path(INDEX)] if layout.index else [])])
+        if layout.index is not None and layout.index != base.index:
+            (work / INDEX).write_text(json.dumps(layout.index, indent=2) + "\n", encoding="utf-8")
+        change_configuration(work / CONFIGURATION, self.changes.configuration)
         (work / REPORT).write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
         if self.options.verify:
             verify_files(base, work, layout, digests)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from peftc.merging.checkpoint import INDEX
 from peftc.models.sources import OTHER_FORMATS
 
-REPORT, REST = "peftc-merge.json", "adapter"
+CONFIGURATION, REPORT, REST = "config.json", "peftc-merge.json", "adapter"
 
 
 def other_files(folder: Path, shards: Iterable[str]) -> tuple[list[Path], list[Path]]:
@@ -35,3 +37,17 @@ def copy_files(source: Path, target: Path, names: Iterable[Path]) -> None:
     for name in names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, target / name)
+
+
+def change_configuration(path: Path, values: Mapping[str, Any]) -> None:
+    """Sets values, also where the configuration of a part of the model has them."""
+    if not values:
+        return
+    configuration: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    parts = [part for part in configuration.values() if isinstance(part, dict)]
+    for name, value in values.items():
+        for part in parts:
+            if name in part:
+                part[name] = value
+        configuration[name] = value
+    path.write_text(json.dumps(configuration, indent=2) + "\n", encoding="utf-8")

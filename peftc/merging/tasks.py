@@ -10,6 +10,7 @@ from torch import Tensor
 
 from peftc.addressing.sites import parameter_name
 from peftc.folding.computed_weight import is_computed, stored_values
+from peftc.folding.ffn_width import HiddenUnits, WiderFfn
 from peftc.folding.module_folds import CannotFold, Fold, combine
 from peftc.folding.report import Change
 from peftc.folding.rounding import rounded_change
@@ -28,12 +29,14 @@ class Task:
         folds: by the module into which they go.
         names: the parameters that have to be in memory.
         trained: those of them that `train` statements have changed, with the edit.
+        units: new hidden units, by the path of their ffn.
         groups: the tensors of the checkpoint that hold them.
     """
 
     folds: dict[str, list[Fold]] = field(default_factory=dict[str, list[Fold]])
     names: dict[str, None] = field(default_factory=dict[str, None])
     trained: dict[str, str] = field(default_factory=dict[str, str])
+    units: dict[str, list[HiddenUnits]] = field(default_factory=dict[str, list[HiddenUnits]])
     groups: dict[KeyGroup, None] = field(default_factory=dict[KeyGroup, None])
 
     @property
@@ -41,7 +44,9 @@ class Task:
         return tuple(key for group in self.groups for key in group.keys)
 
 
-def tasks_of(base: BaseModel, folding: Folding, folded: Collection[str]) -> list[Task]:
+def tasks_of(
+    base: BaseModel, folding: Folding, folded: Collection[str], units: Mapping[str, list[HiddenUnits]]
+) -> list[Task]:
     """In the order of the files. Raises: CannotFold where a tensor cannot be made of parameters."""
     tasks = list[Task]()
     for module, folds in folding.folds(folded).items():
@@ -50,6 +55,10 @@ def tasks_of(base: BaseModel, folding: Folding, folded: Collection[str]) -> list
     for name, edit in folding.trained.items():
         if edit in folded:
             tasks.append(Task(names={name: None}, trained={name: edit}))
+    for path, own in units.items():
+        modules = (own[0].up.module, own[0].down.module)
+        names = [name for name in base.parameters if name.rpartition(".")[0] in modules]
+        tasks.append(Task(names=dict.fromkeys(names), units={path: own}))
     for task in tasks:
         _complete(base, task)
     return sorted(_joined(tasks), key=lambda task: _position(base, task))
@@ -87,7 +96,7 @@ def _joined(tasks: Sequence[Task]) -> list[Task]:
             for module, folds in other.folds.items():
                 task.folds.setdefault(module, []).extend(folds)
             task.names, task.trained = other.names | task.names, other.trained | task.trained
-            task.groups = other.groups | task.groups
+            task.groups, task.units = other.groups | task.groups, other.units | task.units
             del result[id(other)]
         result[id(task)] = task
         by_group |= dict.fromkeys(task.groups, task)
@@ -130,6 +139,13 @@ def _values(base: BaseModel, task: Task, read: Mapping[str, Tensor]) -> tuple[di
                 parts = stored_values(base.model.get_submodule(owner), attribute, value) or {}
             values |= {f"{owner}.{part}".lstrip("."): new for part, new in parts.items()}
             changes.append(change)
+    for units in task.units.values():
+        for name, value in values.items():
+            base.parameters[name].data = value  # rounded, as the weights of a folded model are
+        ffn = WiderFfn(base.model, units)
+        for site, own in zip((units[0].up, units[0].down), ffn.values, strict=True):
+            values |= {f"{site.module}.{attribute}": value for attribute, value in own.items()}
+        changes += ffn.changes
     seen = {change.parameter for change in changes}
     for name, edit in task.trained.items():
         if name not in values:

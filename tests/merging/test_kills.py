@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
 import torch
 
 import peftc
@@ -60,11 +62,15 @@ def test_a_killed_merge_leaves_nothing_or_all(tmp_path: Path) -> None:
 def test_a_merge_leaves_the_folder_of_another_that_runs(tmp_path: Path) -> None:
     from peftc.merging.destination import destination
 
-    with destination(tmp_path / "out") as first, destination(tmp_path / "out") as second:
+    with ExitStack() as stack:
+        first = stack.enter_context(destination(tmp_path / "out"))
+        with destination(tmp_path / "out") as second:
+            assert first.is_dir()
+            (second / "x").write_text("")
         assert first.is_dir()
-        assert second.is_dir()
-        (second / "x").write_text("")
-    assert not first.exists()
+        with pytest.raises(peftc.PeftcError, match="P703"):
+            stack.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["x"]
 
 
@@ -90,9 +96,8 @@ def test_memory_is_that_of_the_largest_tensors(tmp_path: Path) -> None:
     save_adapter(tmp_path / "adapter", base, cls, LORA)
     size = sum(file.stat().st_size for file in base.glob("*.safetensors"))
     command = [sys.executable, "-c", MEMORY, str(base), str(tmp_path / "adapter"), str(out)]
-    ran = subprocess.run(
-        command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert size > 150e6
     assert int(ran.stdout.splitlines()[-1]) < 0.5 * size
     assert tensors(out).keys() == tensors(base).keys()
