@@ -52,6 +52,7 @@ benchmarks: $(READY)
 	$(BIN)/python -m benchmarks.front
 	$(BIN)/python -m benchmarks.compile_time
 	$(BIN)/python -m benchmarks.load
+	$(BIN)/python -m benchmarks.merge
 	$(BIN)/python -m benchmarks.mixed_rows
 	$(BIN)/python -m benchmarks.dispatch
 	$(BIN)/python -m benchmarks.overhead

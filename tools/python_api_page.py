@@ -25,6 +25,7 @@ from peftc.forms.module import FormModule
 from peftc.forms.selective_module import SelectiveModule
 from peftc.forms.shapes import Shape
 from peftc.installation.contents import InstalledRegion
+from peftc.merging import MergedTensor, MergeReport
 from peftc.planning.report import plan
 from peftc.planning.report.design import Design
 from peftc.planning.report.plan_sites import PlanSite, PlanSiteRange, PlanSites
@@ -53,7 +54,7 @@ FUNCTIONS = {  # every function that peftc exports, by what it is for
     "Compile": ("compile", "remove", "disabled", "set_enabled", "parameters", "specs"),
     "Train": ("step", "StepCallback", "losses", "calibrate", "fuse", "warm_start"),
     "Save and load": ("save", "load", "save_standalone"),
-    "Fold": ("fold",),
+    "Fold": ("fold", "merge"),
     "Tasks": ("task", "set_task", "tasks", "add_task", "drop_task"),
     "Verify": ("verify",),
     "Passes": ("trace", "rewrite", "graphs"),
@@ -90,6 +91,7 @@ RESULTS: dict[str, tuple[type, ...]] = {
     "Of `sites`": (SiteTable, Site, State, ActivationRef, WeightRef, ModuleInfo, UntracedModule),
     "Of `design`": (Design,),
     "Of `fold`": (FoldReport, Folded, Refused, Change, dispatch.State),
+    "Of `merge`": (MergeReport, MergedTensor),
     "Of `verify`": (Verification, VerifiedEdit, NotWitnessed, Check, Finding),
     "Of `trace` and `graphs`": (TracedRegion, InstalledRegion),
 }

@@ -174,8 +174,13 @@ class Samples(Mapping[str, Tensor]):
 
 
 def open_base(model: str | PathLike[str], trust_remote_code: bool = False) -> BaseModel:
-    """Raises: P501-P506 (the model), P505 (no weights), P701, P702 (the checkpoint)."""
+    """Raises: P501-P506 (the model), P505 (no weights), P701, P702, P707 (the checkpoint)."""
     source = resolve(model, trust_remote_code)
+    if quantisation := getattr(source.config, "quantization_config", None):
+        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation.quant_method
+        message = f"the weights of {source.id} are quantised ({method})"
+        help_ = "merge into the checkpoint that was quantised, and quantise the result"
+        raise PeftcError(Diagnostic("P707", message, help=help_))
     return BaseModel(source, Checkpoint.open(weights_folder(source)))
 
 

@@ -82,7 +82,7 @@ def merge(
         PeftcError: P501-P506 (the base), P520-P525 (an adapter, or another base), P530 (NaN or
             infinite entries), P531 (edits that do not fold), P701 (damaged files), P702 (files that
             do not fit the configuration), P703 and P704 (the new folder), P705 (a process ended),
-            P706 (`verify`).
+            P706 (`verify`), P707 (a quantised base).
     """
     paths = [path_of(path) for path in ([adapters] if isinstance(adapters, str | PathLike) else adapters)]
     target = None if output is None or dry_run else path_of(output)

@@ -160,6 +160,35 @@ def type_of(root: Path) -> Any:
     return LlamaForCausalLM
 
 
+def test_a_quantised_checkpoint_is_refused(root: Path) -> None:
+    path = root / "base" / "config.json"
+    data = json.loads(path.read_text())
+    data["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    path.write_text(json.dumps(data))
+    refused(root, "P707", "bitsandbytes")
+
+
+def test_tensors_of_8_bits_are_copied_and_not_edited(root: Path) -> None:
+    for file in (root / "base").glob("*.safetensors"):
+        values = load_file(file)
+        values |= {k: v.to(torch.float8_e4m3fn) for k, v in values.items() if "up_proj" in k}
+        save_file(values, file, {"format": "pt"})
+    refused(root, "P524", "quantised")
+    peftc.merge(root / "base", root / "adapter", root / "out", other_weights=True)
+    before, after = tensors(root / "base"), tensors(root / "out")
+    assert all(torch.equal(before[k].view(torch.uint8), after[k].view(torch.uint8)) for k in before if "up_proj" in k)
+    assert any(not torch.equal(before[k], after[k]) for k in before if "q_proj" in k)
+
+
+def test_an_edit_of_8_bits_is_refused(root: Path) -> None:
+    save_adapter(root / "mixed", root / "base", type_of(root), "edit a at layer[*].ffn.up { h += lora(x, r=2) }")
+    for file in (root / "base").glob("*.safetensors"):
+        values = load_file(file)
+        values |= {k: v.to(torch.float8_e4m3fn) for k, v in values.items() if "up_proj" in k}
+        save_file(values, file, {"format": "pt"})
+    refused(root, "P531", "float8_e4m3fn", adapter=root / "mixed", other_weights=True)
+
+
 def test_a_folder_with_files_is_refused(root: Path) -> None:
     (root / "out").mkdir()
     (root / "out" / "notes.txt").write_text("mine")
