@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 
@@ -20,11 +19,11 @@ from peftc.folding.module_folds import CannotFold
 from peftc.folding.weights import Folding
 from peftc.installation.record import installation_of, is_installed
 from peftc.merging.base_model import BaseModel, load_adapters, open_base
-from peftc.merging.checkpoint import INDEX, Checkpoint
+from peftc.merging.checkpoint import INDEX
 from peftc.merging.destination import check_destination, destination, unwritable
 from peftc.merging.layout import Changes, Copy, Layout, layout_of
-from peftc.merging.other_files import CONFIGURATION, REPORT, REST, change_configuration, copy_files, other_files
-from peftc.merging.processes import Ranks, check_jobs, in_processes, ranks, work_folder
+from peftc.merging.other_files import CONFIGURATION, REPORT, change_configuration, copy_files, other_files
+from peftc.merging.processes import Counter, Ranks, check_jobs, in_processes, ranks, work_folder
 from peftc.merging.report import MergedTensor, MergeReport
 from peftc.merging.rest import save_rest
 from peftc.merging.tasks import Task, run, tasks_of
@@ -124,7 +123,7 @@ class Merge:
     """One merge of the edits on a base."""
 
     def __init__(self, base: BaseModel, adapters: Sequence[Path], options: Options, changes: Changes) -> None:
-        self.base, self.adapters, self.options, self.changes = base, adapters, options, changes
+        self.base, self.adapters, self.options, self.first, self.changes = base, adapters, options, changes, changes
         self.folding = Folding(base.model, None, None, None)
         base.keep(self.folding.trained)
         self.others = dict[str, str]()  # edits that stay, with reasons
@@ -142,6 +141,7 @@ class Merge:
         refused = self.others | self.folding.refusals(self.others)
         folded = [name for name in self.folding.names if name not in refused]
         units, wide = dict[str, list[HiddenUnits]](), set[str]()
+        self.changes = replace(self.first, tensors={}, configuration=dict(self.first.configuration))
         if self.options.widen and refused:
             units, reasons = plan_widening(self.base, folded, self.others, self.changes)
             wide = {one.edit for own in units.values() for one in own}
@@ -165,25 +165,27 @@ class Merge:
             parts = ranks.all(lambda: self.write_tensors(target, work, layout, tasks))
             tensors = {one.parameter: one for part in parts for one in part.tensors}
             report = self.report(folded, tasks, target, tensors.values())
-            if own is not None:
-                digests = {key: text for part in parts for key, text in part.digests.items()}
-                with refused_writes(target):
-                    self.finish(work, layout, report, digests)
+            digests = {key: text for part in parts for key, text in part.digests.items()}
+            ranks.all(lambda: own is not None and self.finish(target, work, layout, report, digests))
         ranks.first(True)  # all wait until the folder is there
         return report
 
-    def finish(self, work: Path, layout: Layout, report: MergeReport, digests: Mapping[str, str]) -> None:
+    def finish(self, target: Path, work: Path, layout: Layout, report: MergeReport, digests: Mapping[str, str]) -> None:
         """Writes what is no weight, and verifies all."""
+        with refused_writes(target):
+            self.write_other_files(work, layout, report)
+        if self.options.verify:
+            verify_files(self.base.checkpoint, work, layout, digests)
+        if self.others:
+            save_rest(self.base, self.folding, report.folded, work)
+
+    def write_other_files(self, work: Path, layout: Layout, report: MergeReport) -> None:
         base = self.base.checkpoint
         copy_files(base.folder, work, [*map(Path, report.files), *([Path(INDEX)] if layout.index else [])])
         if layout.index is not None and layout.index != base.index:
             (work / INDEX).write_text(json.dumps(layout.index, indent=2) + "\n", encoding="utf-8")
         change_configuration(work / CONFIGURATION, self.changes.configuration)
         (work / REPORT).write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        if self.options.verify:
-            verify_files(base, work, layout, digests)
-        if self.others:
-            save_rest(self.base, self.folding, report.folded, Checkpoint.open(work), work / REST)
 
     def write_tensors(self, target: Path, work: Path, layout: Layout, tasks: Sequence[Task]) -> Part:
         """What this rank writes, by its processes."""
@@ -194,11 +196,11 @@ class Merge:
         copies = [copy for copy in layout.copies(self.base.checkpoint, keys, MOST) if copy.file in writer.files]
         own = [task for task in tasks if any(layout.entries[key].file in writer.files for key in task.keys)]
         steps = in_order(own, copies, self.position)
-        count = self.counter(sum(layout.shards[file].size for file in files))
+        counter = Counter(sum(layout.shards[file].size for file in files), self.options.tell)
         jobs = min(self.options.jobs, max(1, len(steps)))
         try:
             with refused_writes(target):
-                parts = in_processes(jobs, lambda i: self.run_steps(steps[i::jobs], writer, count))
+                parts = in_processes(jobs, lambda i: self.run_steps(steps[i::jobs], writer, counter.add), counter.tell)
                 writer.flush()
         finally:
             writer.close()
@@ -214,17 +216,6 @@ class Merge:
                 else:
                     tensors += run(self.base, step, functools.partial(write_later, pool.submit, writer))
         return Part(tensors, writer.digests)
-
-    def counter(self, total: int) -> Progress:
-        """Counts the bytes of all processes. Those of a fork are told where they are written."""
-        done = multiprocessing.Value("Q", 0)
-
-        def count(size: int) -> None:
-            with done.get_lock():
-                done.value += size
-                self.options.tell(done.value, total)
-
-        return count
 
     def position(self, task: Task) -> tuple[str, int]:
         return min((e.file, e.start) for e in (self.base.checkpoint.entries[key] for key in task.keys))

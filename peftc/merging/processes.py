@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import warnings
 from collections.abc import Callable, Collection, Generator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,11 +23,32 @@ import torch.distributed as dist
 from peftc.diagnostics import Diagnostic, PeftcError
 
 T = TypeVar("T")
+POLL = 0.2  # seconds
 _work: list[Callable[[int], Any]] = []  # of the forked processes, which inherit it
 
 
-def in_processes(count: int, work: Callable[[int], T]) -> list[T]:
-    """`work(i)` for each i below `count`, each in a forked process. Raises: P705 if one ended."""
+class Counter:
+    """Counts the bytes that all processes of a merge have written."""
+
+    def __init__(self, total: int, tell: Callable[[int, int], object]) -> None:
+        self.total, self.listener, self.owner = total, tell, os.getpid()
+        self.done = multiprocessing.Value("Q", 0)
+
+    def add(self, size: int) -> None:
+        with self.done.get_lock():
+            self.done.value += size
+        if os.getpid() == self.owner:
+            self.tell()
+
+    def tell(self) -> None:
+        self.listener(self.done.value, self.total)
+
+
+def in_processes(count: int, work: Callable[[int], T], poll: Callable[[], object]) -> list[T]:
+    """`work(i)` for each i below `count`, each in a forked process. Raises: P705 if one ended.
+
+    Args: `poll`: is called now and then.
+    """
     if count == 1:
         return [work(0)]
     _work.append(work)
@@ -35,13 +56,20 @@ def in_processes(count: int, work: Callable[[int], T]) -> list[T]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, which here only wait
             with ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _single_thread) as pool:
-                return cast(list[T], list(pool.map(_run, range(count))))
+                running = [pool.submit(_run, i) for i in range(count)]
+                while wait(running, POLL, FIRST_EXCEPTION).not_done and not any(map(_has_failed, running)):
+                    poll()
+                return cast(list[T], [one.result() for one in running])
     except BrokenProcessPool as error:
         message = "a process of the merge has ended"
         help_ = "it may have been killed for its memory: use fewer `jobs`"
         raise PeftcError(Diagnostic("P705", message, notes=(f"{error}",), help=help_)) from error
     finally:
         _work.pop()
+
+
+def _has_failed(future: Future[Any]) -> bool:
+    return future.done() and future.exception() is not None
 
 
 def _single_thread() -> None:

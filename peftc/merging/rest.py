@@ -10,10 +10,12 @@ from peftc.folding.weights import Folding
 from peftc.installation.journal import transaction
 from peftc.merging.base_model import BaseModel
 from peftc.merging.checkpoint import Checkpoint, sample_places
+from peftc.merging.other_files import REST
 
 
-def save_rest(base: BaseModel, folding: Folding, folded: Collection[str], merged: Checkpoint, folder: Path) -> None:
+def save_rest(base: BaseModel, folding: Folding, folded: Collection[str], work: Path) -> None:
     """Takes the folded edits out of the model, and saves the others on the merged weights."""
+    merged = Checkpoint.open(work)
     with transaction() as (journal, _):
         if folded:
             folding.remove_edits(folded, (), journal)
@@ -32,4 +34,5 @@ def save_rest(base: BaseModel, folding: Folding, folded: Collection[str], merged
                 sample_places(parameter.numel()),
             )
             parameter.data.view(-1)[places] = value.reshape(-1)[places]
-    save(base.model, folder)
+    merged.close()
+    save(base.model, work / REST)

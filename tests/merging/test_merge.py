@@ -103,3 +103,22 @@ def test_other_files_are_copied(tmp_path: Path) -> None:
     assert all((out / name).read_text() == (base / name).read_text() for name in report.files if "config" not in name)
     assert not any((out / name).exists() for name in (*report.left, ".git"))
     assert report.model_validate_json((out / "peftc-merge.json").read_text()) == report
+
+
+def test_a_checkpoint_in_the_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are links into another folder, and are copied."""
+    repository = tmp_path / "hub" / "models--someone--tiny"
+    cls = save_base(repository / "blobs", "llama", torch.bfloat16)
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    for file in (repository / "blobs").iterdir():
+        (snapshot / file.name).symlink_to(file)
+    model = save_adapter(tmp_path / "adapter", snapshot, cls, LORA)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    peftc.merge("someone/tiny", tmp_path / "adapter", tmp_path / "out")
+    peftc.fold(model)
+    assert assert_merged(tmp_path / "out", snapshot, model, torch.bfloat16)
+    assert not any(file.is_symlink() for file in (tmp_path / "out").iterdir())

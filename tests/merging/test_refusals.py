@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,19 @@ def test_values_that_are_not_finite_are_refused(value: float, root: Path) -> Non
     values[key][0, 1] = value
     save_file(values, shard(root))
     refused(root, "P530", key, other_weights=True)
+
+
+def test_an_error_in_a_process_is_the_same(root: Path) -> None:
+    values = load_file(shard(root))
+    key = next(key for key in values if "q_proj" in key)
+    values[key][0, 1] = float("nan")
+    save_file(values, shard(root))
+    refused(root, "P530", key, other_weights=True, jobs=2)
+
+
+def test_a_process_that_is_killed_leaves_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer.Writer, "copy", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    refused(root, "P705", jobs=2)
 
 
 def test_a_sum_that_overflows_is_refused(root: Path) -> None:
