@@ -23,6 +23,7 @@ from peftc.rewriting.node_builder import row_arguments
 from peftc.runtime.parameters import as_matrix, as_stored, blocks_of, dense, stacked_slice
 from peftc.syntax.numbers import ARITHMETIC
 
+NEW_KEY = "`{}.bias` would be a new key of the checkpoint, which its class does not read"
 Value = Affine | Tensor  # a Tensor is constant: a number, a vector (d_out,), or a weight in equations of w
 
 
@@ -161,8 +162,7 @@ class UnroundedParameters:
             reason = f"`{self.module}` has no bias to hold a constant, and a {type(module).__name__} takes none"
             raise CannotFold(fold.site_edit.edit, reason)
         if not self.new_biases:
-            reason = f"`{self.module}.bias` would be a new key of the checkpoint, which its class does not read"
-            raise CannotFold(fold.site_edit.edit, reason)
+            raise CannotFold(fold.site_edit.edit, NEW_KEY.format(self.module))
         own, bias = self.values[self.name(weight)], WeightRef(self.module, "bias", weight.rows)
         self.values[self.name(bias)] = own.new_zeros(own.shape[0])
         self.created.add(self.name(bias))

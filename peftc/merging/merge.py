@@ -26,7 +26,7 @@ from peftc.merging.other_files import CONFIGURATION, REPORT, change_configuratio
 from peftc.merging.processes import Counter, Ranks, check_jobs, in_processes, ranks, work_folder
 from peftc.merging.report import MergedTensor, MergeReport
 from peftc.merging.rest import save_rest
-from peftc.merging.tasks import Task, run, tasks_of
+from peftc.merging.tasks import Task, lacking_biases, run, tasks_of
 from peftc.merging.untie import untie as untie_all
 from peftc.merging.verification import verify as verify_files
 from peftc.merging.widening import plan_widening
@@ -126,7 +126,7 @@ class Merge:
         self.base, self.adapters, self.options, self.first, self.changes = base, adapters, options, changes, changes
         self.folding = Folding(base.model, None, None, None)
         base.keep(self.folding.trained)
-        self.others = dict[str, str]()  # edits that stay, with reasons
+        self.others = lacking_biases(self.folding)  # edits that stay, with reasons
 
     def run(self, target: Path | None) -> MergeReport:
         while True:  # an edit for which there turns out to be no place stays, too

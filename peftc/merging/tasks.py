@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -11,13 +12,14 @@ from torch import Tensor
 from peftc.addressing.sites import parameter_name
 from peftc.folding.computed_weight import is_computed, stored_values
 from peftc.folding.ffn_width import HiddenUnits, WiderFfn
-from peftc.folding.module_folds import CannotFold, Fold, combine
+from peftc.folding.module_folds import NEW_KEY, CannotFold, Fold, combine
 from peftc.folding.report import Change
 from peftc.folding.rounding import rounded_change
 from peftc.folding.weights import Folding
 from peftc.merging.base_model import BaseModel
 from peftc.merging.keys import KeyGroup
 from peftc.merging.report import MergedTensor
+from peftc.planning.foldability.affine import NotAffine, affine_structure, is_table, linear_states
 
 
 @dataclass(eq=False)
@@ -62,6 +64,19 @@ def tasks_of(
     for task in tasks:
         _complete(base, task)
     return sorted(_joined(tasks), key=lambda task: _position(base, task))
+
+
+def lacking_biases(folding: Folding) -> dict[str, str]:
+    """The edits that add a constant where the base has no bias, with the reason why they stay."""
+    reasons = dict[str, str]()
+    for site_edit in folding.record.site_edits:
+        target = folding.target(site_edit)
+        if target is None or target.side == "weight" or target.bias is not None or is_table(target.site):
+            continue
+        with suppress(NotAffine):
+            if affine_structure(site_edit, linear_states(target, site_edit.site)).constant:
+                reasons.setdefault(site_edit.edit, NEW_KEY.format(target.site.module))
+    return reasons
 
 
 def _parameters(base: BaseModel, fold: Fold) -> Iterable[str]:

@@ -164,6 +164,7 @@ def test_a_bias_that_the_class_does_not_read_is_refused(root: Path) -> None:
     spec = LORA + "\nedit v at layer[*].attn.q { h += vector(init=0) }"
     save_adapter(root / "mixed", root / "base", type_of(root), spec)
     refused(root, "P531", "does not read", adapter=root / "mixed")
+    refused(root, "P531", "does not read", adapter=root / "mixed", dry_run=True)
     report = peftc.merge(root / "base", root / "mixed", root / "out", partial=True)
     assert (report.folded, [*report.refused]) == (("a",), ["v"])
 
