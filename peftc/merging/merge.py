@@ -67,11 +67,11 @@ def merge(
         dry_run: computes and writes nothing.
         verify: reads all files again before the new folder appears, and compares them with what was
             written and with the base; and looks up the parameters of the model in them.
+        jobs: processes on this machine. Under `torchrun` each rank writes files of its own.
         widen: a bottleneck beside an ffn without a gate becomes hidden units of it, as in `fold`;
             the configuration follows.
         untie: embedding and head that are one matrix become two, so that edits of one fold; the
             configuration follows.
-        jobs: processes on this machine. Under `torchrun` each rank writes files of its own.
         progress: is called with the bytes written so far, and those in all.
 
     Returns:

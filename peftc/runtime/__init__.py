@@ -32,12 +32,14 @@ from peftc.runtime.layouts import (
     tokens_to_image,
     unflatten_tokens,
 )
+from peftc.runtime.low_rank import low_rank_linear
 from peftc.runtime.parameters import (
     ModuleView,
     as_matrix,
     as_stored,
     full_precision,
     rows_of,
+    scaled_product,
     stacked_slice,
     stored_as,
     with_rows,
@@ -77,6 +79,7 @@ __all__ = [
     "kron_map",
     "layer_norm",
     "lookup",
+    "low_rank_linear",
     "mean",
     "model_function",
     "norm",
@@ -86,6 +89,7 @@ __all__ = [
     "respecialize",
     "rows_like_operand",
     "rows_of",
+    "scaled_product",
     "scores_like",
     "script_function",
     "sdpa_with_rows",
