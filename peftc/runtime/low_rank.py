@@ -11,8 +11,6 @@ from torch.nn import functional as F
 
 from peftc.equation_code.functions import add_to, cast_like
 
-_PLAIN = frozenset({Tensor, nn.Parameter})
-
 
 def low_rank_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, factor: float = 1.0
@@ -35,8 +33,8 @@ def low_rank_linear(
 def _takes_function(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> bool:
     """Whether `LowRankLinear` computes it: for a backward of plain tensors of one dtype.
 
-    `torch.compile` fuses operations by itself; autocast, transforms of functions and modes have
-    rules for operations.
+    `torch.compile` fuses operations by itself; autocast and transforms of functions have rules for
+    operations. What a checkpoint computes again takes the same way, whatever modes are left then.
     """
     dtype = weight.dtype
     return (
@@ -48,11 +46,10 @@ def _takes_function(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor
         and up.dtype is dtype
         and (bias is None or bias.dtype is dtype)
         and not torch._C._is_any_autocast_enabled()  # pyright: ignore[reportPrivateUsage]
-        and type(x) in _PLAIN
-        and type(weight) in _PLAIN
-        and type(down) in _PLAIN
-        and type(up) in _PLAIN
-        and not torch._C._is_torch_function_mode_enabled()  # pyright: ignore[reportPrivateUsage]
+        and type(x) in (Tensor, nn.Parameter)
+        and type(weight) in (Tensor, nn.Parameter)
+        and type(down) in (Tensor, nn.Parameter)
+        and type(up) in (Tensor, nn.Parameter)
         and torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore
         and forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
         and not torch._C._get_tracing_state()  # pyright: ignore[reportPrivateUsage]
