@@ -32,7 +32,7 @@ def perturb(model: nn.Module) -> None:
         parameter.add_(0.05 * noise.to(parameter))
 
 
-@pytest.mark.parametrize(("recipe", "name"), sampled_pairs(), ids="-".join)
+@pytest.mark.parametrize(("recipe", "name"), sampled_pairs())
 def test_a_recipe_on_a_device_equals_itself_on_the_cpu(recipe: str, name: str) -> None:
     model = compiled(recipe, name)
     perturb(model)
@@ -45,7 +45,7 @@ def test_a_recipe_on_a_device_equals_itself_on_the_cpu(recipe: str, name: str) -
     torch.testing.assert_close(gradients_there, gradients, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("recipe", "name"), sampled_pairs(), ids="-".join)
+@pytest.mark.parametrize(("recipe", "name"), sampled_pairs())
 def test_a_recipe_that_is_compiled_on_a_device_has_the_first_values_of_the_cpu(recipe: str, name: str) -> None:
     here, there = compiled(recipe, name), compiled(recipe, name, device="cuda")
     parameters = peftc.parameters(there)

@@ -14,6 +14,10 @@ from tests import zoo
 from tests.laws.harness import randomise
 from tests.merging.checkpoints import same_bits, save_base
 
+NO_PLACE = ("P201", "P202", "P205")
+TOO_LARGE = ("P314", "P317", "P318")  # for a tiny model
+NEEDS_DATA = ("P540", "P543", "P544")
+
 
 @pytest.mark.parametrize("name", ["llama", "bart"])
 @pytest.mark.parametrize("recipe", resources.recipes())
@@ -25,7 +29,9 @@ def test_merge_is_fold(recipe: str, name: str, tmp_path: Path) -> None:
         peftc.compile(f"peft 1\nuse {recipe} from std\napply {recipe}()\n", model, seed=0)
         randomise(peftc.parameters(model))
         peftc.save(model, tmp_path / "adapter")
-    except peftc.PeftcError as error:  # it is too large for a tiny model, or needs data
+    except peftc.PeftcError as error:
+        if error.diagnostics[0].code not in (*NO_PLACE, *TOO_LARGE, *NEEDS_DATA):
+            raise
         pytest.skip(f"{error.diagnostics[0]}")
     report = peftc.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", partial=True, verify=True)
     merged, loaded = (cls.from_pretrained(tmp_path / folder, dtype="auto").eval() for folder in ("out", "base"))
