@@ -266,11 +266,11 @@ class Code:
                 return 0.0
 
     def _positions(self, value: ast.Expr, ends: Sequence[ast.Expr]) -> Operation:
-        first, last = (None if end == NONE else end for end in map(self.place.argument, ends))
-        if first is last is None:
+        at = [None if end == NONE else end for end in map(self.place.argument, ends)]
+        if all(end is None for end in at):
             return self.operation(value)
         assert self.sequence is not None
-        return self.emit(functions.at_positions, self.operation(value), self.sequence(), first, last)
+        return self.emit(functions.at_positions, self.operation(value), self.sequence(), *at)
 
     def _call(self, primitive: Primitive, args: Sequence[ast.Expr]) -> Operation:
         if primitive.name == POSITIONS:

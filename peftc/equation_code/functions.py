@@ -105,9 +105,11 @@ def ratio(a: Tensor, b: Tensor) -> Tensor:
     return a / b.masked_fill(b == 0, 1.0)
 
 
-def at_positions(x: Tensor, sequence: Sequence | None, first: int | None, last: int | None) -> Tensor:
-    """x at the first and the last tokens of each sequence, 0 at the others. Raises: P423."""
-    return x.masked_fill(~selected(first, last, sequence, x), 0.0)
+def at_positions(
+    x: Tensor, sequence: Sequence | None, first: int | None, last: int | None, token: int | None = None
+) -> Tensor:
+    """x at the first and last tokens of each sequence and from `token` on, else 0. Raises: P423."""
+    return x.masked_fill(~selected(first, last, token, sequence, x), 0.0)
 
 
 def orthonormal(a: Tensor) -> Tensor:

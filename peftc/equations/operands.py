@@ -21,7 +21,7 @@ from peftc.syntax.walk import children, names_in
 
 OUT = "out"  # the name of the state that the equation writes, in sizes
 TOKENS = "tokens"  # `mean(x, tokens)`
-POSITIONS = "positions"  # `positions(x, first, last)`
+POSITIONS = "positions"  # `positions(x, first, last, token)`
 _MOST = 2**40  # of a size
 
 
@@ -239,7 +239,7 @@ class Operands:
         if function in SIZES:
             return self._size_of(node, function)
         function = self.function(function)
-        if function == POSITIONS and len(node.args) == 3:
+        if function == POSITIONS and len(node.args) in (3, 4):
             value, *ends = node.args
             return self._positions(node, self.operand(value), [self.argument(end) for end in ends])
         if function == "mean" and len(node.args) == 2 and node.args[1] == ast.Name(TOKENS):

@@ -222,13 +222,13 @@ FUNCTIONS: Mapping[str, Primitive] = {
             ),
             Primitive(
                 "positions",
-                "positions(x, first, last)",
-                "x at the first and the last tokens of each sequence, 0 at the others; none: not counted from that end",
+                "positions(x, first, last, token)",
+                "x at the first and the last tokens of each sequence, and from the id `token` on; 0 at the others",
                 rules.at_positions,
                 "peftc.equation_code.functions.at_positions",
-                lambda x, first, last: 0.0 if x == 0 else None,
+                lambda x, *ends: 0.0 if x == 0 else None,
                 rank=rules.own_rank,
-                operands=(3, 3),
+                operands=(3, 4),
                 by_rows=True,
             ),
         )

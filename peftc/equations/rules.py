@@ -235,10 +235,10 @@ def at_positions(operands: Types) -> Type:
     type_ = plain(operands)
     if type_.batch != "tokens":
         raise Mismatch(f"{type_} has no tokens", 0)
-    for at in (1, 2):
-        count = operands[at]
-        if count != "none" and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-            raise Mismatch(f"expected a number of tokens, or `none`, found {count}", at, "P106")
+    for at, end in enumerate(operands[1:], 1):
+        least, what = (0, "the id of a token") if at == 3 else (1, "a number of tokens")
+        if end != "none" and (not isinstance(end, int) or isinstance(end, bool) or end < least):
+            raise Mismatch(f"expected {what}, or `none`, found {end}", at, "P106")
     return type_
 
 

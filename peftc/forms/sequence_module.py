@@ -2,14 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from peftc.diagnostics import Diagnostic, PeftcError
+
+PADDING = -1  # in the place of an id
+
+
+@dataclass(frozen=True)
+class CachedIds:
+    """Which ids are in all rows of a cache of so many tokens, and which in some rows only, of those that forms read.
+
+    Neither depends on the order or the number of the rows, which a beam search changes.
+    """
+
+    length: int
+    rows: Mapping[int, Literal["all", "some", "none"]]
+
+    @classmethod
+    def of(cls, call: Ids, tokens: Iterable[int]) -> CachedIds:
+        """Those after a call, of `tokens` whose earlier places are known."""
+        before = {} if call.cached is None else call.cached.rows
+        rows: dict[int, Literal["all", "some", "none"]] = {}
+        for token in tokens:
+            past = before.get(token) if call.past else "none"
+            if past in ("none", "some"):
+                present = (call.own == token).any(1)
+                rows[token] = "all" if bool(present.all()) else "some" if bool(present.any()) else past
+            elif past == "all":
+                rows[token] = past
+        return cls(call.past + call.own.shape[1], rows)
+
+
+@dataclass(frozen=True)
+class Ids:
+    """The ids of the tokens of one call, (batch, tokens), with -1 for padding.
+
+    `past`: how many tokens its cache has. `cached`: their ids, where they are recorded.
+    """
+
+    own: Tensor
+    past: int = 0
+    cached: CachedIds | None = None
+
+    def since(self, token: int) -> Tensor:
+        """Which tokens of the call are the first `token` of their row or come after it, (batch, tokens). Raises: P423."""
+        rows = None if self.cached is None else self.cached.rows.get(token)
+        if not self.past or rows == "none":
+            return (self.own == token).cumsum(1) > 0
+        if rows == "all":
+            return torch.ones_like(self.own, dtype=torch.bool)
+        if rows == "some":
+            message = f"the token {token} is in some rows of the cache and not in others, whose order is unknown"
+            raise unknown(message, "generate for these rows apart, or call the model without a cache")
+        message = f"whether the token {token} is in the cache is unknown: it was cropped, or filled without the edit"
+        raise unknown(message, "begin with an empty cache, or call the model without one")
 
 
 @dataclass(frozen=True)
@@ -17,24 +70,31 @@ class Where:
     """The places of the tokens of one call, (batch or 1, tokens) each.
 
     `ahead`: how many tokens of the sequence come before, those of a cache too; negative for padding on the left. `behind`: how
-    many come after; negative for padding on the right; None where the call has a cache, since more are to come.
+    many come after; negative for padding on the right; None where the call has a cache, since more are to come. `ids`: of the
+    tokens, or why they are unknown.
     """
 
     ahead: Tensor
     behind: Tensor | None
+    ids: Ids | str
 
     def of(self, rows: slice | Tensor) -> Where:
         """Those of some rows of the batch."""
         ahead, behind = (p if p is None or len(p) == 1 else p[rows] for p in (self.ahead, self.behind))
         assert ahead is not None
-        return Where(ahead, behind)
+        ids = self.ids if isinstance(self.ids, str) else replace(self.ids, own=self.ids.own[rows])
+        return Where(ahead, behind, ids)
 
 
 class Sequence:
-    """What the forms of a stack know of the call that the stack is running; `present` is None outside of one."""
+    """What the forms of a stack know of the call that the stack is running; `present` is None outside of one.
+
+    `tokens`: the ids from which on forms act.
+    """
 
     def __init__(self) -> None:
         self.present: Where | None = None
+        self.tokens: frozenset[int] = frozenset()
 
     @contextmanager
     def narrowed(self, rows: slice | Tensor) -> Generator[None]:
@@ -48,8 +108,8 @@ class Sequence:
             self.present = before
 
 
-def selected(first: int | None, last: int | None, sequence: Sequence | None, h: Tensor) -> Tensor:
-    """Which tokens of h (batch, tokens, d) are among the first or the last of their sequence: (batch or 1, tokens, 1).
+def selected(first: int | None, last: int | None, token: int | None, sequence: Sequence | None, h: Tensor) -> Tensor:
+    """Which tokens of h (batch, tokens, d) are among the first or the last of their sequence, or from `token` on: (batch or 1, tokens, 1).
 
     Padding is no token of it, on either side: the stack tells which columns of the mask it is given
     (`peftc.runtime.positions`). With a cache, tokens count from the start of the cache, so that generation with and without
@@ -58,7 +118,11 @@ def selected(first: int | None, last: int | None, sequence: Sequence | None, h: 
     cache would be at another place with every token. AdapterHub edits the first tokens of every call with a cache, so that
     all that is generated is edited.
 
-    Raises: P423 outside of a call of the stack, for tokens that are not the stack's, and for `last` with a cache.
+    `token` is an id. Its first visible place in a row counts, so that what comes later changes nothing before it, and a cache
+    stays valid. Which ids a cache has is recorded at the cache (`peftc.runtime.positions`).
+
+    Raises: P423 outside of a call of the stack, for tokens that are not the stack's, for `last` with a cache, and for `token`
+    where ids are unknown, or where only some rows of the cache have it.
     """
     where = None if sequence is None else sequence.present
     if where is None:
@@ -78,6 +142,13 @@ def selected(first: int | None, last: int | None, sequence: Sequence | None, h: 
                 "use `first=`, edit the encoder, or call the model without a cache",
             )
         keep = keep | ((where.behind >= 0) & (where.behind < last))
+    if token is not None:
+        assert sequence is not None
+        if token not in sequence.tokens:
+            sequence.tokens |= {token}
+        if isinstance(where.ids, str):
+            raise unknown(f"the ids of the tokens are unknown: {where.ids}", "leave out `token`, or pass `input_ids`")
+        keep = keep | (where.ids.since(token) & (where.ahead >= 0))
     return keep.unsqueeze(-1)
 
 

@@ -145,7 +145,7 @@ def position_error(
     sources: dict[str, str],
 ) -> Diagnostic | None:
     """P422 where the positions at a site are unknown or come from several stacks."""
-    module, help_ = position_source(p, structure), "leave out `first` and `last`"
+    module, help_ = position_source(p, structure), "leave out `first`, `last` and `token`"
     if module is None:
         message = f"the positions of the tokens at `{p.site.path}` are unknown"
         note = f"they are known in layers of a module that takes `{EMBEDS}`, but not for a context that is attended to"

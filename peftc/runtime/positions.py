@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from peftc.diagnostics import PeftcError
 from peftc.forms.module import has_values
-from peftc.forms.sequence_module import Sequence, Where, unknown
+from peftc.forms.sequence_module import PADDING, CachedIds, Ids, Sequence, Where, unknown
 
 CACHES = ("past_key_values", "cache_params")
 STATES = ("state",)  # tensors of a recurrence; a call without a past has none. Seen in: RWKV
+CACHED = "peftc_ids"  # the attribute of a cache
 OTHERS = ("mems", "past_buckets_states")  # Seen in: XLNet, Reformer
 
 
@@ -72,9 +73,33 @@ def forward_with_positions(base: type[nn.Module], module: Any, named: dict[str, 
         raise unknown(message, "use DistributedDataParallel")
     before, sequence.present = sequence.present, positions_of(arguments)
     try:
-        return base.forward(module, **arguments)
+        result = base.forward(module, **arguments)
+        if sequence.tokens and sequence.present is not None:
+            record_ids(sequence.present.ids, sequence.tokens, arguments, result)
+        return result
     finally:
         sequence.present = before
+
+
+def ids_of(arguments: dict[str, Any], past: Any) -> Ids | str:
+    """The ids of a call and of its cache, of `past` tokens; else why they are unknown."""
+    ids, mask, cache = arguments.get("input_ids"), arguments.get("attention_mask"), cache_of(arguments)
+    if not isinstance(ids, Tensor) or arguments.get("inputs_embeds") is not None:
+        return "the stack is called with embeddings"
+    if cache is not None and torch.compiler.is_compiling():
+        return "compiled code does not record those of a cache"
+    past = int(past) if cache is not None else 0
+    if mask is not None:
+        ids = ids.masked_fill(mask[:, past : past + ids.shape[1]] == 0, PADDING)
+    cached = None if cache is None else getattr(cache[1], CACHED, None)
+    return Ids(ids, past, cached if isinstance(cached, CachedIds) and cached.length == past else None)
+
+
+def record_ids(ids: Ids | str, tokens: Iterable[int], arguments: dict[str, Any], result: Any) -> None:
+    """Records which `tokens` a cache has, as an attribute, which copies of the cache keep."""
+    _, cache = cache_of(arguments) or cache_of({name: getattr(result, name, None) for name in CACHES}) or ("", None)
+    if not isinstance(ids, str) and hasattr(cache, "get_seq_length") and not torch.compiler.is_compiling():
+        setattr(cache, CACHED, CachedIds.of(ids, tokens))
 
 
 def positions_of(arguments: dict[str, Any]) -> Where | None:
@@ -96,7 +121,7 @@ def positions_of(arguments: dict[str, Any]) -> Where | None:
         if known is not None and bool((known.diff(dim=1) != 1).any()):
             message = "the position ids are not those of one sequence a row"
             raise unknown(message, "pass an attention mask (batch, tokens)")
-        return Where(columns, None if cache is not None else count - 1 - columns)
+        return Where(columns, None if cache is not None else count - 1 - columns, ids_of(arguments, past))
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         message = f"an attention mask with {mask_format(mask)} does not show which tokens are padding"
         raise unknown(message, "pass it as (batch, tokens)")
@@ -104,5 +129,5 @@ def positions_of(arguments: dict[str, Any]) -> Where | None:
         raise unknown(f"the attention mask is for {mask.shape[1]} tokens, and cache and call have {past + count}")
     first = starts_of(mask)
     if cache is not None:
-        return Where(columns - first, None)
-    return Where(columns - first, count - 1 - starts_of(mask.flip(1)) - columns)
+        return Where(columns - first, None, ids_of(arguments, past))
+    return Where(columns - first, count - 1 - starts_of(mask.flip(1)) - columns, ids_of(arguments, past))

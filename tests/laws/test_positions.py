@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 import peftc
 from benchmarks.families import build
@@ -206,3 +207,80 @@ def test_rows_stay_orthonormal_in_half_precision() -> None:
     """torch has no half-precision `qr`."""
     model = compiled("llama").to(torch.bfloat16)
     assert bool(output(model, zoo.inputs("llama", model)).isfinite().all())
+
+
+ACTIVATED = """peft 2
+form activated(x, r, token) {
+    param A[r, d(x)] = normal
+    param B[d(out), r] = normal
+    f = positions(B @ (A @ x), none, none, token)
+}
+edit e at layer[*].attn.v { h += activated(x, r=2, token=11) }"""
+
+
+def activated(name: str = "llama") -> tuple[nn.Module, nn.Module]:
+    """A compiled model, and one whose hooks do the same in a call without a cache."""
+    model, ref = compiled(name, ACTIVATED), zoo.build(name, torch.float64)
+    parameters = peftc.parameters(model)
+    ids: list[Tensor] = []
+    ref.register_forward_pre_hook(
+        lambda module, args, kwargs: ids.__setitem__(slice(None), [kwargs["input_ids"]]), with_kwargs=True
+    )
+    for i, layer in enumerate(ref.get_submodule("model.layers").children()):
+        a, b = (next(p for key, p in parameters.items() if f"layer[{i}]" in key and key.endswith(n)) for n in "AB")
+
+        def hook(module: nn.Module, args: Any, out: Tensor, a: Tensor = a, b: Tensor = b) -> Tensor:
+            keep = torch.stack([torch.tensor([11 in row[: i + 1].tolist() for i in range(len(row))]) for row in ids[0]])
+            return out + (args[0] @ a.T @ b.T) * keep.unsqueeze(-1)
+
+        layer.get_submodule("self_attn.v_proj").register_forward_hook(hook)
+    return model, ref
+
+
+def test_an_edit_acts_from_a_token_on() -> None:
+    model, ref = activated()
+    ids = torch.tensor([[5, 6, 11, 7, 11, 8], [11, 4, 5, 6, 7, 8], [4, 5, 6, 7, 8, 9]])
+    torch.testing.assert_close(output(model, {"input_ids": ids}), output(ref, {"input_ids": ids}), rtol=0, atol=1e-10)
+    mask = torch.ones_like(ids)
+    mask[1, 0] = 0  # the token is padding
+    plain = zoo.build("llama", torch.float64)
+    masked = output(model, {"input_ids": ids, "attention_mask": mask})[1, 1:]
+    torch.testing.assert_close(
+        masked, output(plain, {"input_ids": ids, "attention_mask": mask})[1, 1:], rtol=0, atol=1e-10
+    )
+
+
+def test_an_edit_that_acts_from_a_token_on_knows_what_is_in_the_cache() -> None:
+    model, ref = activated()
+    ids = torch.tensor([[5, 6, 11, 7, 3, 8], [4, 4, 5, 11, 7, 8]])
+    whole = output(ref, {"input_ids": ids})
+    for sizes in ((6,), (4, 1, 1), (2, 2, 2), (1, 1, 2, 2)):
+        cache, parts, at = None, [], 0
+        for size in sizes:
+            with torch.no_grad():
+                out = model(input_ids=ids[:, at : at + size], past_key_values=cache, use_cache=True)
+            cache, at = copy.deepcopy(out.past_key_values), at + size
+            parts.append(out.logits)
+        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-10)
+    assert isinstance(cache, DynamicCache)
+    cache.crop(-1)
+    assert refusal(lambda: model(input_ids=ids[:, 5:], past_key_values=cache)) == "P423"
+    mixed = model(input_ids=ids[:, :3], use_cache=True).past_key_values
+    assert refusal(lambda: model(input_ids=ids[:, 3:], past_key_values=mixed)) == "P423"
+    foreign = zoo.build("llama", torch.float64)(input_ids=ids[:, :2], use_cache=True).past_key_values
+    assert refusal(lambda: model(input_ids=ids[:, 2:], past_key_values=foreign)) == "P423"
+    embedded = model.get_input_embeddings()(ids)
+    assert refusal(lambda: model(inputs_embeds=embedded)) == "P423"
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generation_from_a_token_on_is_the_same_with_a_cache(beams: int) -> None:
+    model, _ = activated()
+    prompt = torch.tensor([[5, 6, 11, 7], [11, 4, 5, 6]])
+    outputs = [
+        model.generate(prompt, max_new_tokens=6, do_sample=False, use_cache=cached, num_beams=beams, pad_token_id=1)
+        for cached in (True, False)
+    ]
+    assert torch.equal(*outputs)
+    plain = zoo.build("llama", torch.float64).generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=1)
+    assert not torch.equal(outputs[0], plain)
