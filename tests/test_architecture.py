@@ -46,6 +46,7 @@ STAGES = (
     "peftc.training",
     "peftc.folding",
     "peftc.merging",
+    "peftc.exchange",
     "peftc.verification",
     "peftc.standalone",
     "peftc",

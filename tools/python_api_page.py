@@ -17,6 +17,7 @@ import peftc
 from peftc import forms
 from peftc.addressing.sites import ActivationRef, ModuleInfo, Site, SiteTable, State, UntracedModule, WeightRef
 from peftc.diagnostics.diagnostic import Source, Span
+from peftc.exchange import ExportedModule, ExportReport
 from peftc.explore import TracedRegion
 from peftc.folding import dispatch
 from peftc.folding.report import Change, Folded, FoldReport, Refused
@@ -55,6 +56,7 @@ FUNCTIONS = {  # every function that peftc exports, by what it is for
     "Train": ("step", "StepCallback", "losses", "calibrate", "fuse", "warm_start"),
     "Save and load": ("save", "load", "save_standalone"),
     "Fold": ("fold", "merge"),
+    "Exchange with other programs": ("export",),
     "Tasks": ("task", "set_task", "tasks", "add_task", "drop_task"),
     "Verify": ("verify",),
     "Passes": ("trace", "rewrite", "graphs"),
@@ -92,6 +94,7 @@ RESULTS: dict[str, tuple[type, ...]] = {
     "Of `design`": (Design,),
     "Of `fold`": (FoldReport, Folded, Refused, Change, dispatch.State),
     "Of `merge`": (MergeReport, MergedTensor),
+    "Of `export`": (ExportReport, ExportedModule),
     "Of `verify`": (Verification, VerifiedEdit, NotWitnessed, Check, Finding),
     "Of `trace` and `graphs`": (TracedRegion, InstalledRegion),
 }

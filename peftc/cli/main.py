@@ -103,6 +103,7 @@ FORMAT = argument(
 )
 MODEL_FORMAT = argument("--output-format", choices=("text", "json"), default="text", help="how diagnostics are printed")
 MODEL = argument("--model", required=True, metavar="MODEL", help="a hub id, a folder, or a config.json")
+BASE_MODEL = argument("--model", metavar="MODEL", help="the base (default: the one that the adapter names)")
 REMOTE_CODE = argument(
     "--trust-remote-code",
     action="store_true",
@@ -166,6 +167,17 @@ MERGE = (
     MODEL_FORMAT,
     JSON,
 )
+EXPORT = (
+    argument("adapter", metavar="ADAPTER", help="a folder that `peftc.save` wrote"),
+    argument("--to", choices=("peft",), default="peft", help="the format (default: peft)"),
+    argument("-o", "--output", required=True, metavar="DIR", help="a new folder"),
+    BASE_MODEL,
+    argument("--other-weights", action="store_true", help="expect a base with other weights than the adapter's"),
+    REMOTE_CODE,
+    FORMS,
+    MODEL_FORMAT,
+    JSON,
+)
 HOMES = {
     **dict.fromkeys(("check", "expand"), "spec_commands"),
     "fmt": "fmt_command",
@@ -173,6 +185,7 @@ HOMES = {
     **dict.fromkeys(("sites", "plan"), "plan_commands"),
     **dict.fromkeys(("compile", "verify"), "model_commands"),
     "merge": "merge_command",
+    "export": "exchange_commands",
 }
 
 
@@ -216,6 +229,7 @@ def parser() -> argparse.ArgumentParser:
     for name, help, arguments in MODEL_COMMANDS:
         add(name, help, *arguments)
     add("merge", "merge saved adapters into a safetensors checkpoint, tensor by tensor", *MERGE)
+    add("export", "write an adapter in the format of another program", *EXPORT)
     return top
 
 

@@ -1,4 +1,4 @@
-"""The folder that a merge makes: it appears complete and on disk, or not at all."""
+"""The new folder of a merge or an export: it appears complete and on disk, or not at all."""
 
 from __future__ import annotations
 
@@ -86,5 +86,5 @@ def unwritable(target: Path, error: OSError) -> PeftcError:
 
 
 def _taken(target: Path, reason: str) -> PeftcError:
-    help_ = "name a new folder, or remove this one: a merge replaces nothing"
+    help_ = "name a new folder, or remove this one: nothing is replaced"
     return PeftcError(Diagnostic("P703", f"{target} {reason}", help=help_))

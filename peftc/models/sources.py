@@ -188,6 +188,12 @@ def _why_missing(source: ModelSource) -> str | None:
     return "they are not in the hub cache, and HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else None
 
 
+def has_local_weights(source: ModelSource) -> bool:
+    """Whether the weights are on this machine, in safetensors."""
+    named = source.kind not in ("config", "module", "config.json")
+    return named and any(_exists(source, file) for file in _SAFETENSORS)
+
+
 def weights_folder(source: ModelSource) -> Path:
     """The folder with the files of a model: its own, or the hub cache's, after a download.
 

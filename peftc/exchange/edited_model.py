@@ -1,0 +1,137 @@
+"""A model with the edits of an adapter, for which weights need not be there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from peftc.adapters.files import path_of, read_description
+from peftc.adapters.loading import load
+from peftc.addressing.sites import WeightRef, parameter_name
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.exchange.low_rank import rows_of_site
+from peftc.forms.module import has_values
+from peftc.installation.completeness import active_installation
+from peftc.merging.base_model import BaseModel, load_adapters, open_base
+from peftc.merging.checkpoint import placeholder
+from peftc.models.skeleton import meta_model
+from peftc.models.sources import ModelSource, has_local_weights, resolve
+from peftc.runtime.parameters import as_matrix, dense
+
+Model = str | PathLike[str] | nn.Module
+
+
+@dataclass(eq=False)
+class Base:
+    """A base model. `checkpoint`: where its weights are read from; None if they are in memory, or
+    not there (`has_weights`).
+    """
+
+    module: nn.Module
+    id: str
+    checkpoint: BaseModel | None = None
+    has_weights: bool = True
+
+    def weight(self, ref: WeightRef) -> Tensor:
+        """The rows of a weight, in float64. Raises: P806."""
+        name = parameter_name(ref)
+        if not self.has_weights:
+            message = f"what the edits make of `{name}` depends on the weight, and {self.id} has no weights here"
+            raise PeftcError(
+                Diagnostic("P806", message, help="name a folder with the weights as `model`, or `--model`")
+            )
+        with _loaded(self.checkpoint, name):
+            value = dense(self.module.get_parameter(name).detach())
+            if not has_values(value):
+                raise PeftcError(Diagnostic("P806", f"`{name}` has no values", help="load the weights first"))
+            value = as_matrix(value, ref.layout.order, ref.layout.rows) if ref.layout is not None else value
+            value = value.t() if ref.transposed else value
+            return rows_of_site(value, ref).flatten(0, 1).to(torch.float64, copy=True)
+
+    def height(self, ref: WeightRef) -> int:
+        """How many rows a weight has, as `nn.Linear` stores it."""
+        shape = self.module.get_parameter(parameter_name(ref)).shape
+        return shape[1 if ref.transposed else 0]
+
+    def close(self) -> None:
+        if self.checkpoint is not None:
+            self.checkpoint.checkpoint.close()
+
+
+@contextmanager
+def _loaded(checkpoint: BaseModel | None, name: str) -> Generator[None]:
+    if checkpoint is None:
+        yield
+        return
+    with checkpoint.loaded([name]):
+        yield
+
+
+def open_model(model: Model, trust_remote_code: bool = False) -> Base:
+    """A model: with its weights where they are on this machine, else without.
+
+    Raises: P501-P506 (the model), P701, P702 (its checkpoint).
+    """
+    if isinstance(model, nn.Module):
+        return Base(model, resolve(model).id)
+    source = resolve(model, trust_remote_code)
+    if has_local_weights(source) and getattr(source.config, "quantization_config", None) is None:
+        opened = open_base(model, trust_remote_code)
+        return Base(opened.model, source.id, opened)
+    return Base(_without_weights(source), source.id, None, has_weights=False)
+
+
+def _without_weights(source: ModelSource) -> nn.Module:
+    """The model of a configuration, whose weights take no memory."""
+    module = meta_model(source)
+    known: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, old in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(old) not in known:
+                known[id(old)] = nn.Parameter(placeholder(old.shape, old.dtype), old.is_floating_point())
+            setattr(owner, name, known[id(old)])
+    return module
+
+
+@contextmanager
+def edited(
+    adapter: Model, model: Model | None, other_weights: bool = False, trust_remote_code: bool = False
+) -> Generator[Base]:
+    """A base with edits: a compiled model, or the base of a saved adapter, with it.
+
+    Args: `model`: the base, by default the one whose name the adapter has.
+    Raises: P410 (not compiled), P501-P506, P520-P525 (the adapter), P545.
+    """
+    if isinstance(adapter, nn.Module):
+        if model is not None:
+            raise PeftcError(Diagnostic("P545", "a compiled model is its own base", help="leave out `model`"))
+        active_installation(adapter)
+        yield Base(adapter, resolve(adapter).id)
+        return
+    path = path_of(adapter)
+    base = open_model(read_description(path).base.id if model is None else model, trust_remote_code)
+    try:
+        _load(base, path, other_weights)
+        yield base
+    finally:
+        base.close()
+
+
+def _load(base: Base, path: Path, other_weights: bool) -> None:
+    if base.checkpoint is not None:
+        load_adapters(base.checkpoint, [path], other_weights)
+    else:
+        load(path, base.module, other_weights=other_weights or not base.has_weights)
+
+
+def trained_values(base: Base, names: Collection[str]) -> dict[str, Tensor]:
+    """Parameters of the base that `train` statements have changed."""
+    parameters = cast(Any, dict(base.module.named_parameters(remove_duplicate=False)))
+    return {name: parameters[name].detach() for name in names}

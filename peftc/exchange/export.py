@@ -1,0 +1,131 @@
+"""`peftc.export`: an adapter in the format of another program."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any, Literal
+
+from torch import Tensor
+
+from peftc.adapters.base import require_values
+from peftc.adapters.files import path_of
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.exchange.edited_model import Base, Model, edited, trained_values
+from peftc.exchange.lora_export import LoraAdapter, lora_config, lora_of, lora_tensors, no_form
+from peftc.exchange.names import largest_owners, saved_names
+from peftc.exchange.peft_folder import PREFIX, write
+from peftc.exchange.report import ExportedModule, ExportReport
+from peftc.exchange.tasks import task_type
+from peftc.folding.weights import Folding
+from peftc.installation.completeness import active_installation
+from peftc.installation.contents import parameters
+from peftc.merging.destination import check_destination
+
+Target = Literal["peft"]
+TARGETS = ("peft",)
+
+
+def export(
+    adapter: Model,
+    output: str | PathLike[str],
+    *,
+    to: Target = "peft",
+    model: Model | None = None,
+    other_weights: bool = False,
+    trust_remote_code: bool = False,
+) -> ExportReport:
+    """Writes an adapter in the format of another program.
+
+    Rank, alpha and scale are evaluated from the equations: `4 * lora(x, r=8, alpha=16)` has the
+    scale 8, so its `lora_alpha` is 64. Several edits of one Linear are stacked into one LoRA, and
+    edits of q, k or v in a fused Linear have rows of zeros for the others. A and B keep the bits of
+    the parameters; where an edit of `h` or a number that is no power of two changes them, they are
+    rounded once, and the report says so.
+
+    Args:
+        adapter: a compiled model, or a folder that `save` wrote.
+        output: a new or empty folder. It appears complete, or not at all.
+        to: `"peft"`: the files that PEFT's `save_pretrained` writes.
+        model: the base of a saved adapter, by default the one that it names. Its weights are read
+            only for edits that depend on them, such as `h += lora(h)`.
+        other_weights: as in `load`.
+        trust_remote_code: as in `plan`.
+
+    Returns:
+        What was written for each module.
+
+    Raises:
+        PeftcError: P410 (not compiled), P501-P506 (the base), P520-P525 (the adapter), P545
+            (arguments), P703 and P704 (the folder), P801 (an edit without a form there), P806
+            (weights are needed).
+    """
+    if to not in TARGETS:
+        raise PeftcError(Diagnostic("P545", f"there is no format {to!r}", help=f"to: {', '.join(TARGETS)}"))
+    target = path_of(output)
+    check_destination(target)
+    with edited(adapter, model, other_weights, trust_remote_code) as base:
+        require_values(parameters(base.module).items())
+        config, tensors, report = lora_export(base)
+        write(target, config, tensors)
+    return report.model_copy(update={"output": str(target)})
+
+
+def lora_export(base: Base) -> tuple[dict[str, Any], dict[str, Tensor], ExportReport]:
+    folding = Folding(base.module, None, None, None)
+    adapter = lora_of(base, folding)
+    modules = [info.name for info in folding.analysis.table.modules]
+    saved = whole_modules(base, folding)
+    if not adapter.weights:
+        raise no_form(", ".join(folding.names) or "it", "a LoRA needs an edit of a Linear")
+    config = common_config(base, lora_config(adapter, modules), list(saved), modules)
+    tensors = dict(lora_tensors(adapter)) | {f"{PREFIX}{n}": t for own in saved.values() for n, t in own.items()}
+    report = ExportReport(
+        output="",
+        type="LORA",
+        modules=tuple(exported_modules(adapter)),
+        saved=tuple(saved),
+        notes=tuple(adapter.notes),
+    )
+    return config, tensors, report
+
+
+def exported_modules(adapter: LoraAdapter) -> list[ExportedModule]:
+    return [
+        ExportedModule(module=name, rank=weights.rank, exact=weights.exact, error=adapter.errors.get(name))
+        for name, weights in adapter.weights.items()
+    ]
+
+
+def whole_modules(base: Base, folding: Folding) -> dict[str, dict[str, Tensor]]:
+    """The modules that `train` statements train as a whole, with their tensors. Raises: P801."""
+    record = active_installation(base.module)
+    trained = dict.fromkeys(record.trained.values())
+    if not trained:
+        return {}
+    every = [f"{info.name}.{name}".lstrip(".") for info in folding.analysis.table.modules for name in info.parameters]
+    owners = largest_owners(trained, every)
+    edit = next(saved.partition("/")[0] for saved in record.trained)
+    if owners is None:
+        raise no_form(edit, "PEFT's `modules_to_save` has whole modules, and only some of their parameters are trained")
+    for owner in owners:
+        if next(base.module.get_submodule(owner).buffers(), None) is not None:
+            raise no_form(edit, f"`{owner}` has buffers, which PEFT saves with it")
+    return {owner: trained_values(base, own) for owner, own in owners.items()}
+
+
+def common_config(base: Base, config: dict[str, Any], saved: list[str], modules: list[str]) -> dict[str, Any]:
+    """With the keys of every type of PEFT. Raises: P801."""
+    names = saved_names(saved, modules)
+    if names is None:
+        raise no_form(", ".join(saved), "PEFT would take other modules, whose names end so, too")
+    cls = type(base.module)
+    task = task_type(cls, names)
+    mapping = {"base_model_class": cls.__name__.removeprefix("Edited"), "parent_library": cls.__module__}
+    return {
+        "base_model_name_or_path": base.id,
+        "auto_mapping": None if task else mapping,
+        "task_type": task,
+        "inference_mode": True,
+        "modules_to_save": names or None,
+        **config,
+    }

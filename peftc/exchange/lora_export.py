@@ -1,0 +1,157 @@
+"""Edits as one LoRA for each Linear, by evaluating their equations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.exchange.edited_model import Base
+from peftc.exchange.lora_weights import LoraWeights, chosen_alphas, joined
+from peftc.exchange.low_rank import products
+from peftc.exchange.names import pattern_of, target_names
+from peftc.exchange.peft_folder import PREFIX
+from peftc.folding.module_folds import Fold
+from peftc.folding.own_forward import base_class
+from peftc.folding.weights import Folding
+from peftc.planning.foldability.affine import NotAffine, affine_structure, fold_target
+from peftc.planning.ir import SiteEdit
+
+FoldsByModule = dict[str, list[Fold]]
+
+
+@dataclass(eq=False)
+class LoraAdapter:
+    """LoRA of some modules, by dotted name. `tables`: which are embeddings."""
+
+    weights: dict[str, LoraWeights] = field(default_factory=dict[str, LoraWeights])
+    tables: set[str] = field(default_factory=set[str])
+    transposed: bool = False  # all modules store their weight (in, out)
+    dropout: float = 0.0
+    errors: dict[str, float] = field(default_factory=dict[str, float])  # of approximations
+    notes: list[str] = field(default_factory=list[str])
+
+
+def folds_of(folding: Folding) -> FoldsByModule:
+    """The edits by the module that they change, in the order in which they act.
+
+    Raises: P801 for one that is no change of a Linear.
+    """
+    for site_edit in folding.record.site_edits:
+        if site_edit.instances and (tasks := site_edit.instances[0].tasks):
+            raise no_form(site_edit.edit, f"it has parameters for each task ({', '.join(tasks)})")
+        target = fold_target(site_edit, folding.sites)
+        if isinstance(target, str):
+            raise no_form(site_edit.edit, _reason(site_edit) or target)
+    groups = folding.folds(folding.names)
+    return {module: sorted(own, key=lambda fold: fold.position) for module, own in groups.items()}
+
+
+def _reason(site_edit: SiteEdit) -> str | None:
+    try:
+        affine_structure(site_edit, site_edit.site.states.keys())
+    except NotAffine as error:
+        return error.reason
+    return None
+
+
+def no_form(edit: str, reason: str, help_: str | None = None) -> PeftcError:
+    return PeftcError(Diagnostic("P801", f"`{edit}` has no exact form there: {reason}", help=help_))
+
+
+def lora_of(base: Base, folding: Folding) -> LoraAdapter:
+    """Raises: P801 (an edit that is no product of low rank), P806 (no weights)."""
+    adapter = LoraAdapter()
+    for module, folds in folds_of(folding).items():
+        adapter.weights[module] = module_lora(base, folding.model, module, folds)
+        if issubclass(_class(folding.model, module, folds), nn.Embedding):
+            adapter.tables.add(module)
+    classes = {base_class(folding.model.get_submodule(module)) for module in adapter.weights}
+    adapter.transposed = bool(classes) and all(issubclass(cls, Conv1D) for cls in classes)
+    set_dropout(adapter, folding)
+    return adapter
+
+
+def module_lora(base: Base, model: nn.Module, module: str, folds: list[Fold]) -> LoraWeights:
+    """Raises: P801, P806."""
+    _class(model, module, folds)
+    edits = ", ".join(dict.fromkeys(fold.site_edit.edit for fold in folds))
+    try:
+        terms = products(folds, base)
+    except NotAffine as error:
+        raise no_form(edits, error.reason) from error
+    dtypes = [p.dtype for fold in folds for form in fold.modules.values() for p in form.parameters()]
+    return joined(terms, next(iter(dtypes), torch.float32))
+
+
+def _class(model: nn.Module, module: str, folds: list[Fold]) -> type[nn.Module]:
+    """The class of a module that PEFT gives LoRA as a product. Raises: P801."""
+    cls = base_class(model.get_submodule(module))
+    if issubclass(cls, nn.Linear | Conv1D | nn.Embedding):
+        return cls
+    raise no_form(folds[0].site_edit.edit, f"`{module}` is a {cls.__name__}, and a product of matrices needs a Linear")
+
+
+def set_dropout(adapter: LoraAdapter, folding: Folding) -> None:
+    instances = [one for site_edit in folding.record.site_edits for one in site_edit.instances]
+    rates = {float(args["dropout"]) for one in instances if "dropout" in (args := one.form.fill(one.args))}  # pyright: ignore[reportArgumentType]
+    if len(rates) == 1:
+        (adapter.dropout,) = rates
+    elif rates:
+        adapter.notes.append("its edits have several dropout rates, and the other program has one: 0")
+
+
+def lora_config(adapter: LoraAdapter, modules: list[str]) -> dict[str, Any]:
+    """`r`, `lora_alpha` and the names; patterns where modules differ. Raises: P801."""
+    pairs = {name: (weights.scale, weights.rank) for name, weights in adapter.weights.items()}
+    chosen = chosen_alphas(list(pairs.values()))
+    if chosen is None:
+        adapter.weights = {name: _unscaled(weights) for name, weights in adapter.weights.items()}
+        chosen = False, [float(weights.rank) for weights in adapter.weights.values()]
+    rslora, alphas = chosen
+    r, ranks = pattern_of({name: weights.rank for name, weights in adapter.weights.items()})
+    alpha, others = pattern_of(dict(zip(adapter.weights, map(_whole, alphas), strict=True)))
+    return {
+        "peft_type": "LORA",
+        "r": r,
+        "rank_pattern": ranks,
+        "lora_alpha": alpha,
+        "alpha_pattern": others,
+        "use_rslora": rslora,
+        "use_dora": False,
+        "lora_dropout": adapter.dropout,
+        "fan_in_fan_out": adapter.transposed,
+        "bias": "none",
+        "init_lora_weights": True,
+        "target_modules": target_names(list(adapter.weights), modules),
+    }
+
+
+def _whole(alpha: float) -> float:
+    return int(alpha) if float(alpha).is_integer() else alpha
+
+
+def _unscaled(weights: LoraWeights) -> LoraWeights:
+    """With the scale in B."""
+    b = weights.b.double() * weights.scale
+    own = b.to(weights.b.dtype)
+    return LoraWeights(weights.a, own, 1.0, weights.exact and torch.equal(own.double(), b))
+
+
+def lora_tensors(adapter: LoraAdapter) -> Iterator[tuple[str, Tensor]]:
+    for module, weights in adapter.weights.items():
+        if module in adapter.tables:
+            yield f"{PREFIX}{module}.lora_embedding_A", weights.a
+            yield f"{PREFIX}{module}.lora_embedding_B", weights.b
+        else:
+            yield f"{PREFIX}{module}.lora_A.weight", weights.a
+            yield f"{PREFIX}{module}.lora_B.weight", weights.b
+
+
+def names_of(tensors: Mapping[str, Tensor]) -> set[str]:
+    return {name.removeprefix(PREFIX) for name in tensors}

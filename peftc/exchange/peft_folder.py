@@ -1,0 +1,84 @@
+"""The files of a PEFT adapter: adapter_config.json, and its tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
+from torch import Tensor
+
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.filesystem.bounded_read import read_regular
+from peftc.merging.destination import destination, unwritable
+
+CONFIG, TENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+PREFIX = "base_model.model."
+_LARGEST_CONFIG = 64_000_000  # bytes
+_LARGEST = 200_000_000_000  # bytes of tensors
+
+
+def write(target: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Writes a new folder, complete or not at all. Raises: P703, P704."""
+    with destination(target) as work:
+        try:
+            text = json.dumps(dict(sorted(config.items())), indent=2, ensure_ascii=False)
+            (work / CONFIG).write_text(f"{text}\n", encoding="utf-8")
+            plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in sorted(tensors.items())}
+            save_file(plain, work / TENSORS, {"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            raise unwritable(target, error if isinstance(error, OSError) else OSError(str(error))) from error
+
+
+def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Raises: P026, P027 (no regular file, too large), P803 (missing or damaged)."""
+    return read_config(folder / CONFIG), read_tensors(folder, TENSORS, PICKLED)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises: P026, P027, P803."""
+    try:
+        data: Any = json.loads(read_regular(path, _LARGEST_CONFIG))
+    except OSError as error:
+        raise damaged(f"there is no {path.name} in {path.parent}", f"{error}") from error
+    except (ValueError, RecursionError) as error:
+        raise damaged(f"{path} is not JSON", f"{error}") from error
+    if not isinstance(data, dict):
+        raise damaged(f"{path} is no JSON object")
+    return cast(dict[str, Any], data)
+
+
+def read_tensors(folder: Path, safe: str, pickled: str) -> dict[str, Tensor]:
+    """The tensors of a folder; of a pickle only where it has nothing but tensors.
+
+    Raises: P026, P027, P803.
+    """
+    path = folder / safe
+    try:
+        if path.exists():
+            return load(read_regular(path, _LARGEST))
+        path = folder / pickled
+        if not path.exists():
+            raise damaged(f"{folder} has neither {safe} nor {pickled}")
+        with path.open("rb") as file:
+            loaded: Any = torch.load(file, map_location="cpu", weights_only=True)
+    except PeftcError:
+        raise
+    except SafetensorError as error:
+        raise damaged(f"{path} is not a safetensors file", f"{error}") from error
+    except Exception as error:  # unpickling raises whatever it meets
+        summary = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise damaged(f"{path} cannot be read as tensors alone", summary) from error
+    if not isinstance(loaded, dict) or not all(
+        isinstance(key, str) and isinstance(value, Tensor) for key, value in cast(dict[Any, Any], loaded).items()
+    ):
+        raise damaged(f"{path} has other things than tensors")
+    return cast(dict[str, Tensor], loaded)
+
+
+def damaged(message: str, *notes: str) -> PeftcError:
+    return PeftcError(Diagnostic("P803", message, notes=notes))
