@@ -18,6 +18,7 @@ from peftc.adapters.loading import (
     check_base,
     check_python_forms,
     check_tensors,
+    expanded_spec,
     notify_forms,
     plan_adapter,
 )
@@ -244,7 +245,8 @@ class Source:
         adapter, self.tensors = read(directory)
         self.directory = directory
         check_base(adapter, compiled.module, other_weights, strict)
-        _, planned = plan_adapter(adapter, directory, compiled, adapter_tasks(adapter, directory))
+        spec = expanded_spec(adapter, directory)
+        planned = plan_adapter(adapter, spec, compiled, adapter_tasks(adapter, spec))
         self.site_edits = {(edit.edit, edit.site.path): edit for edit in planned.site_edits}
         self.edits = tuple(dict.fromkeys(site_edit.edit for site_edit in planned.site_edits))
         self.owners: dict[str, str] = {}  # the saved names of shared parameters, which the first site gives

@@ -50,6 +50,12 @@ def _parsed(name: str) -> ast.Form:
     return replace(form, origin=spec.source)
 
 
+@cache
+def _printed(name: str) -> str | None:
+    """The text of a form of the package; None where it has none."""
+    return print_statement(_parsed(name)) if name in resources.forms() else None
+
+
 def _form(form: ast.Form, source: Source | None = None) -> Form:
     return import_module("peftc.equations.definition").text_form(form, source)
 
@@ -79,7 +85,7 @@ def built_in_texts(spec: ast.Spec) -> dict[str, str]:
     for name in _calls(spec):
         form = own.get(name)
         if form is None and name in resources.forms():
-            texts[name] = print_statement(_parsed(name))
+            texts[name] = _printed(name) or ""
         elif form is not None and form.built_in:
             texts[name] = print_statement(form)
     return texts
@@ -93,7 +99,7 @@ def with_built_in(spec: ast.Spec, texts: Mapping[str, str]) -> ast.Spec:
     forms: list[ast.Form] = []
     calls = _calls(spec)
     for name, text in texts.items():
-        if name not in calls:
+        if name not in calls or (text == _printed(name) and name not in PYTHON_FORMS):
             continue
         source = parse_text(f"peft 2\n{text}\n", f"forms/{name}.peft")
         form = next((s for s in source.statements if isinstance(s, ast.Form)), None)

@@ -92,7 +92,7 @@ class CompiledModel:
             self.state = known_state(source, self.sample)
             if self.state is not None and recent_analysis(source, self.state) is None:
                 self.storage = Storage.of(source, self.state, spec, tasks)
-                self.stored = None if self.storage is None else self.storage.read(spec, tasks)
+                self.stored = None if self.storage is None else self.storage.read()
         return self.plan(spec, tasks) if self.stored is None else self.stored.planned
 
     def replan(self, specs: Iterable[InstalledSpec], tasks: tuple[str, ...] | None = None) -> tuple[InstalledSpec, ...]:

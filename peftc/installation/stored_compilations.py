@@ -11,8 +11,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import cached_property
+from operator import itemgetter
 from typing import Any
+
+import torch
 
 from peftc.addressing.sites import SiteTable
 from peftc.cache.entries import FORMAT, read, write
@@ -20,7 +23,7 @@ from peftc.cache.environment import environment
 from peftc.cache.location import cache_folder
 from peftc.cache.table_json import decode, decode_table, encode, encode_table
 from peftc.equations.table import built_in_texts, registered_forms
-from peftc.installation.cached_analysis import keep_latest
+from peftc.installation.cached_analysis import keep_latest, source_key
 from peftc.installation.compilations import Compilation
 from peftc.installation.model_state import ModelState, NotComparable, StateText, state_text
 from peftc.models.sources import ModelSource
@@ -39,12 +42,11 @@ _recent: list[tuple[object, Compilation]] = []  # the latest is last
 _BOUNDARIES = ("in", "out")
 
 
-@dataclass(frozen=True)
 class Storage:
-    """Where the compilation of a spec onto a model is stored. `key`: all that it depends on."""
+    """Where the compilation of a spec onto a model is stored, here and for other processes."""
 
-    key: Mapping[str, Any]
-    classes: frozenset[type]
+    def __init__(self, source: ModelSource, state: ModelState, spec: ast.Spec, tasks: tuple[str, ...]) -> None:
+        self.source, self.state, self.spec, self.tasks = source, state, spec, tasks
 
     @classmethod
     def of(
@@ -53,26 +55,43 @@ class Storage:
         """None if there is no cache, or the model or a form has code that may change."""
         if state is None or cache_folder() is None or registered_forms(spec):
             return None
+        storage = cls(source, state, spec, tasks)
+        return None if storage.own_key not in map(itemgetter(0), _recent) and storage.text is None else storage
+
+    @cached_property
+    def own_key(self) -> tuple[Any, ...]:
+        """All that a compilation depends on in this process, whose libraries do not change."""
+        spec, options = self.spec, (torch.get_default_dtype(), cache_folder(), self.tasks)
+        origins = [getattr(s, "origin", None) for s in spec.statements]
+        return source_key(self.source), options, spec, spec.source, origins, self.state
+
+    @cached_property
+    def text(self) -> StateText | None:
         try:
-            text: StateText = state_text(state)
+            return state_text(self.state)
         except NotComparable:
             return None
-        model = [source.id, source.kind, source.type, str(source.folder)]
-        texts = "\n".join([print_spec(spec), *built_in_texts(spec).values()])
-        printed = hashlib.sha256(texts.encode()).hexdigest()
-        key = {"format": FORMAT, "compilation": [model, text.sha256, printed, tasks], "environment": environment()}
-        return cls(key, text.classes)
 
-    def read(self, spec: ast.Spec, tasks: tuple[str, ...]) -> Compilation | None:
-        """What an earlier compilation has stored, for this spec."""
-        source = (self.key, spec.source, [getattr(s, "origin", None) for s in spec.statements])
-        entry = next((entry for entry in _recent if entry[0] == source), None)
+    @cached_property
+    def key(self) -> Mapping[str, Any]:
+        """All that a compilation depends on."""
+        assert self.text is not None
+        source = self.source
+        model = [source.id, source.kind, source.type, str(source.folder)]
+        texts = "\n".join([print_spec(self.spec), *built_in_texts(self.spec).values()])
+        printed = hashlib.sha256(texts.encode()).hexdigest()
+        compilation = [model, self.text.sha256, printed, self.tasks]
+        return {"format": FORMAT, "compilation": compilation, "environment": environment()}
+
+    def read(self) -> Compilation | None:
+        """What an earlier compilation has stored."""
+        entry = next((entry for entry in _recent if entry[0] == self.own_key), None)
         if entry is None:
             stored = read(self.key, lambda entry: (decode_table(entry["table"]), entry["regions"], entry["edits"]))
-            compilation = None if stored is None else _decoded(*stored, spec, tasks)
+            compilation = None if stored is None else _decoded(*stored, self.spec, self.tasks)
             if compilation is None:
                 return None
-            entry = (source, compilation)
+            entry = (self.own_key, compilation)
         keep_latest(_recent, entry, MOST)
         return entry[1]
 
@@ -87,7 +106,7 @@ class Storage:
             def content() -> dict[str, Any]:
                 return {"table": encode_table(table), "regions": regions, "edits": edits}
 
-            write(lambda: self.key, content, self.classes)
+            write(lambda: self.key, content, () if self.text is None else self.text.classes)
 
 
 def _decoded(

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import peftc
 from peftc.adapters.metadata import METADATA
+from peftc.syntax import parser
 from tests import zoo
 from tests.adapters.saved import (
     DTYPES,
@@ -249,3 +250,13 @@ def test_parameters_without_values_are_not_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
     with pytest.raises(peftc.PeftcError, match="P410"):
         peftc.save(zoo.build("llama"), tmp_path / "a")
+
+
+def test_a_load_parses_a_spec_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the text of a form that is the package's own."""
+    peftc.save(compiled("bart"), tmp_path / "a")
+    texts, parse = list[str](), parser._parse
+    monkeypatch.setattr(parser, "_parse", lambda source, start: (texts.append(source.path), parse(source, start))[1])
+    for _ in range(2):
+        peftc.load(tmp_path / "a", zoo.build("bart"))
+    assert len(texts) == 1

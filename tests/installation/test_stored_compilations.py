@@ -193,3 +193,55 @@ def test_a_folder_that_cannot_be_written_is_no_error(
     for _ in range(2):
         compiled(QV, "llama", monkeypatch)
     assert len(analyses) == 2
+
+
+def test_a_process_reads_an_entry_once(analyses: list[None], monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled(QV, "llama", monkeypatch)
+    first = compiled(QV, "llama", monkeypatch)  # reads what the other process has stored
+    reads, read = list[None](), stored_compilations.read
+    monkeypatch.setattr(stored_compilations, "read", lambda *args: (reads.append(None), read(*args))[1])
+    monkeypatch.setattr(stored_compilations, "environment", lambda: reads.append(None))
+    monkeypatch.setattr(stored_compilations, "state_text", lambda state: reads.append(None))
+    again = peftc.compile(QV, zoo.build("llama"), seed=0)
+    assert not reads
+    assert len(analyses) == 1
+    assert installation_of(again).planned is installation_of(first).planned
+    assert torch.equal(outputs(again, "llama"), outputs(first, "llama"))
+
+
+def change_default(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_default_dtype(torch.float64)
+
+
+def change_activation(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.config.hidden_act = "gelu"
+
+
+def move_cache(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEFTC_CACHE", f"{stored_compilations.cache_folder()}/other")
+
+
+@pytest.mark.parametrize("change", [*CHANGES, change_default, change_activation, move_cache])
+def test_what_a_process_has_read_is_of_equal_models_alone(
+    change: Callable[[Any, pytest.MonkeyPatch], None], analyses: list[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        compiled(QV, "llama", monkeypatch)
+    model = zoo.build("llama")
+    change(model, monkeypatch)
+    try:
+        peftc.compile(QV, model, seed=0)
+    except peftc.PeftcError:
+        assert change is exchange_functions  # a model that does not run
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(analyses) == 2
+
+
+def test_few_entries_stay_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_compilations, "MOST", 2)
+    for rank in range(1, 5):
+        for _ in range(2):
+            monkeypatch.setattr(cached_analysis, "_recent", [])
+            peftc.compile(QV.replace("r=2", f"r={rank}"), zoo.build("llama"), seed=0)
+    assert len(stored_compilations._recent) == 2

@@ -219,6 +219,22 @@ def test_values_that_are_no_numbers(saved: dict[str, Path], tmp_path: Path, valu
     assert codes(lambda: peftc.warm_start(peftc.compile(EDIT, model(), seed=0), adapter)) == ["P561"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_numbers_whose_sum_is_none(saved: dict[str, Path], tmp_path: Path, dtype: torch.dtype) -> None:
+    most = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    adapter = rewritten(saved["edit"], tmp_path / "a", lambda t: torch.full_like(t, most, dtype=dtype))
+    assert {p.max().item() for p in peftc.parameters(peftc.load(adapter, model())).values()} == {most}
+
+
+def test_one_value_among_many_that_is_no_number(saved: dict[str, Path], tmp_path: Path) -> None:
+    def change(tensor: Tensor) -> Tensor:
+        tensor.flatten()[0], tensor.flatten()[-1] = float("inf"), -float("inf")
+        return tensor
+
+    adapter = rewritten(saved["edit"], tmp_path / "a", change)
+    assert unchanged(lambda base: peftc.load(adapter, base)) == ["P561"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_floating_point_dtypes_are_taken_over(saved: dict[str, Path], tmp_path: Path, dtype: torch.dtype) -> None:
     loaded = peftc.load(rewritten(saved["edit"], tmp_path / "a", lambda t: t.to(dtype)), model())
