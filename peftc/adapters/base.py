@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from peftc.adapters.metadata import Base, BaseTensor, WeightsDigest
+from peftc.adapters.origin import origin_of
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import has_values
 from peftc.installation.record import Installation, installation_of, is_installed
@@ -31,10 +32,14 @@ _HALF = 2.0**-7  # the largest relative difference between float16 and bfloat16 
 Sample = tuple[float, ...]
 
 
-def base_of(model: nn.Module, record: Installation) -> Base:
-    """Describes the base of a compiled model, without edits and without values of `train`."""
+def base_of(model: nn.Module, record: Installation, values: Mapping[str, Tensor] | None = None) -> Base:
+    """Describes the base of a compiled model, without edits and without values of `train`.
+
+    `values`: those of a state dict, in the place of the model's.
+    """
     trained = frozenset(record.trained.values())
-    return describe_base(model, record.specs[0].plan.model.id, is_base_parameter(model, record), trained)
+    id = record.specs[0].plan.model.id
+    return describe_base(model, id, is_base_parameter(model, record), trained, values)
 
 
 def is_base_parameter(model: nn.Module, record: Installation) -> Callable[[str], bool]:
@@ -46,10 +51,16 @@ def is_base_parameter(model: nn.Module, record: Installation) -> Callable[[str],
 
 
 def describe_base(
-    model: nn.Module, id: str, keep: Callable[[str], bool] = any_name, trained: Collection[str] = ()
+    model: nn.Module,
+    id: str,
+    keep: Callable[[str], bool] = any_name,
+    trained: Collection[str] = (),
+    values: Mapping[str, Tensor] | None = None,
 ) -> Base:
     facts = identity(model, keep)
-    first = {n: p for n, p in model.named_parameters() if keep(n)}
+    first: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if keep(n)}
+    if values is not None:  # others do not take part in a collective call
+        first = {n: values.get(n, p) for n, p in first.items() if n in values or not is_sharded(p)}
     sample = samples(first, {n: VALUES for n in first if n not in trained})
     every = {n: p for n, p in model.named_parameters(remove_duplicate=False) if keep(n)}
     configuration = facts["configuration"]
@@ -67,6 +78,7 @@ def describe_base(
             name: BaseTensor(shape=tuple(p.shape), dtype=dtype_name(p), sample=finite(sample.get(name)))
             for name, p in every.items()
         },
+        origin=origin_of(model),
     )
 
 

@@ -144,15 +144,19 @@ def _damaged(message: str, *notes: str) -> PeftcError:
     return PeftcError(Diagnostic("P521", message, notes=notes, help="save the adapter again, or fetch it again"))
 
 
-def write(target: Path, tensors: Mapping[str, Tensor], describe: Callable[[str], Adapter]) -> None:
+def write(
+    target: Path, tensors: Mapping[str, Tensor], describe: Callable[[str], Adapter], *, beside: bool = False
+) -> None:
     """Writes an adapter into a new or empty directory, or replaces another adapter.
 
     At every moment the directory loads as the old or the new adapter, even if the process is
     killed. Files of killed writers are removed afterwards.
-    Args: `describe`: makes the description from the sha256 of the tensors.
+    Args: `describe`: makes the description from the sha256 of the tensors; `beside`: the directory
+    may have other files.
     Raises: P526 for any other directory, or if the file system refuses; it is unchanged then.
     """
-    _check_target(target)
+    if not beside or not target.is_dir():
+        _check_target(target)
     try:
         with target_folder(target), workspace(target) as work:
             path = work / TENSORS

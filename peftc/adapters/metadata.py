@@ -14,8 +14,8 @@ from peftc.planning.report.plan import Plan, Record
 
 # 1.0 has its tensors in `adapter.safetensors` and no key `file`; plans have version 2.0 since 1.2.
 # 1.3 and 1.4 are of adapters with edits whose meaning has changed (`CHANGES`); 1.5 has the texts of
-# built-in forms, and 1.6 names Python forms. All others have 1.2.
-Format = Literal["1.0", "1.1", "1.2", "1.3", "1.4", "1.5", "1.6"]
+# built-in forms, 1.6 names Python forms, and 1.7 says where the base is. All others have 1.2.
+Format = Literal["1.0", "1.1", "1.2", "1.3", "1.4", "1.5", "1.6", "1.7"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 FORMAT: Format = "1.2"
 METADATA, TENSORS = "adapter.json", "adapter.safetensors"
@@ -38,6 +38,22 @@ class BaseTensor(StoredTensor):
     sample: tuple[float, ...]
 
 
+class Origin(Record):
+    """Where a base comes from.
+
+    Attributes:
+        name: its hub id, or the absolute path of its folder; None for a model that was not loaded.
+        revision: the commit on the hub, if it is known.
+        library: the package of its class: "transformers" or "diffusers".
+        architecture: its class.
+    """
+
+    name: str | None
+    revision: str | None
+    library: Literal["transformers", "diffusers"]
+    architecture: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
 class Base(Record):
     """What identifies the base model. `parameters` counts tied weights once.
 
@@ -55,6 +71,7 @@ class Base(Record):
     configured: tuple[str, ...] = ()
     tied: tuple[tuple[str, ...], ...]
     tensors: dict[str, BaseTensor]
+    origin: Origin | None = None  # of models of libraries that can load them
 
 
 class WeightsDigest(Record):
@@ -127,11 +144,14 @@ CHANGES = (
 
 
 def format_of(
-    site_edits: Iterable[SiteEdit], forms: Mapping[str, str], python_forms: Mapping[str, PythonForm]
+    site_edits: Iterable[SiteEdit],
+    forms: Mapping[str, str],
+    python_forms: Mapping[str, PythonForm],
+    origin: Origin | None = None,
 ) -> Format:
-    """The format of an adapter with these edits, texts of built-in forms, and Python forms."""
+    """The format of an adapter with these edits, texts of built-in forms, Python forms, base."""
     edits = list(site_edits)
-    first: Format = "1.6" if python_forms else "1.5" if forms else FORMAT
+    first: Format = "1.7" if origin else "1.6" if python_forms else "1.5" if forms else FORMAT
     return max([first, *(c.format for c in CHANGES if any(map(c.concerns, edits)))], key=FORMATS.index)
 
 

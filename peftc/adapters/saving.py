@@ -8,6 +8,7 @@ an adapter or a sparse change in their place.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from peftc.adapters.base import base_of, digest_of, elect_writer, require_values, whole
 from peftc.adapters.files import listing, path_of, write
-from peftc.adapters.metadata import Adapter, PythonForm, format_of, tensors_name
+from peftc.adapters.metadata import Adapter, Base, PythonForm, format_of, tensors_name
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.equations.table import FORMS, built_in_texts, forms_of, registered_forms
 from peftc.forms import Args, Form
@@ -26,7 +27,7 @@ from peftc.forms.registry import class_path
 from peftc.installation.builder import shared_name
 from peftc.installation.completeness import active_installation
 from peftc.installation.contents import parameters, states
-from peftc.installation.record import Installation, joint_spec
+from peftc.installation.record import Installation, InstalledSpec, joint_spec
 from peftc.installation.spec_names import with_note
 from peftc.planning.ir import SiteEdit
 from peftc.semantics.arguments import bind
@@ -64,38 +65,44 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
     require_values(trained.items())
     for edit in dict.fromkeys(edit for part in parts for edit in part.edits):
         _require_initialized(model, record, edit)
-    source = joint_spec(part.spec for part in parts)
-    stored = stored_statements(source)
-    spec, forms, base = print_spec(stored), built_in_texts(stored), base_of(model, record)
-    registered = registered_forms(stored)
-    python_forms = {n: PythonForm(path=class_path(f), version=f.version) for n, f in registered.items()}
+    spec = stored_statements(joint_spec(part.spec for part in parts))
+    base = base_of(model, record)
     tensors = {key: whole(tensor) for key, tensor in stored_tensors(model, record, name).items()}
-    edits = {edit for part in parts for edit in part.edits}
-    own = [p for p in record.site_edits if p.edit in edits]
-    plan = parts[0].plan if len(parts) == 1 else record.planned.plan
-
-    def describe(sha256: str) -> Adapter:
-        return Adapter(
-            format_version=format_of(own, forms, python_forms),
-            peftc=version("peftc"),
-            spec=spec,
-            source=print_spec(source),
-            forms=forms,
-            python_forms=python_forms,
-            plan=plan,
-            base=base,
-            weights_digest=digest_of(base.tensors),
-            seed=parts[0].seed,
-            tasks=record.task.names,
-            tensors=listing(tensors),
-            file=tensors_name(sha256),
-            sha256=sha256,
-        )
-
     with elect_writer(trained.values()) as is_writer:
         if is_writer:
-            write(target, tensors, describe)
+            write(target, tensors, partial(describe, record, parts, spec, base, tensors))
     return target
+
+
+def describe(
+    record: Installation,
+    parts: tuple[InstalledSpec, ...],
+    stored: ast.Spec,
+    base: Base,
+    tensors: Mapping[str, Tensor],
+    sha256: str,
+) -> Adapter:
+    """The description of an adapter with these tensors, the parameters of the spec `stored`."""
+    forms, registered = built_in_texts(stored), registered_forms(stored)
+    python_forms = {n: PythonForm(path=class_path(f), version=f.version) for n, f in registered.items()}
+    edits = {edit for part in parts for edit in part.edits}
+    own = [p for p in record.site_edits if p.edit in edits]
+    return Adapter(
+        format_version=format_of(own, forms, python_forms, base.origin),
+        peftc=version("peftc"),
+        spec=print_spec(stored),
+        source=print_spec(joint_spec(part.spec for part in parts)),
+        forms=forms,
+        python_forms=python_forms,
+        plan=parts[0].plan if len(parts) == 1 else record.planned.plan,
+        base=base,
+        weights_digest=digest_of(base.tensors),
+        seed=parts[0].seed,
+        tasks=record.task.names,
+        tensors=listing(tensors),
+        file=tensors_name(sha256),
+        sha256=sha256,
+    )
 
 
 def _require_initialized(model: nn.Module, record: Installation, edit: str) -> None:
@@ -147,6 +154,10 @@ def stored_tensors(model: nn.Module, record: Installation, name: str | None = No
     return tensors
 
 
+def without_expectations(spec: ast.Spec) -> ast.Spec:
+    return replace(spec, statements=tuple(s for s in spec.statements if not isinstance(s, ast.Expect)))
+
+
 def stored_statements(spec: ast.Spec) -> ast.Spec:
     """The spec whose parameters `stored_tensors` are, without expectations.
 
@@ -158,8 +169,8 @@ def stored_statements(spec: ast.Spec) -> ast.Spec:
     exported = {name: _export_form(value, forms) for name, value in bound.items()}
     inlined = {name: bound[name] for name, form in exported.items() if form is not None and not _is_shared(form[1])}
     statements: list[ast.Statement] = []
-    for statement in spec.statements:
-        if isinstance(statement, ast.Expect) or getattr(statement, "name", "") in inlined:
+    for statement in without_expectations(spec).statements:
+        if getattr(statement, "name", "") in inlined:
             continue
         if isinstance(statement, ast.Edit):
             statement = _export_edit(statement, inlined, forms)

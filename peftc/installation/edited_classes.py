@@ -1,7 +1,8 @@
 """The classes of edited modules: generated ones, and overlays for what `disabled` changes.
 
-Inside of `disabled`, base parameters that `train` has changed have their first values, and
-`save_pretrained` writes the base. A call of the model checks that its edited modules are in it.
+Inside of `disabled`, base parameters that `train` has changed have their first values.
+`save_pretrained` writes an adapter, and the base inside of `disabled`; `load_state_dict` reads the
+tensors of an adapter, too. A call of the model checks that its edited modules are in it.
 """
 
 import inspect
@@ -9,10 +10,13 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys  # pyright: ignore[reportPrivateUsage]
 
 from peftc.concurrency.context import CHOICE, ChoiceVar
 from peftc.diagnostics import Diagnostic, PeftcError
@@ -101,7 +105,8 @@ def overlay_class(cls: type[nn.Module], names: tuple[str, ...], saves: bool, roo
     if names:
         members["_replicate_for_data_parallel"] = _replicate
     if saves:
-        members |= {"state_dict": _state_dict, "save_pretrained": _save_pretrained}
+        members |= {"state_dict": _state_dict, "load_state_dict": _load_state_dict}
+        members["save_pretrained"] = _save_pretrained
     if root:
         members |= {"__call__": checked_call(cls), "__setstate__": _setstate(cls)}
     return _classes.setdefault(key, cast("type[nn.Module]", type(cls.__name__, (cls,), members)))
@@ -156,13 +161,24 @@ def _state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
     return of_base(self, state) if _saving.get() else state
 
 
+def _load_state_dict(self: Any, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Reads the tensors of an adapter where it is given some: `Trainer` calls this to resume."""
+    if is_installed(self) and (checkpoints := _checkpoints()).is_adapter(state_dict):
+        checkpoints.load_tensors(self, state_dict)
+        return _IncompatibleKeys([], [])
+    below: Any = super(own_overlay(self, "load_state_dict"), self)
+    return below.load_state_dict(state_dict, *args, **kwargs)
+
+
 def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Inside of `disabled`: writes the model without the edits that do not act."""
+    """Writes the edits that act, as an adapter; the base where none does (inside of `disabled`)."""
     below: Any = super(own_overlay(self, "save_pretrained"), self)
     save = below.save_pretrained
-    if not is_installed(self) or not installation_of(self).choice.get().off:
+    if not is_installed(self):
         return save(*args, **kwargs)
     call = inspect.signature(save).bind(*args, **kwargs)
+    if (checkpoints := _checkpoints()).acting_specs(installation_of(self)):
+        return checkpoints.save_pretrained(self, call.arguments)
     if call.arguments.get("state_dict") is not None:
         call.arguments["state_dict"] = of_base(self, call.arguments["state_dict"])
     token = _saving.set(True)
@@ -170,6 +186,16 @@ def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         return save(*call.args, **call.kwargs)
     finally:
         _saving.reset(token)
+
+
+def save_with_edits(model: nn.Module, directory: Path) -> None:
+    """Writes all weights of a compiled model, those of edits under their names in the model."""
+    below: Any = super(own_overlay(model, "save_pretrained"), model)
+    below.save_pretrained(directory)
+
+
+def _checkpoints() -> Any:
+    return import_module("peftc.adapters.checkpoints")  # a later stage, which calls this one
 
 
 def top_overlay(cls: type[Any]) -> type[Any] | None:

@@ -14,7 +14,7 @@ Value = bool | int | float | str | None
 # Keys that cannot change what a model computes from its inputs outside of training, by reason.
 _NAMES = """
     architectures auto_map finetuning_task id2label label2id name_or_path problem_type
-    task_specific_params tokenizer_class transformers_version
+    task_specific_params tokenizer_class transformers_version transformers_weights
 """
 # Weights may be cast or quantised; ties are compared themselves.
 _STORAGE = "dtype quantization_config tie_encoder_decoder tie_word_embeddings torch_dtype use_bfloat16"

@@ -18,6 +18,7 @@ from peftc.adapters.base import require_values
 from peftc.adapters.files import path_of
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.installation.completeness import active_installation
+from peftc.installation.edited_classes import save_with_edits
 from peftc.installation.record import joint_spec
 from peftc.specialization.precompile import precompile
 from peftc.standalone.modeling_file import MODELING, ModelingFile, own_class
@@ -64,7 +65,7 @@ def save_standalone(model: nn.Module, directory: str | PathLike[str]) -> Path:
     except OSError as error:
         raise _unwritable(target, error) from error
     try:
-        model.save_pretrained(work)
+        save_with_edits(model, work)
         (work / f"{MODELING}.py").write_text(text, encoding="utf-8")
         _name_class(work / "config.json", model, file.name)
         work.chmod(0o755)

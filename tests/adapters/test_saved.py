@@ -59,7 +59,7 @@ def test_names_and_description(tmp_path: Path) -> None:
     assert "enc.q/encoder.layer[0].attn.self.q/lora.A" in tensors
     assert "k/s/lora.B" in tensors
     assert "n/model.encoder.layers.0.self_attn_layer_norm.weight" in tensors
-    assert metadata["format_version"] == "1.5"
+    assert metadata["format_version"] == "1.7"
     assert set(metadata["forms"]) == {"lora", "adapter", "gate"}
     assert metadata["file"] == f"adapter-{metadata['sha256'][:16]}.safetensors"
     assert metadata["seed"] == 3
@@ -189,7 +189,7 @@ def test_a_description_of_any_format_is_replaced(lacks: str | None, tmp_path: Pa
     model = compiled("bert", PREFIX)
     if lacks is None:
         peftc.save(model, tmp_path)
-        assert description(tmp_path)["format_version"] == "1.5"
+        assert description(tmp_path)["format_version"] == "1.7"
     else:
         with pytest.raises(peftc.PeftcError, match="P526"):
             peftc.save(model, tmp_path)

@@ -1,5 +1,5 @@
-"""save_pretrained of a compiled model: a checkpoint of its base, with or without edit
-parameters.
+"""save_pretrained of a compiled model: an adapter, which transformers refuses to load as a model;
+inside of `disabled`, a checkpoint of its base.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from torch import Tensor
 
 import peftc
 from tests import zoo
+from tests.refusals import refused
 from tests.survival.harness import SOME, SPECIES, compiled, model_inputs, same, state, text, train
 
+FILES = [".json", ".json", ".json", ".safetensors"]  # the configuration, the description, the index
 pairs = pytest.mark.parametrize(("name", "spec"), SOME)
 
 
@@ -62,29 +64,101 @@ def test_inside_disabled_the_base_alone_is_saved(name: str, spec: str, tmp_path:
 
 
 @pairs
-def test_outside_everything_is_saved_and_the_base_loads(name: str, spec: str, tmp_path: Path) -> None:
-    """A training checkpoint: complete for the base; additional keys belong to edits."""
-    model, base = compiled(name, spec, torch.float32), build(name)
+def test_outside_an_adapter_is_saved(name: str, spec: str, tmp_path: Path) -> None:
+    """The parameters as they are trained, without the base; other adapters are replaced."""
+    model = compiled(name, spec, torch.float32)
     inputs = model_inputs(name, model)
     want = logits(model, inputs)
     model.save_pretrained(tmp_path)
-    loaded, info = read(tmp_path, name)
-    assert not info["missing_keys"]
-    assert not info["mismatched_keys"]
-    assert not info["error_msgs"]
-    assert all(".peftc." in key or key.startswith("peftc_shared.") for key in info["unexpected_keys"])
-    assert len(info["unexpected_keys"]) == len([n for n in peftc.parameters(model) if not n.startswith("norms/")])
-    trained = {peftc.parameters(model)[n] for n in peftc.parameters(model) if n.startswith("norms/")}
-    learning = {n for n, p in model.named_parameters() if p in trained}
-    assert same(
-        {k: v for k, v in state(loaded).items() if k not in learning},
-        {k: v for k, v in state(base).items() if k not in learning},
-    )
-    again = peftc.compile(text(spec), build(name, seed=3), seed=5)
-    model.save_pretrained(tmp_path, save_original_format=False)  # otherwise some models are saved with the hub's names
-    assert not again.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False).unexpected_keys
-    again.tie_weights()
+    model.save_pretrained(tmp_path)
+    assert sorted(file.suffix for file in tmp_path.iterdir() if file.stem != "generation_config") == FILES
+    (tensors,) = map(load_file, tmp_path.glob("*.safetensors"))
+    assert set(peftc.parameters(model)) <= set(tensors)
+    assert all(torch.equal(tensors[n], p) for n, p in peftc.parameters(model).items())
+    assert torch.equal(logits(peftc.load(tmp_path, build(name)), inputs), want)
+    again = peftc.compile(text(spec), build(name), seed=5)
+    assert again.load_state_dict(tensors) == ([], [])
     assert torch.equal(logits(again, inputs), want)
+
+
+@pairs
+def test_transformers_refuses_an_adapter(name: str, spec: str, tmp_path: Path) -> None:
+    """Without weights of the base, and whatever configuration is given."""
+    model = compiled(name, spec, torch.float32)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"`peftc\.from_pretrained` loads"):
+        read(tmp_path, name)
+    with pytest.raises(KeyError, match="metadata"):
+        read(tmp_path, name, config=zoo.config(name))
+
+
+def test_a_state_dict_is_what_is_saved(tmp_path: Path) -> None:
+    """Trainer and accelerate pass one, which they have gathered: values of edits and base."""
+    model = compiled("bert", "weights", torch.float32)
+    state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "argument", state_dict=state)
+    model.save_pretrained(tmp_path / "own")
+    argument, own = (load_file(next((tmp_path / n).glob("*.safetensors"))) for n in ("argument", "own"))
+    assert all(torch.equal(argument[name], own[name] + 1) for name in own)
+    bases = [json.loads((tmp_path / n / "adapter.json").read_text())["base"]["tensors"] for n in ("argument", "own")]
+    sampled = [name for name, tensor in bases[1].items() if tensor["sample"]]
+    assert sampled
+    for name in sampled:
+        assert bases[0][name]["sample"] == pytest.approx([value + 1 for value in bases[1][name]["sample"]], abs=1e-6)
+    del state[next(name for name in state if ".peftc." in name)]
+    refused("P580", lambda: model.save_pretrained(tmp_path / "none", state_dict=state), model)
+    assert not (tmp_path / "none").exists()
+    model.save_pretrained(tmp_path / "none", is_main_process=False)
+    assert not (tmp_path / "none").exists()
+
+
+def test_weights_beside_an_adapter_are_refused(tmp_path: Path) -> None:
+    """Programs would load them without the adapter; other files may be there."""
+    model = compiled("bert", "lora", torch.float32)
+    with peftc.disabled(model):
+        model.save_pretrained(tmp_path / "base")
+    refused("P526", lambda: model.save_pretrained(tmp_path / "base"), model)
+    assert not list((tmp_path / "base").glob("adapter*"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").touch()
+    model.save_pretrained(tmp_path / "other")
+    assert (tmp_path / "other" / "notes.txt").exists()
+
+
+def test_of_two_specs_those_that_act_are_saved(tmp_path: Path) -> None:
+    model = compiled("bert", "lora", torch.float32)
+    peftc.compile("peft 1 edit own at layer[*].ffn { h += adapter(h, r=2) }", model, seed=0, name="own")
+    model.save_pretrained(tmp_path / "both")
+    with peftc.disabled(model, "own"):
+        model.save_pretrained(tmp_path / "one")
+    both, one = (set(load_file(next((tmp_path / n).glob("*.safetensors")))) for n in ("both", "one"))
+    assert {name.partition("/")[0] for name in both} == {"qv", "own"}
+    assert {name.partition("/")[0] for name in one} == {"qv"}
+
+
+def test_what_no_edit_trains_is_refused(tmp_path: Path) -> None:
+    """Its values would be lost."""
+    model = compiled("bert", "lora", torch.float32)
+    name, _ = next(iter(zoo.build("bert").named_parameters()))
+    model.get_parameter(name).requires_grad_(True)
+    refused("P583", lambda: model.save_pretrained(tmp_path), model)
+    assert not list(tmp_path.iterdir())
+
+
+def test_running_statistics_are_warned_of(tmp_path: Path) -> None:
+    model = compiled("bert", "lora", torch.float32)
+    model.norm = torch.nn.BatchNorm1d(3).requires_grad_(False)
+    model.train()
+    with pytest.warns(peftc.PeftcWarning, match="P584"):
+        model.save_pretrained(tmp_path)
+
+
+def test_a_checkpoint_of_other_edits_is_refused(tmp_path: Path) -> None:
+    compiled("bert", "lora", torch.float32).save_pretrained(tmp_path)
+    other = compiled("bert", "sequential", torch.float32)
+    before, tensors = state(other), load_file(next(tmp_path.glob("*.safetensors")))
+    refused("P525", lambda: other.load_state_dict(tensors, strict=False), other)
+    assert same(state(other), before)
 
 
 @pytest.mark.parametrize("name", SPECIES)
@@ -140,7 +214,9 @@ def test_the_saved_config_is_that_of_the_base(name: str, tmp_path: Path) -> None
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
     assert config["architectures"] == [zoo.SPECIES[name].model]
-    loaded, _ = read(tmp_path, name)
-    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
-    tensors = load_file(tmp_path / "model.safetensors")
-    assert {t.dtype for k, t in tensors.items() if ".peftc." in k} == {torch.float32}
+    with peftc.disabled(model):
+        model.save_pretrained(tmp_path / "base")
+    base = json.loads((tmp_path / "base" / "config.json").read_text())
+    assert {k: v for k, v in config.items() if k != "transformers_weights"} == base
+    tensors = load_file(next(tmp_path.glob("*.safetensors")))
+    assert {t.dtype for t in tensors.values()} == {torch.float32}
