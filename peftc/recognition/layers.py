@@ -1,5 +1,6 @@
 """The stacks of layers of a model: lists of layers, each with its type."""
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -197,15 +198,19 @@ _Layer = tuple[str, LayerType, str]  # name, type, root
 
 
 def _stacks(members: Mapping[str, Sequence[_Layer]], seen: SampleForward) -> list[Stack]:
-    """Stacks as they run. Lists that differ in a number alone (the stages of a pyramid) are one."""
+    """Stacks as they run. Lists that differ in a number alone (the stages of a pyramid) are one, of
+    the path before the number; where others have it, too, of all of the path but numbers.
+    """
     stages: dict[str, list[str]] = {}
     for path in members:
         stages.setdefault(without_numbers(path), []).append(path)
+    starts = Counter(pattern.partition(".*")[0] for pattern in stages)
     stacks: list[Stack] = []
     for pattern, paths in stages.items():
         paths.sort(key=_numbers)
         layers = [layer for path in paths for layer in sorted(members[path], key=lambda item: _numbers(item[0]))]
-        path = paths[0] if len(paths) == 1 else pattern.partition(".*")[0]
+        start = pattern.partition(".*")[0]
+        path = paths[0] if len(paths) == 1 else start if starts[start] == 1 else pattern.replace(".*", "")
         names, kinds, roots = map(list, zip(*layers, strict=True))
         stacks.append(Stack("", path, names, kinds, roots))
     return sorted(stacks, key=lambda stack: first_call(stack.modules, seen))

@@ -204,12 +204,14 @@ def selected(node: fx.Node) -> fx.Node | None:
     # Seen in: BLIP-2, Gemma 3n, Granite Speech
     source = first_input(node) if node.target is operator.getitem else None
     before, after = shape(source), shape(node)
-    if not before or not after or before[-1] != after[-1] or not isinstance(node.args[1], (int, slice, tuple)):
+    if not before or not after or before[-1] != after[-1] or isinstance(node.args[1], fx.Node):
         return None
     key = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    indices = [k for k in key if isinstance(k, (int, slice, fx.Node))]
-    all_features = len(indices) < len(before) or indices[-1] == slice(None)
-    return source if all_features and len(indices) == len(key) else None
+    if ... in key:
+        at = key.index(...)
+        key = (*key[:at], *[slice(None)] * (len(before) - len(key) + 1), *key[at + 1 :])
+    all_features = len(key) < len(before) or key[-1] == slice(None)
+    return source if all_features and all(isinstance(k, (int, slice, fx.Node)) for k in key) else None
 
 
 def before_shift(node: fx.Node) -> fx.Node | None:

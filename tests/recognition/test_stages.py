@@ -217,6 +217,40 @@ def test_two_pyramids_are_two_stacks() -> None:
     assert layers == [(f"{name}.layer[{at}]", f"{name}.{block}") for name in ("near", "far") for block, at in places]
 
 
+class Fusing(nn.Module):
+    """CrossViT: each stage has a list of layers, and one of layers that compute the first token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Layer(1), Layer(1)])
+        self.fusion = nn.ModuleList([FirstToken(), FirstToken()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, fusion in zip(self.blocks, self.fusion, strict=True):
+            x = block(x)
+            x = torch.cat((fusion(x), x[:, 1:]), 1)
+        return x
+
+
+class FirstToken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :1, ...] + self.attn(x)[:, :1, ...]
+
+
+def test_two_lists_of_each_stage_are_two_stacks() -> None:
+    """With one name, each path named two layers."""
+    layers = paths(Layers(Fusing(), Fusing()), {"x": torch.randn(2, 4, D)}, "layer")
+    names = [(f"{part}.layer[{2 * i + j}]", f"layers.{i}.{part}.{j}") for i in (0, 1) for j in (0, 1) for part in PARTS]
+    assert sorted(layers) == sorted(names)
+
+
+PARTS = ("blocks", "fusion")
+
+
 class NoSum(nn.Module):
     """A block without residual sum."""
 

@@ -37,12 +37,28 @@ class Chosen(Layer):
         return x + self.second(x)
 
 
+class ChosenWithEllipsis(Layer):
+    """The same, where the key has an ellipsis for the features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        return x[:, :1, ...] + self.second(x)[..., :1, :]
+
+
 class Cut(Layer):
     """Half of the features are not the residual stream."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.first(x)
         return x[..., :4] + self.second(x)[..., :4]
+
+
+class CutBehindEllipsis(Layer):
+    """Half of the features, behind an ellipsis for no dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        return x[:, :, ..., :4] + self.second(x)[..., :4]
 
 
 class CutBehindMask(Layer):
@@ -126,12 +142,12 @@ def downs(subs: list[SubLayer]) -> list[str]:
     return [str(s.projections["down"].node.target) for s in subs]
 
 
-@pytest.mark.parametrize("layer", [Chosen, Sums])
+@pytest.mark.parametrize("layer", [Chosen, ChosenWithEllipsis, Sums])
 def test_the_residual_stream_continues(layer: type[Layer]) -> None:
     assert downs(sub_layers_of(layer(), 2, 5, 8)) == ["first", "second"]
 
 
-@pytest.mark.parametrize("layer", [Cut, CutBehindMask, Entry])
+@pytest.mark.parametrize("layer", [Cut, CutBehindEllipsis, CutBehindMask, Entry])
 def test_a_slice_of_the_features_is_not_the_residual_stream(layer: type[Layer]) -> None:
     assert downs(sub_layers_of(layer(), 2, 5, 8)) == ["first"]
 
