@@ -9,8 +9,8 @@ from math import prod
 import torch
 from torch import fx, nn
 
+from peftc.dataflow.activations import parameter_of
 from peftc.dataflow.layer_graph import LayerGraph
-from peftc.dataflow.matrices import parameter_of
 from peftc.dataflow.nodes import first_input, is_tensor, shape
 from peftc.dataflow.operations import Op, name_of, op_of
 from peftc.dataflow.values import reaches, value_operands, value_users

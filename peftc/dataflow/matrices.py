@@ -14,11 +14,12 @@ import torch
 from torch import fx, nn
 
 from peftc.addressing.sites import FeatureDims, MatrixLayout, Slice
+from peftc.dataflow.activations import is_activation, parameter_of
 from peftc.dataflow.einsum import einsum_labels, einsum_operands, is_einsum
 from peftc.dataflow.nodes import example, first_input, is_tensor, shape
 from peftc.dataflow.numbers import as_slice
 from peftc.dataflow.operations import LAYOUT, Op, is_in_place, is_zeros, name_of, op_of, rerun
-from peftc.dataflow.values import upstream, value_users, writes_into
+from peftc.dataflow.values import value_users, writes_into
 from peftc.tracing.operations import new_version
 
 MOST_DIMS = 5  # of a parameter: there are n! orders
@@ -122,15 +123,11 @@ def matrix_product(node: fx.Node) -> MatrixProduct | None:
     d_in = _feature_dims(operands.x, [dim for _, dim in operands.summed])
     d_out = _feature_dims(node, [dim for _, dim in operands.own])
     weight = part_of(operands.matrix, rows, columns)
-    if weight is None or d_in is None or d_out is None or not _is_activation(operands.x):
+    if weight is None or d_in is None or d_out is None or not is_activation(operands.x):
         return None
     result, bias, parts = _with_bias(node, d_out)
     x, d_in = _without_ones(operands.x, d_in)
     return MatrixProduct(node, x, result, weight, bias, d_in, d_out, parts)
-
-
-def _is_activation(node: fx.Node) -> bool:
-    return any(n.op == "placeholder" for n in upstream(node, lambda n: n.op == "placeholder"))
 
 
 def _operands(node: fx.Node) -> _Operands | None:
@@ -184,18 +181,6 @@ def _of_matmul(node: fx.Node, first: fx.Node, second: fx.Node) -> _Operands | No
                 return None
             own.append((dim, at))
     return _Operands(x, matrix, [(column, x_dims - 1 if is_second else x_dims - 2)], own)
-
-
-def parameter_of(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
-    """The parameter that a value is a view of, and the operations between them, first to last."""
-    steps: list[fx.Node] = []
-    while node.op != "get_attr":
-        source = None if any(writes_into(node)) else first_input(node)
-        if source is None or op_of(node) not in (*LAYOUT, Op.CAST, Op.ITEM) or op_of(node) is Op.ROLL:
-            return None
-        steps.insert(0, node)
-        node = source
-    return (node, steps) if isinstance(example(node), nn.Parameter) else None
 
 
 def _view(node: fx.Node) -> tuple[fx.Node, torch.Tensor] | None:

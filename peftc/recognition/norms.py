@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from peftc.dataflow.activations import is_activation
 from peftc.dataflow.layer_graph import PASSING, LayerGraph
 from peftc.dataflow.matrices import MatrixPart
 from peftc.dataflow.nodes import example, first_input, is_tensor, nodes_in, output_of
 from peftc.dataflow.operations import Op
 from peftc.dataflow.values import reaches, upstream, value_users
 from peftc.fakes.tensors import fake_copy
-from peftc.recognition.attention.patterns import Attention, is_activation
+from peftc.recognition.attention.patterns import Attention
 from peftc.recognition.residual_stream import Stream, gives_states
 from peftc.tracing.module_calls import forward_signature
 from peftc.tracing.tracer import approximate_trace

@@ -1,17 +1,18 @@
 """Proxies with the values of one call: ordinary Python runs on them and records a graph."""
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from peftc.tracing.in_place import AUGMENTED, Binding, leaves
+from peftc.tracing.in_place import AUGMENTED, Binding, leaves, version
 from peftc.tracing.ragged_loops import RaggedSizes, Segments
 from peftc.tracing.records import contents, converted, is_named_tuple, is_record
-from peftc.tracing.region_trace import UnknownLength, is_input
+from peftc.tracing.region_trace import TraceError, UnknownLength, is_input
 from peftc.tracing.tracer_base import TracerBase, is_called_by_library
 
 # Independent of a tensor's values. Those of an argument may differ in another call.
@@ -86,9 +87,11 @@ class ConcreteProxy(fx.Proxy):
         return id(self)
 
     def __getitem__(self, key: Any) -> Any:
+        key = key.for_tensor(self._value) if type(key) is MaskIndices else key
         return self.tracer.record("call_function", operator.getitem, (self, key))
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        key = key.for_tensor(self._value) if type(key) is MaskIndices else key
         self.tracer.record("call_function", operator.setitem, (self, key, value))
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -182,6 +185,54 @@ def is_proxy(value: object) -> bool:
 
 def _are_tuples(*values: Any) -> bool:
     return all(isinstance(concrete_values(v) if is_proxy(v) else v, tuple) for v in values)
+
+
+class MaskIndices:
+    """The positions where a mask is true. How many there are, only data tells; but code that
+    indexes with all of them may as well index with the mask: `x[torch.where(mask)] = 0`.
+
+    `record` records the operation itself, for any use but as a whole key.
+    """
+
+    # Seen in: no transformers model, but Mask2Former as published
+
+    def __init__(self, mask: ConcreteProxy, record: Callable[[], Any]) -> None:
+        self.mask, self.record, self.version = mask, record, version(concrete_values(mask))
+
+    def check(self) -> None:
+        """Raises: TraceError where code has written into the mask."""
+        if self.version != version(concrete_values(self.mask)):
+            raise TraceError("the entries of a mask are used behind a write into it")
+
+    @cached_property
+    def proxy(self) -> Any:
+        self.check()
+        return self.record()
+
+    def for_tensor(self, value: Any) -> Any:
+        """The key of a tensor: the mask where it has the sizes of the first dimensions."""
+        self.check()
+        sizes = concrete_values(self.mask).shape
+        return self.mask if isinstance(value, torch.Tensor) and value.shape[: len(sizes)] == sizes else self.proxy
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.proxy)
+
+    def __len__(self) -> int:
+        return len(self.proxy)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.proxy[key]
+
+
+def mask_of_indices(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The mask whose true entries an operation lists, a tensor for each dimension; else None."""
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    is_list = (name == "where" and not kwargs) or (name == "nonzero" and dict(kwargs) == {"as_tuple": True})
+    if not is_list or len(args) != 1 or not is_proxy(args[0]):
+        return None
+    mask = concrete_values(args[0])
+    return args[0] if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.ndim else None
 
 
 class Attribute:

@@ -21,7 +21,16 @@ from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, leaves, version
 from peftc.tracing.module_calls import bind_arguments, functional_linear, is_constant, with_positional_tensors
 from peftc.tracing.operations import DIRECT, attention, model_function
 from peftc.tracing.patches import has_context_decorator, instrument_modules, patch_libraries
-from peftc.tracing.proxy import Attribute, ConcreteProxy, attribute_proxy, concrete_values, is_proxy, nested_nodes
+from peftc.tracing.proxy import (
+    Attribute,
+    ConcreteProxy,
+    MaskIndices,
+    attribute_proxy,
+    concrete_values,
+    is_proxy,
+    mask_of_indices,
+    nested_nodes,
+)
 from peftc.tracing.ragged_loops import ragged_result
 from peftc.tracing.record_nodes import RecordNodes
 from peftc.tracing.records import identities, is_named_tuple, is_record, mutable_parts, structure_of
@@ -86,6 +95,13 @@ class RegionTracer(TracerBase):
                 self.guard_implementation(getitem_root(source))
             self.reject_none(source, concrete_values(args[0]))
         args, kwargs = with_positional_tensors(kind, target, args, kwargs)
+        if (mask := mask_of_indices(target, args, kwargs)) is not None:
+            return MaskIndices(mask, lambda: self.create_call(kind, target, args, kwargs, name))
+        return self.create_call(kind, target, args, kwargs, name)
+
+    def create_call(
+        self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None
+    ) -> Any:
         linear = functional_linear(self, args, kwargs) if target is nn.functional.linear else None
         if linear is not None and not self.inline(linear):
             kind, target, args, kwargs = "call_module", linear, args[:1], {}
@@ -127,6 +143,8 @@ class RegionTracer(TracerBase):
                 return target(*args, **kwargs)
 
     def create_arg(self, a: Any) -> Any:
+        if type(a) is MaskIndices:
+            a = a.proxy
         if is_proxy(a):
             return self.loops.in_scope(a.node)
         if a is None or a is ... or isinstance(a, fx.Node):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import peftc
+from tests.layers import Network
 from tests.scaled_rows import assert_scales
 
 D, H = 16, 2
@@ -84,3 +85,48 @@ def test_an_attention_that_has_no_site_is_named() -> None:
     table = peftc.sites(PerceiverResampler(is_repeated=False), sample=sample(1))
     missing = {module.module for module in table.unplaced if "attn" in module.roles}
     assert missing == {f"layers.0.0.{name}" for name in ("to_q", "to_kv", "to_out")}
+
+
+class CrossAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(D, H)
+
+    def forward(self, x: Tensor, memory: Tensor, positions: Tensor) -> Tensor:
+        return x + self.attn(x + positions, memory, memory)[0]
+
+
+class Ffn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = Network(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.network(x)
+
+
+class QueryDecoder(nn.Module):
+    """Mask2Former: learned queries, one copy for each example, attend to an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.queries, self.positions = nn.Embedding(3, D), nn.Embedding(3, D)
+        self.attns = nn.ModuleList([CrossAttention(), CrossAttention()])
+        self.ffns = nn.ModuleList([Ffn(), Ffn()])
+
+    def forward(self, memory: Tensor) -> Tensor:
+        queries, positions = (t.weight[:, None].repeat(1, memory.shape[1], 1) for t in (self.queries, self.positions))
+        for attn, ffn in zip(self.attns, self.ffns, strict=True):
+            queries = ffn(attn(queries, memory, positions))
+        return queries
+
+
+@pytest.mark.parametrize(("role", "start"), [("q", 0), ("k", D), ("v", 2 * D)])
+def test_the_first_layer_multiplies_parameters_by_rows_of_one(role: str, start: int) -> None:
+    def rows_of(model: QueryDecoder) -> list[list[Tensor]]:
+        tensors = [[a.attn.in_proj_weight, a.attn.in_proj_bias] for a in model.attns]  # pyright: ignore
+        return [[t[start : start + D] for t in own] for own in tensors]  # pyright: ignore
+
+    memory = {"memory": torch.randn(5, 2, D)}
+    assert_scales(QueryDecoder(), memory, f"layer[*].attn.cross.{role}", rows_of)

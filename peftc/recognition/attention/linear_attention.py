@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from peftc.dataflow.activations import is_activation
 from peftc.dataflow.feature_axis import dim_before
 from peftc.dataflow.features import follow_numbers, source_linears
 from peftc.dataflow.layer_graph import LayerGraph
@@ -23,7 +24,7 @@ from peftc.dataflow.nodes import shape
 from peftc.dataflow.numbers import numbered, varies
 from peftc.dataflow.operations import Op
 from peftc.dataflow.values import reaches, upstream, value_operands
-from peftc.recognition.attention.patterns import Attention, attentions, is_activation, is_scores, product_labels
+from peftc.recognition.attention.patterns import Attention, attentions, is_scores, product_labels
 
 
 def all_attentions(layer: LayerGraph) -> list[Attention]:

@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from torch import fx
 
+from peftc.dataflow.activations import is_activation
 from peftc.dataflow.einsum import einsum_labels, einsum_operands, equation_of, is_einsum
 from peftc.dataflow.feature_axis import dim_before, softmax_dim
 from peftc.dataflow.layer_graph import LayerGraph
-from peftc.dataflow.matrices import parameter_of
-from peftc.dataflow.nodes import example, first_input, is_edit, is_tensor, shape
+from peftc.dataflow.nodes import first_input, is_edit, is_tensor, shape
 from peftc.dataflow.operations import BY_ENTRY, LAYOUT, Op, name_of, op_of
 from peftc.dataflow.values import reaches, upstream, value_operands, value_users
 from peftc.tracing.operations import attention
@@ -143,25 +143,6 @@ def reads_scores(value: fx.Node | None, layer: LayerGraph) -> bool:
 def is_scores(node: fx.Node) -> bool:
     """Whether a node multiplies two activations as matrices."""
     return op_of(node) is Op.MATMUL and len(inputs := factors(node)) == 2 and all(map(is_activation, inputs))
-
-
-def is_activation(node: object) -> bool:
-    """Whether a value depends on an argument of the layer, or on learned states, and not on other
-    parameters alone.
-    """
-
-    def is_start(node: fx.Node) -> bool:
-        return node.op == "placeholder" or is_learned_state(node)
-
-    return isinstance(node, fx.Node) and any(map(is_start, upstream(node, is_start)))
-
-
-def is_learned_state(node: fx.Node) -> bool:
-    """Whether a value is a parameter that is repeated for each example of an argument."""
-    # Seen in: no transformers model, but the latents of Flamingo's resampler
-    source = first_input(node) if op_of(node) is Op.EXPAND else None
-    sizes = [n for n in node.all_input_nodes if n is not source and isinstance(example(n), int)]
-    return source is not None and bool(sizes) and parameter_of(source) is not None
 
 
 def linear_inputs(value: fx.Node, layer: LayerGraph) -> set[fx.Node]:

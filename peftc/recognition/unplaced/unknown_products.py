@@ -4,11 +4,11 @@ from collections.abc import Collection
 
 from torch import fx
 
+from peftc.dataflow.activations import is_activation
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_tensor, shape
 from peftc.dataflow.operations import Op, op_of
 from peftc.dataflow.values import upstream, value_operands
-from peftc.recognition.attention.patterns import is_activation
 from peftc.recognition.token_mixing import is_weighted
 
 _PRODUCTS = frozenset({Op.MATMUL, Op.LINEAR, Op.CONVOLUTION, Op.OTHER})
