@@ -9,7 +9,7 @@ from peftc.diagnostics import Diagnostic, PeftcError, PeftcWarning
 if TYPE_CHECKING:
     from peftc.adapters import fuse, load, save, warm_start
     from peftc.compiler import compile, design, parse, plan, remove, sites
-    from peftc.exchange import export
+    from peftc.exchange import export, import_adapter
     from peftc.explore import rewrite, trace
     from peftc.folding import fold
     from peftc.installation.contents import graphs, parameters, specs
@@ -33,7 +33,7 @@ _HOMES = {
     "peftc.training.steps": ("StepCallback", "losses", "step"),
     "peftc.verification": ("verify",),
     "peftc.adapters": ("fuse", "load", "save", "warm_start"),
-    "peftc.exchange": ("export",),
+    "peftc.exchange": ("export", "import_adapter"),
     "peftc.folding": ("fold",),
     "peftc.merging": ("merge",),
     "peftc.standalone": ("save_standalone",),
@@ -54,6 +54,7 @@ __all__ = [
     "fold",
     "fuse",
     "graphs",
+    "import_adapter",
     "load",
     "losses",
     "merge",

@@ -17,7 +17,7 @@ import peftc
 from peftc import forms
 from peftc.addressing.sites import ActivationRef, ModuleInfo, Site, SiteTable, State, UntracedModule, WeightRef
 from peftc.diagnostics.diagnostic import Source, Span
-from peftc.exchange import ExportedModule, ExportReport
+from peftc.exchange import ExportedModule, ExportReport, ImportedAdapter
 from peftc.explore import TracedRegion
 from peftc.folding import dispatch
 from peftc.folding.report import Change, Folded, FoldReport, Refused
@@ -56,7 +56,7 @@ FUNCTIONS = {  # every function that peftc exports, by what it is for
     "Train": ("step", "StepCallback", "losses", "calibrate", "fuse", "warm_start"),
     "Save and load": ("save", "load", "save_standalone"),
     "Fold": ("fold", "merge"),
-    "Exchange with other programs": ("export",),
+    "Exchange with other programs": ("export", "import_adapter"),
     "Tasks": ("task", "set_task", "tasks", "add_task", "drop_task"),
     "Verify": ("verify",),
     "Passes": ("trace", "rewrite", "graphs"),
@@ -94,7 +94,7 @@ RESULTS: dict[str, tuple[type, ...]] = {
     "Of `design`": (Design,),
     "Of `fold`": (FoldReport, Folded, Refused, Change, dispatch.State),
     "Of `merge`": (MergeReport, MergedTensor),
-    "Of `export`": (ExportReport, ExportedModule),
+    "Of `export` and `import_adapter`": (ExportReport, ExportedModule, ImportedAdapter),
     "Of `verify`": (Verification, VerifiedEdit, NotWitnessed, Check, Finding),
     "Of `trace` and `graphs`": (TracedRegion, InstalledRegion),
 }

@@ -58,7 +58,11 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
             (no weights), P528 (prefix without rows), P529 (switched off), P540 (not calibrated),
             P543 (not pruned), P544 (no adapters to mix).
     """
-    target = path_of(directory)
+    return save_as(model, path_of(directory), name)
+
+
+def save_as(model: nn.Module, target: Path, name: str | None = None, description: Base | None = None) -> Path:
+    """As `save`. `description`: of the base, if it is not that of the model."""
     record = active_installation(model)
     parts = record.selected(name)
     trained = parameters(model, name)
@@ -66,7 +70,7 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
     for edit in dict.fromkeys(edit for part in parts for edit in part.edits):
         _require_initialized(model, record, edit)
     spec = stored_statements(joint_spec(part.spec for part in parts))
-    base = base_of(model, record)
+    base = base_of(model, record) if description is None else description
     tensors = {key: whole(tensor) for key, tensor in stored_tensors(model, record, name).items()}
     with elect_writer(trained.values()) as is_writer:
         if is_writer:

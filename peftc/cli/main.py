@@ -178,6 +178,13 @@ EXPORT = (
     MODEL_FORMAT,
     JSON,
 )
+IMPORT = (
+    argument("source", metavar="DIR|HUB_ID", help="a folder that PEFT's save_pretrained wrote, or a hub id"),
+    argument("-o", "--output", required=True, metavar="ADAPTER", help="a new folder for the adapter"),
+    BASE_MODEL,
+    REMOTE_CODE,
+    MODEL_FORMAT,
+)
 HOMES = {
     **dict.fromkeys(("check", "expand"), "spec_commands"),
     "fmt": "fmt_command",
@@ -185,7 +192,7 @@ HOMES = {
     **dict.fromkeys(("sites", "plan"), "plan_commands"),
     **dict.fromkeys(("compile", "verify"), "model_commands"),
     "merge": "merge_command",
-    "export": "exchange_commands",
+    **dict.fromkeys(("export", "import"), "exchange_commands"),
 }
 
 
@@ -230,6 +237,7 @@ def parser() -> argparse.ArgumentParser:
         add(name, help, *arguments)
     add("merge", "merge saved adapters into a safetensors checkpoint, tensor by tensor", *MERGE)
     add("export", "write an adapter in the format of another program", *EXPORT)
+    add("import", "make an adapter of one of another program", *IMPORT)
     return top
 
 

@@ -1,6 +1,7 @@
 """Adapters in the formats of other programs."""
 
+from peftc.exchange.adapter_import import ImportedAdapter, import_adapter
 from peftc.exchange.export import export
 from peftc.exchange.report import ExportedModule, ExportReport
 
-__all__ = ["ExportReport", "ExportedModule", "export"]
+__all__ = ["ExportReport", "ExportedModule", "ImportedAdapter", "export", "import_adapter"]

@@ -16,7 +16,7 @@ from peftc.adapters.files import path_of, read_description
 from peftc.adapters.loading import load
 from peftc.addressing.sites import WeightRef, parameter_name
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.exchange.low_rank import rows_of_site
+from peftc.exchange.low_rank_changes.products import rows_of_site
 from peftc.forms.module import has_values
 from peftc.installation.completeness import active_installation
 from peftc.merging.base_model import BaseModel, load_adapters, open_base

@@ -12,10 +12,10 @@ from peftc.adapters.files import path_of
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.exchange.edited_model import Base, Model, edited, trained_values
 from peftc.exchange.lora_export import LoraAdapter, lora_config, lora_of, lora_tensors, no_form
-from peftc.exchange.names import largest_owners, saved_names
-from peftc.exchange.peft_folder import PREFIX, write
+from peftc.exchange.peft_format.folder import PREFIX, write
+from peftc.exchange.peft_format.names import largest_owners, saved_names
+from peftc.exchange.peft_format.task_types import task_type
 from peftc.exchange.report import ExportedModule, ExportReport
-from peftc.exchange.tasks import task_type
 from peftc.folding.weights import Folding
 from peftc.installation.completeness import active_installation
 from peftc.installation.contents import parameters

@@ -12,10 +12,10 @@ from transformers.pytorch_utils import Conv1D
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.exchange.edited_model import Base
-from peftc.exchange.lora_weights import LoraWeights, chosen_alphas, joined
-from peftc.exchange.low_rank import products
-from peftc.exchange.names import pattern_of, target_names
-from peftc.exchange.peft_folder import PREFIX
+from peftc.exchange.low_rank_changes.lora_weights import LoraWeights, chosen_alphas, joined
+from peftc.exchange.low_rank_changes.products import products
+from peftc.exchange.peft_format.folder import PREFIX
+from peftc.exchange.peft_format.names import pattern_of, target_names
 from peftc.folding.module_folds import Fold
 from peftc.folding.own_forward import base_class
 from peftc.folding.weights import Folding

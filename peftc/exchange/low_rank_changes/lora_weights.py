@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peftc.exchange.low_rank import Product
+from peftc.exchange.low_rank_changes.products import Product
 
 _PLACES = 4  # decimals of a number that a person may have written
 

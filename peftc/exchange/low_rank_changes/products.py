@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from peftc.addressing.sites import WeightRef
-from peftc.exchange.factored import Factored, form_value, matrix_value
+from peftc.exchange.low_rank_changes.factored import Factored, form_value, matrix_value
 from peftc.folding.module_folds import Fold, Interpreter, Value, eval_mode
 from peftc.forms.module import FormModule
 from peftc.forms.shapes import Weight

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.filesystem.bounded_read import read_regular
+from peftc.filesystem.bounded_read import check_regular, open_regular, read_regular
 from peftc.merging.destination import destination, unwritable
 
 CONFIG, TENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -60,11 +60,12 @@ def read_tensors(folder: Path, safe: str, pickled: str) -> dict[str, Tensor]:
     path = folder / safe
     try:
         if path.exists():
-            return load(read_regular(path, _LARGEST))
+            check_regular(path, path.stat())
+            return load_file(path)
         path = folder / pickled
         if not path.exists():
             raise damaged(f"{folder} has neither {safe} nor {pickled}")
-        with path.open("rb") as file:
+        with open_regular(path, _LARGEST) as file:
             loaded: Any = torch.load(file, map_location="cpu", weights_only=True)
     except PeftcError:
         raise

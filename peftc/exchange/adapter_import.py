@@ -1,0 +1,200 @@
+"""`peftc.import_adapter`: an adapter of another program as one of peftc's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+from torch import Tensor, nn
+
+from peftc.adapters.base import base_of
+from peftc.adapters.files import path_of
+from peftc.adapters.loading import check_tensors, notify_forms
+from peftc.adapters.saving import save_as
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.exchange.edited_model import Base, Model, open_model
+from peftc.exchange.peft_format import folder as peft_folder
+from peftc.exchange.peft_format.config import PeftConfig
+from peftc.exchange.peft_format.reading import Incoming, read_peft
+from peftc.exchange.selector_text import Selectors
+from peftc.exchange.spec_text import IncomingEdit, edits_of, trained_text, unfit
+from peftc.forms.module import FormModule
+from peftc.installation.compiled_model import CompiledModel
+from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed
+from peftc.models.names import error_summary
+from peftc.semantics.expand import expand
+from peftc.syntax.parser import parse_text
+
+
+class ImportedAdapter(NamedTuple):
+    """The outcome of `peftc.import_adapter`.
+
+    Attributes:
+        output: the folder of the adapter.
+        spec: its text.
+        tensors: how many it has.
+    """
+
+    output: str
+    spec: str
+    tensors: int
+
+    def __str__(self) -> str:
+        return f"{self.spec.rstrip()}\n\nwrote {self.output} ({self.tensors} tensors)"
+
+
+def import_adapter(
+    source: str | PathLike[str],
+    output: str | PathLike[str],
+    *,
+    model: Model | None = None,
+    trust_remote_code: bool = False,
+) -> ImportedAdapter:
+    """Writes an adapter of PEFT as one of peftc's, with the same function and bits.
+
+    The spec has the equations of PEFT's type at the modules for which there are tensors; modules
+    that PEFT saves whole are in `train` statements. `load` compiles it as any other.
+
+    Args:
+        source: a folder with adapter_config.json and adapter_model.safetensors, or a hub id. A
+            pickle (adapter_model.bin) is read as tensors alone, which runs no code.
+        output: a new folder, or one with an adapter, which is replaced.
+        model: the base, by default the one that the configuration names. Its weights need not be
+            there; where they are, the adapter has samples of them, as `save` takes them.
+        trust_remote_code: as in `plan`.
+
+    Returns:
+        The spec, and what was written.
+
+    Raises:
+        PeftcError: P501-P506 (the base), P526 (the output), P545 (arguments), P561 (infinite or NaN
+            values), P802 (something that no equation says), P803 (damaged files), P804 (tensors
+            that do not fit the base). After an error nothing is written.
+    """
+    folder = source_folder(source)
+    values, tensors = peft_folder.read(folder)
+    config = PeftConfig(values)
+    base = open_base_of(config, model, trust_remote_code)
+    try:
+        return write_adapter(base, read_peft(config, tensors, base.module), path_of(output), output_name(output))
+    finally:
+        base.close()
+
+
+def source_folder(source: str | PathLike[str]) -> Path:
+    """A folder, or that of the hub cache, after a download. Raises: P803."""
+    path = path_of(source)
+    if path.is_dir():
+        return path
+    name = str(source)
+    if name.count("/") != 1 or path.exists():
+        raise peft_folder.damaged(f"there is no folder {name}, and it is no hub id")
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "adapter_model.bin"]))
+    except (OSError, HFValidationError) as error:
+        raise peft_folder.damaged(f"the hub did not return `{name}`", error_summary(error)) from error
+
+
+def open_base_of(config: PeftConfig, model: Model | None, trust_remote_code: bool) -> Base:
+    chosen = config.base if model is None else model
+    if chosen is None:
+        raise PeftcError(Diagnostic("P545", "the configuration names no base", help="name it: `--model`, or `model=`"))
+    if is_installed(chosen):
+        raise PeftcError(Diagnostic("P545", "the model has edits already", help="give the base without edits"))
+    return open_model(chosen, trust_remote_code)
+
+
+def output_name(output: str | PathLike[str]) -> str:
+    return path_of(output).resolve().name or "adapter"
+
+
+def write_adapter(base: Base, incoming: Incoming, target: Path, name: str) -> ImportedAdapter:
+    """Compiles the spec onto the base, fills it, and saves it. The base is as before, then."""
+    compiled = CompiledModel.active(base.module)
+    selectors = Selectors(compiled.analysis.table)
+    edits = edits_of(incoming.parts, selectors, incoming.name)
+    texts = [edit.text for edit in edits] + trained_text(list(incoming.saved), selectors, "saved")
+    text = "\n".join(["peft 2", "", *texts, ""])
+    try:
+        spec = expand(parse_text(text), include=None)
+        planned = compiled.plan(spec, ())
+        installed = InstalledSpec(name, spec, planned.plan, 0)
+        finish = partial(_fill, edits=edits, saved=incoming.saved)
+        compiled.add(installed, planned, tasks=(), finish=finish, draw=False)
+    except PeftcError as error:
+        if error.diagnostics[0].code.startswith(("P5", "P8")):  # of the base, or of the adapter
+            raise
+        notes = tuple(f"{d.code}: {d.message}" for d in error.diagnostics[:3])
+        raise unfit("the adapter does not fit the model", *notes) from error
+    try:
+        record = installation_of(base.module)
+        save_as(base.module, target, description=_description(base, record))
+        count = len(record.form_modules) and sum(len(part.tensors) for edit in edits for part in edit.parts.values())
+        return ImportedAdapter(str(target), installed.text, count + len(incoming.saved))
+    finally:
+        compiled.remove()
+
+
+def _description(base: Base, record: Installation) -> Any:
+    """The base without samples where its weights are not known."""
+    described = base_of(base.module, record)
+    unknown = (
+        set(described.tensors)
+        if not base.has_weights
+        else set()
+        if base.checkpoint is None
+        else base.checkpoint.converted_names()
+    )
+    tensors = {
+        name: tensor.model_copy(update={"sample": ()}) if name in unknown else tensor
+        for name, tensor in described.tensors.items()
+    }
+    return described.model_copy(update={"id": base.id, "tensors": tensors})
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, edits: list[IncomingEdit], saved: Mapping[str, Tensor]) -> None:
+    """Gives parameters the tensors themselves, in their dtypes. Raises: P804."""
+    record = installation_of(model)
+    by_name = {edit.name: edit for edit in edits}
+    left = {(edit.name, module) for edit in edits for module in edit.parts}
+    for site_edit in record.site_edits:
+        part = by_name[site_edit.edit].parts.get(site_edit.site.module)
+        if part is None:
+            raise unfit(f"`{site_edit.edit}` is at `{site_edit.site.module}`, for which the adapter has no tensors")
+        left.discard((site_edit.edit, site_edit.site.module))
+        for name, tensor in part.tensors.items():
+            key, _, attribute = name.partition(".")
+            place = record.form_modules.get(f"{site_edit.edit}/{site_edit.owner_path}/{key}")
+            if place is not None:
+                form = cast(FormModule, model.get_submodule(place))
+                _set(form.get_parameter(attribute), tensor, f"{part.module}.{name}")
+    if left:
+        raise unfit(f"`{min(left)[1]}` is not among the modules that the edits change")
+    for place in record.trained.values():
+        name = next((name for name in _aliases(model, place) if name in saved), None)
+        if name is None:
+            raise unfit(f"`{place}` would be trained, and the adapter has no values for it")
+        _set(model.get_parameter(place), saved[name], place)
+    notify_forms(model)
+
+
+def _aliases(model: nn.Module, name: str) -> list[str]:
+    parameter = model.get_parameter(name)
+    return [other for other, one in model.named_parameters(remove_duplicate=False) if one is parameter]
+
+
+def _set(parameter: nn.Parameter, tensor: Tensor, name: str) -> None:
+    """Raises: P561 for infinite or NaN values, P804 for another shape."""
+    shapes = [[size for size in shape if size != 1] for shape in (parameter.shape, tensor.shape)]
+    kernel = tensor.ndim == 4 and list(tensor.flatten(1).shape) == list(parameter.shape)
+    if shapes[0] != shapes[1] and not kernel:
+        raise unfit(f"`{name}` is {list(tensor.shape)} in the adapter, and {list(parameter.shape)} is expected")
+    check_tensors({name: tensor}, {name: tensor})
+    parameter.data = tensor.detach().reshape(parameter.shape).contiguous().clone()

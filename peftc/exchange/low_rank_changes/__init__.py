@@ -1,0 +1,1 @@
+"""Changes of weights as sums of thin products."""

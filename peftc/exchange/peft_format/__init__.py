@@ -1,0 +1,1 @@
+"""The files, names and types of PEFT adapters."""

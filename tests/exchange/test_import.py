@@ -1,0 +1,213 @@
+"""An adapter of PEFT computes in peftc what it computes there, and goes back with the same bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import peftc
+from peftc.cli.main import main
+from tests import zoo
+from tests.exchange.adapters import assert_same_outputs, tensors
+from tests.refusals import refused
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to"),
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings"),
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`"),
+    pytest.mark.filterwarnings("ignore:Careful, disabling adapter layers"),
+    pytest.mark.filterwarnings("ignore:Adapter 'default'"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+LINEARS = {"gpt2": ["c_attn", "c_proj"], "t5": ["q", "wo"], "bert": ["query", "dense"], "roberta": ["query", "dense"]}
+
+
+def trained(name: str, folder: Path, dtype: torch.dtype = torch.float64, type_: Any = None, **options: Any) -> Any:
+    """PEFT's model with random values, saved."""
+    config = (type_ or peft.LoraConfig)(**options)
+    model: Any = peft.get_peft_model(zoo.build(name, dtype), config).eval()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+def loaded(name: str, folder: Path, dtype: torch.dtype = torch.float64) -> Any:
+    return peftc.load(folder, zoo.build(name, dtype)).eval()
+
+
+def lora(name: str, **options: Any) -> dict[str, Any]:
+    return {"r": 4, "lora_alpha": 6, "target_modules": LINEARS.get(name, ["q_proj", "fc2", "down_proj"]), **options}
+
+
+@pytest.mark.parametrize("name", [*zoo.ARCHITECTURES, "mistral"])
+def test_lora_computes_the_same_and_goes_back(name: str, tmp_path: Path) -> None:
+    theirs = trained(name, tmp_path / "in", **lora(name))
+    peftc.import_adapter(tmp_path / "in", tmp_path / "ours", model=zoo.build(name, torch.float64))
+    ours = loaded(name, tmp_path / "ours")
+    assert_same_outputs(ours, theirs, name)
+    peftc.export(ours, tmp_path / "back")
+    one, two = tensors(tmp_path / "in"), tensors(tmp_path / "back")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    peftc.import_adapter(tmp_path / "back", tmp_path / "again", model=zoo.build(name, torch.float64))
+    assert spec(tmp_path / "again") == spec(tmp_path / "ours")
+
+
+def spec(folder: Path) -> str:
+    return json.loads((folder / "adapter.json").read_text())["spec"]
+
+
+OPTIONS = {
+    "rsLoRA": ("llama", {"use_rslora": True}),
+    "DoRA": ("llama", {"use_dora": True}),
+    "DoRA of a Conv1D": ("gpt2", {"use_dora": True}),
+    "patterns": ("llama", {"rank_pattern": {"down_proj": 2}, "alpha_pattern": {r"layers\.0\.self_attn\.q_proj": 3}}),
+    "some layers": ("bert", {"layers_to_transform": [0, 2]}),
+    "a bias of B": ("bert", {"lora_bias": True}),
+    "biases": ("bert", {"bias": "all"}),
+    "biases of LoRA": ("bert", {"bias": "lora_only"}),
+    "a head": ("bert-classifier", {"modules_to_save": ["classifier"], "task_type": "SEQ_CLS"}),
+    "dropout": ("llama", {"lora_dropout": 0.125}),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_are_equations(case: str, tmp_path: Path) -> None:
+    name, options = OPTIONS[case]
+    own = {"target_modules": ["query", "dense"]} if name.startswith("bert") else {}
+    theirs = trained(name, tmp_path / "in", **lora(name, **own, **options))
+    peftc.import_adapter(tmp_path / "in", tmp_path / "ours", model=zoo.build(name, torch.float64))
+    assert_same_outputs(loaded(name, tmp_path / "ours"), theirs, name)
+
+
+def test_an_embedding(tmp_path: Path) -> None:
+    theirs = trained("bert", tmp_path / "in", r=4, target_modules=["word_embeddings"])
+    peftc.import_adapter(tmp_path / "in", tmp_path / "ours", model=zoo.build("bert", torch.float64))
+    assert_same_outputs(loaded("bert", tmp_path / "ours"), theirs, "bert")
+
+
+def test_the_spec_is_what_a_person_would_write(tmp_path: Path) -> None:
+    trained("llama", tmp_path / "in", r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    result = peftc.import_adapter(tmp_path / "in", tmp_path / "ours", model=zoo.build("llama"))
+    text = "edit lora at layer[*].attn.q | layer[*].attn.v { h += lora(x, r=4, alpha=8) }"
+    assert result.spec == f"peft 2\n\n{text}\n"
+
+
+def test_bits_are_those_of_the_file(tmp_path: Path) -> None:
+    """Of half precision, too, whatever the dtype of the base."""
+    trained("llama", tmp_path / "in", torch.bfloat16, **lora("llama"))
+    path = tmp_path / "in" / "adapter_model.safetensors"
+    save_file({key: value.bfloat16() for key, value in load_file(path).items()}, path)
+    peftc.import_adapter(tmp_path / "in", tmp_path / "ours", model=zoo.build("llama", torch.float32))
+    (file,) = (tmp_path / "ours").glob("*.safetensors")
+    theirs = sorted((tuple(t.shape), t.dtype, t.float().sum().item()) for t in load_file(path).values())
+    ours = sorted((tuple(t.shape), t.dtype, t.float().sum().item()) for t in load_file(file).values())
+    assert [str(one) for one in ours] == [str(one) for one in theirs]
+
+
+def test_a_base_without_weights(tmp_path: Path) -> None:
+    """By its configuration alone; `load` then takes any weights without a word."""
+    theirs = trained("llama", tmp_path / "in", **lora("llama"))
+    zoo.build("llama").config.save_pretrained(tmp_path / "base")
+    arguments = ["import", str(tmp_path / "in"), "-o", str(tmp_path / "ours")]
+    assert main([*arguments, "--model", str(tmp_path / "base" / "config.json")]) == 0
+    assert_same_outputs(loaded("llama", tmp_path / "ours"), theirs, "llama")
+
+
+def test_a_base_with_weights_is_known_again(tmp_path: Path) -> None:
+    trained("llama", tmp_path / "in", torch.float32, **lora("llama"))
+    zoo.build("llama", torch.float32).save_pretrained(tmp_path / "base")
+    peftc.import_adapter(tmp_path / "in", tmp_path / "ours", model=tmp_path / "base")
+    loaded("llama", tmp_path / "ours", torch.float32)
+    other = zoo.build("llama", torch.float32)
+    nn.init.ones_(other.lm_head.weight)
+    with pytest.raises(peftc.PeftcError, match="P524"):
+        peftc.load(tmp_path / "ours", other, strict=True)
+
+
+def test_the_model_is_as_before(tmp_path: Path) -> None:
+    trained("bert-classifier", tmp_path / "in", r=2, target_modules=["query"], modules_to_save=["classifier"])
+    model = zoo.build("bert-classifier", torch.float64)
+    before = {name: (id(p), p.clone()) for name, p in model.named_parameters()}
+    peftc.import_adapter(tmp_path / "in", tmp_path / "ours", model=model)
+    assert {name: id(p) for name, p in model.named_parameters()} == {name: one for name, (one, _) in before.items()}
+    assert all(torch.equal(p, before[name][1]) for name, p in model.named_parameters())
+
+
+def test_a_pickle_of_tensors_is_read_and_no_other(tmp_path: Path) -> None:
+    theirs = trained("llama", tmp_path / "in", **lora("llama"))
+    path = tmp_path / "in" / "adapter_model.safetensors"
+    torch.save(load_file(path), tmp_path / "in" / "adapter_model.bin")
+    path.unlink()
+    peftc.import_adapter(tmp_path / "in", tmp_path / "ours", model=zoo.build("llama", torch.float64))
+    assert_same_outputs(loaded("llama", tmp_path / "ours"), theirs, "llama")
+    torch.save({"run": print}, tmp_path / "in" / "adapter_model.bin")
+    import_refused("P803", tmp_path)
+
+
+def import_refused(code: str, folder: Path, model: nn.Module | None = None) -> peftc.Diagnostic:
+    base = zoo.build("llama", torch.float64) if model is None else model
+    diagnostic = refused(code, lambda: peftc.import_adapter(folder / "in", folder / "no", model=base), base)
+    assert not (folder / "no").exists()
+    return diagnostic
+
+
+KEYS: dict[str, Any] = {
+    "lora_aplha": 16,
+    "peft_type": "POLY",
+    "use_qalora": True,
+    "layer_replication": [[0, 2]],
+    "alora_invocation_tokens": [1],
+    "init_lora_weights": "pissa",
+    "lora_alpha": "8",
+    "rank_pattern": {"(a*)*b": 3},
+    "trainable_token_indices": [1, 2],
+    "use_rslora": "yes",
+}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_without_an_equation_is_named(key: str, tmp_path: Path) -> None:
+    trained("llama", tmp_path / "in", **lora("llama"))
+    path = tmp_path / "in" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: KEYS[key]}))
+    assert key in import_refused("P802", tmp_path).message
+
+
+def test_files_that_are_damaged(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    import_refused("P803", tmp_path)
+    (tmp_path / "in" / "adapter_config.json").write_text("[1]")
+    import_refused("P803", tmp_path)
+    (tmp_path / "in" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    import_refused("P803", tmp_path)
+    (tmp_path / "in" / "adapter_model.safetensors").write_bytes(b"\x09" * 30)
+    import_refused("P803", tmp_path)
+
+
+def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
+    trained("llama", tmp_path / "in", **lora("llama"))
+    path = tmp_path / "in" / "adapter_model.safetensors"
+    own = load_file(path)
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file({**own, key: own[key].t().contiguous()}, path)
+    import_refused("P804", tmp_path)
+    save_file({**own, key: torch.full_like(own[key], torch.nan)}, path)
+    import_refused("P561", tmp_path)
+    save_file({**own, key.replace("layers.0", "layers.9"): own[key].clone()}, path)
+    import_refused("P804", tmp_path)
+    save_file({**own, key.replace("lora_A", "lora_C"): own[key].clone()}, path)
+    import_refused("P802", tmp_path)
+    save_file(own, path)
+    import_refused("P804", tmp_path, zoo.build("llama", torch.float64, hidden_size=16))
