@@ -13,7 +13,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.folding.computed_weight import evaluated, has_plain_form, has_value_hooks, is_computed, stored_values
 from peftc.folding.own_forward import base_class, computes_product, is_edited
 from peftc.folding.report import Change
-from peftc.folding.rounding import rounded_change
+from peftc.folding.rounding import WeightSums, rounded_change
 from peftc.forms.affine_module import Affine
 from peftc.forms.module import FormModule, has_values
 from peftc.forms.shapes import Tokens
@@ -101,14 +101,19 @@ def _check_forward(fold: Fold, module: nn.Module) -> None:
 @dataclass
 class UnroundedParameters:
     """The weight and the bias of a module, by dotted name, in the precision of the sums; the bias
-    of a product in code may be another module's. `created`: biases. Shapes: as stored.
+    of a product in code may be another module's. Shapes: as stored.
+
+    `values`: those that are computed. `sums`: those that are computed when they are rounded, some
+    rows at a time. `before`: as they were. `created`: biases.
     """
 
     model: nn.Module
     module: str
     new_biases: bool = True
     values: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    sums: dict[str, WeightSums] = field(default_factory=dict[str, WeightSums])
     created: set[str] = field(default_factory=set[str])
+    before: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def name(self, ref: WeightRef) -> str:
         """One name, under whichever of its names the module is read."""
@@ -116,28 +121,48 @@ class UnroundedParameters:
         return parameter_name(replace(ref, module=self.module) if is_own else ref)
 
     def read(self, ref: WeightRef) -> Tensor:
-        """The rows of a site, (out, in)."""
-        return self.blocks(self.matrix(ref), ref).flatten(0, 1)
+        """The rows of a site, (out, in); in the parameter's dtype if no fold has changed them."""
+        rows = self.stored_rows(ref)
+        return self.blocks(self.matrix(ref), ref).flatten(0, 1) if rows is None else rows
 
     def write(self, ref: WeightRef, value: Tensor | Affine) -> None:
         """Replaces them, by a matrix or by that of an affine function."""
+        rows = self.stored_rows(ref)
+        if isinstance(value, Affine) and rows is not None and rows.ndim == 2 and rows.is_contiguous():
+            self.sums.setdefault(self.name(ref), WeightSums(self.stored(ref))).add(rows, value)
+            return
         matrix = self.matrix(ref)
         blocks = self.blocks(matrix, ref)
-        if isinstance(value, Affine) and len(blocks) == 1:
-            value.write_matrix(blocks[0])
-        else:
-            value = value.matrix() if isinstance(value, Affine) else value
-            blocks.copy_(value.unflatten(0, tuple(blocks.shape[:2])))
+        value = value.matrix() if isinstance(value, Affine) else value
+        blocks.copy_(value.unflatten(0, tuple(blocks.shape[:2])))
         if ref.layout is not None:  # the matrix may be a copy
             stored = self.values[self.name(ref)]
             stored.copy_(as_stored(matrix, stored, ref.layout.order))
 
+    def stored(self, ref: WeightRef) -> Tensor:
+        """The parameter, as it is."""
+        if (name := self.name(ref)) not in self.before:
+            self.before[name] = dense(evaluated(self.model.get_submodule(ref.module), ref.attribute).detach())
+        return self.before[name]
+
+    def stored_rows(self, ref: WeightRef) -> Tensor | None:
+        """The rows of a site as stored; None if a fold has changed some, or if they lie apart."""
+        name = self.name(ref)
+        if name in self.values or ref.layout is not None:
+            return None
+        blocks = self.blocks(self.as_matrix(self.stored(ref), ref), ref)
+        is_changed = name in self.sums and self.sums[name].overlaps(blocks)
+        return None if len(blocks) != 1 or is_changed else blocks[0]
+
     def matrix(self, ref: WeightRef) -> Tensor:
-        """The parameter as (out, in)."""
+        """The parameter as (out, in), in the precision of the sums."""
         if (name := self.name(ref)) not in self.values:
-            stored = dense(evaluated(self.model.get_submodule(ref.module), ref.attribute).detach())
-            self.values[name] = stored.to(sum_dtype(stored.dtype), copy=True)
-        tensor = self.values[name]
+            stored = self.stored(ref)
+            sums = self.sums.pop(name, None)
+            self.values[name] = stored.to(sum_dtype(stored.dtype), copy=True) if sums is None else sums.tensor()
+        return self.as_matrix(self.values[name], ref)
+
+    def as_matrix(self, tensor: Tensor, ref: WeightRef) -> Tensor:
         if ref.stacked_slice is not None:
             tensor = stacked_slice(tensor, ref.stacked_slice.count, ref.stacked_slice.index)
         if ref.layout is not None:
@@ -163,17 +188,19 @@ class UnroundedParameters:
             raise CannotFold(fold.site_edit.edit, reason)
         if not self.new_biases:
             raise CannotFold(fold.site_edit.edit, NEW_KEY.format(self.module))
-        own, bias = self.values[self.name(weight)], WeightRef(self.module, "bias", weight.rows)
-        self.values[self.name(bias)] = own.new_zeros(own.shape[0])
+        own, bias = self.stored(weight), WeightRef(self.module, "bias", weight.rows)
+        self.values[self.name(bias)] = own.new_zeros(own.shape[0], dtype=sum_dtype(own.dtype))
         self.created.add(self.name(bias))
         return bias
 
     def rounded(self, edits: tuple[str, ...]) -> Iterator[tuple[str, tuple[Tensor, Change]]]:
-        for name, value in self.values.items():
-            owner, _, attribute = name.rpartition(".")
-            module, created = self.model.get_submodule(owner), name in self.created
-            like = dense(evaluated(module, "weight" if created else attribute))
-            before = torch.zeros_like(value, dtype=like.dtype) if created else like.detach()
+        for name, value in [*self.values.items(), *self.sums.items()]:
+            owner, created = name.rpartition(".")[0], name in self.created
+            before = self.before.get(name)
+            if isinstance(value, Tensor) and before is None:  # a new bias
+                like = dense(evaluated(self.model.get_submodule(owner), "weight"))
+                before = torch.zeros_like(value, dtype=like.dtype)
+            assert before is not None
             new, change = rounded_change(name, before, value, edits, created)
             if change.entries or change.survived == 0 or created:
                 yield name, (new, change)
@@ -243,10 +270,11 @@ def fold_affine(
     if not all(tensor.is_floating_point() for tensor in own):
         return Refusal("the weight is quantised")
     dtype = sum_dtype(weight.dtype)
+    if side != "output" or any("w" in reads(term) for term in site_edit.terms()):
+        weight = weight.to(dtype)
     try:
         with torch.no_grad(), eval_mode(modules.values()):
-            w, b = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
-            return _fold(site_edit, modules, w, b, side)
+            return _fold(site_edit, modules, weight.detach(), None if bias is None else bias.detach().to(dtype), side)
     except NotAffine as error:
         return Refusal(error.reason)
 
@@ -344,7 +372,7 @@ def arithmetic(term: Arithmetic, left: Value, right: Value) -> Value:
 def _fold(
     site_edit: SiteEdit, modules: Mapping[str, FormModule], weight: Tensor, bias: Tensor | None, side: Side
 ) -> tuple[Tensor | Affine, Tensor | None]:
-    like = weight.new_empty((1, 1, 1))
+    like = weight.new_empty((1, 1, 1), dtype=sum_dtype(weight.dtype))
     weights = Interpreter(modules, like, {"w": weight} if bias is None else {"w": weight, "b": bias})
     weights.run(site_edit, ("w", "b"))
     weight, bias = cast(Tensor, weights.states["w"]), cast(Tensor | None, weights.states.get("b"))
@@ -386,7 +414,7 @@ def _hidden_value(
     side: Side,
 ) -> Affine:
     """What the equations of h (or z) give, as a function of what the Linear reads."""
-    states: dict[str, Value] = {"x": Affine.identity(weight.shape[1], weight.dtype, weight.device)}
+    states: dict[str, Value] = {"x": Affine.identity(weight.shape[1], like.dtype, weight.device)}
     if side == "input":
         states = {"h": states["x"], "z": states["x"]}
     else:  # a sub-layer's x is not its Linear's

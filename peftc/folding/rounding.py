@@ -1,6 +1,8 @@
 """Rounds the parameters of a fold to their dtype, once, and measures what became of the change."""
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -8,8 +10,58 @@ from torch import Tensor
 from peftc.adapters.base import dtype_name
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.folding.report import Change
+from peftc.forms.affine_module import ENTRIES, Affine
 
-PIECE = 2**16  # entries at a time: what is computed of them stays in a cache
+PIECE = ENTRIES
+
+
+@dataclass(eq=False)
+class WeightSums:
+    """A parameter of which some rows change, each computed when it is rounded.
+
+    `changes`: by the first of their entries, affine functions that begin with the rows as they are.
+    """
+
+    before: Tensor
+    changes: dict[int, Affine] = field(default_factory=dict[int, Affine])
+
+    def add(self, rows: Tensor, value: Affine) -> None:
+        """Rows of `before`, contiguous, become the matrix of an affine function."""
+        self.changes[int(rows.storage_offset() - self.before.storage_offset())] = value
+
+    def overlaps(self, rows: Tensor) -> bool:
+        """Whether some of these rows of `before` change, or may."""
+        start = rows.storage_offset() - self.before.storage_offset()
+        stop = start + 1 + sum((size - 1) * stride for size, stride in zip(rows.shape, rows.stride(), strict=True))
+        return any(start < at + value.d_out * value.d_in and at < stop for at, value in self.changes.items())
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """The flat values in the precision of the sums, in order, with the first entry of each."""
+        before, at = self.before.reshape(-1), 0
+        for start, value in sorted(self.changes.items(), key=lambda change: change[0]):
+            yield from self._kept(before, at, start)
+            for rows, block in value.row_blocks():
+                yield start + rows.start * value.d_in, block.reshape(-1)
+            at = start + value.d_out * value.d_in
+        yield from self._kept(before, at, before.numel())
+
+    def _kept(self, before: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        dtype = torch.promote_types(before.dtype, torch.float32)
+        for at in range(start, stop, PIECE):
+            yield at, before[at : min(at + PIECE, stop)].to(dtype)
+
+    def tensor(self) -> Tensor:
+        out = torch.empty(self.before.shape, dtype=torch.promote_types(self.before.dtype, torch.float32))
+        out = out.to(self.before.device)
+        for at, values in self.pieces():
+            out.view(-1)[at : at + values.numel()] = values
+        return out
+
+
+def pieces_of(value: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The entries of a tensor, flat, with the first of each piece."""
+    flat, size = value.reshape(-1), PIECE if value.device.type == "cpu" else max(1, value.numel())
+    return ((at, flat[at : at + size]) for at in range(0, flat.numel(), size))
 
 
 def rounded(name: str, value: Tensor, dtype: torch.dtype, edits: tuple[str, ...]) -> Tensor:
@@ -21,27 +73,23 @@ def rounded(name: str, value: Tensor, dtype: torch.dtype, edits: tuple[str, ...]
 
 
 def rounded_change(
-    name: str, before: Tensor, value: Tensor, edits: tuple[str, ...], created: bool = False
+    name: str, before: Tensor, value: Tensor | WeightSums, edits: tuple[str, ...], created: bool = False
 ) -> tuple[Tensor, Change]:
     """A new value in the dtype of `before`, and what became of the parameter. Raises: P530."""
-    entries = changed = 0
-    weight = delta = error = 0.0  # squares of W, of Δ, and of what rounding adds
-    new = torch.empty(value.shape, dtype=before.dtype, device=value.device)
-    exact_dtype = torch.promote_types(value.dtype, torch.float32)
-    parts = (tensor.reshape(-1).split(PIECE) for tensor in (before, value, new))
-    for old, exact, place in zip(*parts, strict=True):
-        place.copy_(exact)
-        old, exact, stored = (tensor.to(exact_dtype) for tensor in (old, exact, place))
-        change = exact - old
-        changed += int(torch.count_nonzero(change))
-        weight += square(old)
-        delta += square(change)
-        if before.dtype != value.dtype:
-            entries += int(torch.count_nonzero(stored - old))
-            error += square(stored - exact)
+    new = torch.empty(before.shape, dtype=before.dtype, device=before.device)
+    flat_before, flat_new = before.reshape(-1), new.view(-1)
+    pieces = value.pieces() if isinstance(value, WeightSums) else pieces_of(value)
+    totals, is_rounded = Totals(), False
+    for at, exact in pieces:
+        part = slice(at, at + exact.numel())
+        flat_new[part].copy_(exact)
+        is_rounded = before.dtype != exact.dtype
+        totals.add(flat_before[part], exact, flat_new[part] if is_rounded else None)
+    changed, entries = totals.changed, totals.entries
+    weight, delta, error = totals.weight, totals.delta, totals.error
     if not math.isfinite(delta + error) and not bool(new.isfinite().all()):
         raise not_finite(name, new, edits)
-    entries = changed if before.dtype == value.dtype else entries
+    entries = entries if is_rounded else changed
     return new, Change(
         name,
         new.numel(),
@@ -55,8 +103,44 @@ def rounded_change(
     )
 
 
+class Totals:
+    """Sums over the entries of a parameter.
+
+    `changed`: how many entries change; `entries`: how many still differ when they are rounded.
+    `weight`, `delta`, `error`: of squares of W, of Δ, and of what rounding adds.
+    """
+
+    def __init__(self) -> None:
+        self.changed = self.entries = 0
+        self.weight = self.delta = self.error = 0.0
+        self.memory: Tensor | None = None
+
+    def add(self, before: Tensor, exact: Tensor, stored: Tensor | None) -> None:
+        """Adds flat entries of the three. `stored`: after rounding, where the dtypes differ."""
+        count, dtype = exact.numel(), torch.promote_types(exact.dtype, torch.float32)
+        if self.memory is None or self.memory.shape[1] < count:  # new memory costs more than the sums
+            self.memory = torch.empty(3, count, dtype=dtype, device=exact.device)
+        old, new, change = self.memory[:, :count]
+        old.copy_(before)
+        exact = exact.to(dtype)
+        torch.sub(exact, old, out=change)
+        self.weight += square(old)
+        self.delta += square(change)
+        self.changed += nonzero(change)
+        if stored is not None:
+            new.copy_(stored)
+            torch.sub(new, exact, out=change)
+            self.error += square(change)
+            self.entries += nonzero(torch.sub(new, old, out=change))
+
+
 def square(values: Tensor) -> float:
     return float(torch.dot(values, values))
+
+
+def nonzero(values: Tensor) -> int:
+    """How many entries are not 0, and now 1. Faster than `torch.count_nonzero` here."""
+    return int(values.ne_(0).sum(dtype=torch.float64 if values.numel() > 2**24 else None))
 
 
 def ratio(part: float, whole: float) -> float:

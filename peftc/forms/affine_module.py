@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-ENTRIES = 2**17  # of a matrix that are computed at a time
+ENTRIES = 2**16  # of a matrix that are computed at a time on a CPU: what is computed of them stays in a cache
+LEAST_ROWS = 8  # at a time; PyTorch's product of one row has other bits than that row of a product
 
 
 @dataclass(frozen=True, eq=False)
 class Affine:
-    """v ↦ diagonal ⊙ v + Σ L (R v) + bias
+    """v ↦ diagonal ⊙ v + weight v + Σ L (R v) + bias
 
-    Shapes: diagonal (d,), where d_in = d_out = d; L (d_out, k); R (k, d_in), or None for the identity; bias (d_out,).
+    Shapes: diagonal (d,), where d_in = d_out = d; weight (d_out, d_in), which may have a lower precision than the rest; L
+    (d_out, k); R (k, d_in), or None for the identity; bias (d_out,).
     """
 
     diagonal: Tensor | None = None
     products: tuple[tuple[Tensor, Tensor | None], ...] = ()
     bias: Tensor | None = None
+    weight: Tensor | None = None
 
     @staticmethod
     def identity(d: int, dtype: torch.dtype, device: torch.device) -> Affine:
@@ -28,11 +32,12 @@ class Affine:
     @staticmethod
     def linear(weight: Tensor, bias: Tensor | None = None) -> Affine:
         """v ↦ weight v + bias"""
-        return Affine(products=((weight, None),), bias=bias)
+        return Affine(bias=bias, weight=weight)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._some().dtype
+        """Of its sums."""
+        return torch.promote_types(self._some().dtype, torch.float32)
 
     @property
     def device(self) -> torch.device:
@@ -42,7 +47,7 @@ class Affine:
         """weight · self + bias, for a weight (out, d_out)."""
         weight = weight.detach().to(self.dtype)
         parts: list[tuple[Tensor, Tensor | None]] = [
-            (weight, left) if right is None else (weight @ left, right) for left, right in self.products
+            (weight, left) if right is None else (weight @ left, right) for left, right in self.all_products()
         ]
         if self.diagonal is not None:
             parts.append((weight * self.diagonal, None))
@@ -54,47 +59,64 @@ class Affine:
         column = factor.reshape(-1, 1) if isinstance(factor, Tensor) else factor
         return Affine(
             None if self.diagonal is None else self.diagonal * factor,
-            tuple((left * column, right) for left, right in self.products),
+            tuple((left * column, right) for left, right in self.all_products()),
             None if self.bias is None else self.bias * factor,
         )
 
     def plus(self, other: Affine) -> Affine:
-        return Affine(_sum(self.diagonal, other.diagonal), self.products + other.products, _sum(self.bias, other.bias))
+        own, others = (
+            (self.products, other.all_products()) if self.weight is not None else (self.all_products(), other.products)
+        )
+        weight = other.weight if self.weight is None else self.weight
+        return Affine(_sum(self.diagonal, other.diagonal), own + others, _sum(self.bias, other.bias), weight)
 
     def shifted(self, by: Tensor | float) -> Affine:
         """self + by, for a number, or a vector (d_out,)."""
         zero = self._some().new_zeros(self.d_out)
         return replace(self, bias=_sum(self.bias, zero + by))
 
+    def all_products(self) -> tuple[tuple[Tensor, Tensor | None], ...]:
+        """The products, and the weight as the first of them."""
+        return self.products if self.weight is None else ((self.weight.to(self.dtype), None), *self.products)
+
     def matrix(self) -> Tensor:
         """(d_out, d_in)"""
-        total = None if self.diagonal is None else torch.diag(self.diagonal)
-        for left, right in self.products:
-            total = _sum(total, left if right is None else left @ right)
-        assert total is not None
-        return total
+        out = torch.empty(self.d_out, self.d_in, dtype=self.dtype, device=self.device)
+        for rows, block in self.row_blocks():
+            out[rows] = block
+        return out
 
-    def write_matrix(self, out: Tensor) -> None:
-        """Writes the matrix into `out` (d_out, d_in), which may be one of the factors.
-
-        Products are computed as a whole, so that their bits are those of PyTorch's product; their
-        sum is computed some rows at a time, which stay in a cache.
-        """
-        parts = [left if right is None else left @ right for left, right in self.products]
-        if self.diagonal is not None or any(part.shape != out.shape for part in parts):
-            out.copy_(self.matrix())
-            return
-        step = max(1, ENTRIES // max(1, out.shape[1]))
-        for start in range(0, len(out), step):
-            rows = slice(start, start + step)
-            out[rows] = sum((part[rows] for part in parts[1:]), start=parts[0][rows])
+    def row_blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """The matrix, some rows at a time. Each block is in the memory of the one before it."""
+        count, width = self.d_out, self.d_in
+        most = ENTRIES if self.device.type == "cpu" else count * width
+        blocks = max(1, count // max(LEAST_ROWS, most // max(1, width)))
+        largest = -(-count // blocks)
+        memory, products = torch.empty(2, largest, width, dtype=self.dtype, device=self.device)
+        for i in range(blocks):
+            rows = slice(count * i // blocks, count * (i + 1) // blocks)
+            size = rows.stop - rows.start
+            out = memory[:size]
+            out.copy_(self.weight[rows]) if self.weight is not None else out.zero_()
+            for left, right in self.products:
+                out += left[rows] if right is None else torch.mm(left[rows], right, out=products[:size])
+            if self.diagonal is not None:
+                out[:, rows].diagonal().add_(self.diagonal[rows])
+            yield rows, out
 
     @property
     def d_out(self) -> int:
-        return self.diagonal.shape[0] if self.diagonal is not None else self.products[0][0].shape[0]
+        return self._some().shape[0]
+
+    @property
+    def d_in(self) -> int:
+        if self.products and self.products[0][1] is not None:
+            return self.products[0][1].shape[1]
+        return self._some().shape[-1]
 
     def _some(self) -> Tensor:
-        return self.diagonal if self.diagonal is not None else self.products[0][0]
+        first = self.diagonal if self.diagonal is not None else self.weight
+        return first if first is not None else self.products[0][0]
 
 
 def _sum(left: Tensor | None, right: Tensor | None) -> Tensor | None:
