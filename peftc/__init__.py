@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from peftc.diagnostics import Diagnostic, PeftcError, PeftcWarning
 
 if TYPE_CHECKING:
-    from peftc.adapters import fuse, load, save, warm_start
+    from peftc.adapters import from_pretrained, fuse, load, push, save, warm_start
     from peftc.compiler import compile, design, parse, plan, remove, sites
     from peftc.exchange import export, import_adapter
     from peftc.explore import rewrite, trace
@@ -32,7 +32,7 @@ _HOMES = {
     "peftc.installation.disable": ("disabled", "set_enabled"),
     "peftc.training.steps": ("StepCallback", "losses", "step"),
     "peftc.verification": ("verify",),
-    "peftc.adapters": ("fuse", "load", "save", "warm_start"),
+    "peftc.adapters": ("from_pretrained", "fuse", "load", "push", "save", "warm_start"),
     "peftc.exchange": ("export", "import_adapter"),
     "peftc.folding": ("fold",),
     "peftc.merging": ("merge",),
@@ -52,6 +52,7 @@ __all__ = [
     "drop_task",
     "export",
     "fold",
+    "from_pretrained",
     "fuse",
     "graphs",
     "import_adapter",
@@ -61,6 +62,7 @@ __all__ = [
     "parameters",
     "parse",
     "plan",
+    "push",
     "remove",
     "rewrite",
     "save",

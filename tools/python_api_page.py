@@ -54,7 +54,7 @@ FUNCTIONS = {  # every function that peftc exports, by what it is for
     "Plan and inspect": ("plan", "sites", "design", "parse"),
     "Compile": ("compile", "remove", "disabled", "set_enabled", "parameters", "specs"),
     "Train": ("step", "StepCallback", "losses", "calibrate", "fuse", "warm_start"),
-    "Save and load": ("save", "load", "save_standalone"),
+    "Save and load": ("save", "load", "from_pretrained", "push", "save_standalone"),
     "Fold": ("fold", "merge"),
     "Exchange with other programs": ("export", "import_adapter"),
     "Tasks": ("task", "set_task", "tasks", "add_task", "drop_task"),

@@ -85,7 +85,7 @@ def save_checkpoint(
                 return adapter[-1]
 
             write(target, tensors, description, beside=True)
-            _write_configuration(model, target, adapter[-1].file)
+            write_configuration(model, target, adapter[-1].file)
     return target
 
 
@@ -174,8 +174,11 @@ def _check_folder(target: Path) -> None:
             raise PeftcError(Diagnostic("P526", message, help="name another folder, or remove these weights"))
 
 
-def _write_configuration(model: nn.Module, target: Path, tensors: str) -> None:
-    """Writes what tells programs of a library which model this is, and that it has no weights."""
+def write_configuration(model: nn.Module, target: Path, tensors: str | None = None) -> None:
+    """Writes what tells programs of a library which model this is, and that it has no weights.
+
+    `tensors`: the file to which `Trainer` is led. Raises: P526.
+    """
     try:
         if isinstance(model, PreTrainedModel):
             config = copy.deepcopy(model.config)
@@ -185,15 +188,15 @@ def _write_configuration(model: nn.Module, target: Path, tensors: str) -> None:
             replace_text(target / CONFIGURATION, _text(_json(target / CONFIGURATION) | {WEIGHTS: NO_WEIGHTS}))
             if model.can_generate():
                 model.generation_config.save_pretrained(target)  # pyright: ignore[reportOptionalMemberAccess]
-            index = {"peftc": NO_WEIGHTS, "weight_map": dict.fromkeys(model.state_dict(), tensors)}
-            (target / INDEX).touch()
-            replace_text(target / INDEX, _text(index))
+            if tensors is not None:
+                (target / INDEX).touch()
+                index = {"peftc": NO_WEIGHTS, "weight_map": dict.fromkeys(model.state_dict(), tensors)}
+                replace_text(target / INDEX, _text(index))
         elif hasattr(model, "save_config"):  # diffusers
             model.save_config(target)  # pyright: ignore[reportCallIssue]
     except OSError as error:
-        raise PeftcError(
-            Diagnostic("P526", f"the configuration cannot be saved at {target}", notes=(f"{error}",))
-        ) from error
+        message = f"the configuration cannot be saved at {target}"
+        raise PeftcError(Diagnostic("P526", message, notes=(f"{error}",))) from error
 
 
 def _json(path: Path) -> dict[str, Any]:
