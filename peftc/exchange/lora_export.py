@@ -16,8 +16,8 @@ from peftc.exchange.low_rank_changes.lora_weights import LoraWeights, chosen_alp
 from peftc.exchange.low_rank_changes.products import products
 from peftc.exchange.peft_format.folder import PREFIX
 from peftc.exchange.peft_format.names import pattern_of, target_names
-from peftc.folding.module_folds import Fold
 from peftc.folding.own_forward import base_class
+from peftc.folding.unrounded_parameters import Fold
 from peftc.folding.weights import Folding
 from peftc.planning.foldability.affine import NotAffine, affine_structure, fold_target
 from peftc.planning.ir import SiteEdit

@@ -15,10 +15,10 @@ from transformers import PretrainedConfig
 
 from peftc.adapters.base import dtype_name
 from peftc.addressing.sites import Site, parameter_name
-from peftc.folding.module_folds import sum_dtype
 from peftc.folding.own_forward import base_class, computes_product
 from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.folding.rounding import rounded
+from peftc.folding.unrounded_parameters import sum_dtype
 from peftc.folding.weights import Folding, listed_names
 from peftc.forms.bottleneck_module import ACTIVATION
 from peftc.forms.module import FormModule

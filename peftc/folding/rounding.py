@@ -39,13 +39,13 @@ class WeightSums:
         """The flat values in the precision of the sums, in order, with the first entry of each."""
         before, at = self.before.reshape(-1), 0
         for start, value in sorted(self.changes.items(), key=lambda change: change[0]):
-            yield from self._kept(before, at, start)
+            yield from self._unchanged(before, at, start)
             for rows, block in value.row_blocks():
                 yield start + rows.start * value.d_in, block.reshape(-1)
             at = start + value.d_out * value.d_in
-        yield from self._kept(before, at, before.numel())
+        yield from self._unchanged(before, at, before.numel())
 
-    def _kept(self, before: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    def _unchanged(self, before: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         dtype = torch.promote_types(before.dtype, torch.float32)
         for at in range(start, stop, PIECE):
             yield at, before[at : min(at + PIECE, stop)].to(dtype)

@@ -13,8 +13,9 @@ from peftc.addressing.sites import parameter_name
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.folding.computed_weight import is_computed, make_plain, stored_values
-from peftc.folding.module_folds import CannotFold, Fold, combine, is_linear_module
+from peftc.folding.module_folds import combine
 from peftc.folding.report import Change, Folded, FoldReport, Refused
+from peftc.folding.unrounded_parameters import CannotFold, Fold, is_linear_module
 from peftc.forms.module import FormModule, has_values
 from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.completeness import active_installation

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class Affine:
     diagonal: Tensor | None = None
     products: tuple[tuple[Tensor, Tensor | None], ...] = ()
     bias: Tensor | None = None
-    weight: Tensor | None = None
+    weight: Tensor | None = field(default=None, kw_only=True)
 
     @staticmethod
     def identity(d: int, dtype: torch.dtype, device: torch.device) -> Affine:
@@ -68,7 +68,7 @@ class Affine:
             (self.products, other.all_products()) if self.weight is not None else (self.all_products(), other.products)
         )
         weight = other.weight if self.weight is None else self.weight
-        return Affine(_sum(self.diagonal, other.diagonal), own + others, _sum(self.bias, other.bias), weight)
+        return Affine(_sum(self.diagonal, other.diagonal), own + others, _sum(self.bias, other.bias), weight=weight)
 
     def shifted(self, by: Tensor | float) -> Affine:
         """self + by, for a number, or a vector (d_out,)."""

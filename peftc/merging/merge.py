@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from peftc.adapters.files import path_of
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.folding.ffn_width import HiddenUnits
-from peftc.folding.module_folds import CannotFold
+from peftc.folding.unrounded_parameters import CannotFold
 from peftc.folding.weights import Folding
 from peftc.installation.record import installation_of, is_installed
 from peftc.merging.base_model import BaseModel, load_adapters, open_base

@@ -12,9 +12,10 @@ from torch import Tensor
 from peftc.addressing.sites import parameter_name
 from peftc.folding.computed_weight import is_computed, stored_values
 from peftc.folding.ffn_width import HiddenUnits, WiderFfn
-from peftc.folding.module_folds import NEW_KEY, CannotFold, Fold, combine
+from peftc.folding.module_folds import combine
 from peftc.folding.report import Change
 from peftc.folding.rounding import rounded_change
+from peftc.folding.unrounded_parameters import NEW_KEY, CannotFold, Fold
 from peftc.folding.weights import Folding
 from peftc.merging.base_model import BaseModel
 from peftc.merging.keys import KeyGroup

@@ -12,7 +12,8 @@ from torch import Tensor
 from peftc.addressing.sites import Site, State, WeightRef
 from peftc.diagnostics import PeftcError
 from peftc.equations.table import FORMS
-from peftc.folding.module_folds import CannotFold, Fold, combine
+from peftc.folding.module_folds import combine
+from peftc.folding.unrounded_parameters import CannotFold, Fold
 from peftc.forms import Dims
 from peftc.forms.module import FormModule, build
 from peftc.forms.shapes import Shape, Tokens, Vector, Weight

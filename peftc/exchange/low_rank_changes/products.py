@@ -15,7 +15,8 @@ from torch import Tensor
 
 from peftc.addressing.sites import WeightRef
 from peftc.exchange.low_rank_changes.factored import Factored, form_value, matrix_value
-from peftc.folding.module_folds import Fold, Interpreter, Value, eval_mode
+from peftc.folding.module_folds import Interpreter, Value, eval_mode
+from peftc.folding.unrounded_parameters import Fold
 from peftc.forms.module import FormModule
 from peftc.forms.shapes import Weight
 from peftc.planning.foldability.affine import NotAffine, is_linear, is_table, show_term
