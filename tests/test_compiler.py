@@ -15,6 +15,7 @@ from torch import nn
 import peftc
 from peftc.concurrency.garbage_collection import paused_gc
 from peftc.forms.module import FormModule
+from peftc.installation import cached_analysis
 from tests import zoo
 from tests.call_counts import calls
 
@@ -200,3 +201,18 @@ def test_twice_the_layers_are_at_most_twice_the_work(device: str) -> None:
 
     work(2)
     assert work(48) <= 2.1 * work(24)
+
+
+def test_a_layer_that_is_like_another_is_little_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LoRA on the seven Linears of a LLaMA's layer: parameters, containers, and comparisons."""
+    monkeypatch.setattr(cached_analysis, "_recent", [])
+    spec = "peft 1\nedit a at layer[*].attn.q | layer[*].attn.k | layer[*].attn.v | layer[*].attn.o "
+    spec += "| layer[*].ffn.up | layer[*].ffn.gate | layer[*].ffn.down { h += lora(x, r=2) }\n"
+
+    def work(layers: int) -> int:
+        with torch.device("meta"):
+            model = zoo.build("llama", num_hidden_layers=layers)
+        return calls(lambda: peftc.compile(spec, model, seed=0, cache=False))
+
+    work(2)
+    assert work(36) - work(24) <= 12 * 3080

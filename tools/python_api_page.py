@@ -195,7 +195,7 @@ def attributes_of(cls: type) -> dict[str, str]:
     """The types of the attributes that `repr` shows."""
     hidden = {name for name, item in getattr(cls, "__dataclass_fields__", {}).items() if not item.repr}
     hidden |= {"model_config", "format_version"}
-    types = annotations_of(cls).items()
+    types = [pair for pair in annotations_of(cls).items() if not pair[0].startswith("_")]
     return {name: str(kind).replace("|", r"\|") for name, kind in types if name not in hidden}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ class EquationModule(Hookable, FormModule):
     """
 
     definition: TextForm
+    _common_attributes = (PLACE, PLACES)
     sequence: Sequence | None = None  # of a form that selects positions
 
     def setup(self) -> None:
@@ -63,21 +64,6 @@ class EquationModule(Hookable, FormModule):
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
         self.prepare()
-
-    def copier(self) -> Callable[[], FormModule] | None:
-        own = vars(self)
-        places = {name: own.pop(name) for name in (PLACE, PLACES) if name in own}
-        make = super().copier()
-        own |= places
-        if make is None:
-            return None
-
-        def copy() -> FormModule:
-            form = make()
-            vars(form).update(places)
-            return form
-
-        return copy
 
     def own_names(self) -> list[str]:
         """The parameters and fixed values that this module has."""

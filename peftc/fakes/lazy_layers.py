@@ -32,7 +32,7 @@ def lazy_copy(model: nn.Module, widen: bool = False) -> nn.Module | None:
     part has reached into one or shares memory with it, nor where a module has several names.
     """
     repeats = repeated_layers(model)
-    if not repeats.layers or is_dispatched(model):
+    if not repeats.layers or is_dispatched(model, repeats.layers):
         return None
     with _disable_current_modes():
         new, copies = copy_model(model, new_mode(), widen, True, repeats.layers)

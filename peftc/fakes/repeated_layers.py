@@ -185,7 +185,8 @@ class _Comparison:
                 if (other := own[key]) is not value:
                     self.compare_attributes(key, other, value, facts, is_root)
         for key, table, layout in facts.tensors:
-            self.compare_tensors(key, own[table].get(key), layout, facts, is_root)
+            if (tensor := own[table].get(key)) is not None or layout is not None:
+                self.compare_tensors(key, tensor, layout, facts, is_root)
         if not is_root:
             self.owners.append(id(module))
         for child in children.values():

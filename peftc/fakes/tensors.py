@@ -96,10 +96,10 @@ def fake_copy(value: T, mode: FakeTensorMode | None = None, *, widen: bool = Fal
 def copy_model(
     model: nn.Module, mode: FakeTensorMode, widen: bool, whole: bool, leaves: Container[int] = ()
 ) -> tuple[nn.Module, dict[int, Any]]:
-    """As `fake_copy`, with the copies of everything in the model, by `id`. `leaves`: modules, by
-    `id`, whose children are left out. Call it outside of modes.
+    """As `fake_copy`, with the copies of everything in the model, by `id`. `leaves`: repeated
+    layers, by `id`, whose children are left out. Call it outside of modes.
     """
-    dispatched = whole and is_dispatched(model)
+    dispatched = whole and is_dispatched(model, leaves)
     copier = _CopyAsFake(mode, widen, torch.device("cpu") if dispatched else None)
     memo: dict[int, Any] = {}
     for module in modules_in(model, leaves):

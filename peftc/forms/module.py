@@ -64,6 +64,7 @@ class FormModule(nn.Module):
     owner_module: FormModule | None
     index: int
     reduction: ClassVar[Literal["sum", "mean"]] = "sum"
+    _common_attributes: ClassVar[tuple[str, ...]] = ()  # what copies have in common, though it is not plain
 
     def __init__(
         self,
@@ -164,7 +165,8 @@ class FormModule(nn.Module):
         """A function that makes forms like this new one, with uninitialised parameters of their own, in a fraction of the
         time of building them; None where the form has more of its own than parameters and numbers.
         """
-        cls, own = type(self), (value for name, value in vars(self).items() if name not in TABLES)
+        cls, shared = type(self), self._common_attributes
+        own = (value for name, value in vars(self).items() if name not in TABLES and name not in shared)
         if self._modules or self._buffers or not all(map(_is_plain, own)):
             return None
         args, tables, common = self.form_args, tuple(TABLES.items()), dict(vars(self))

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from peftc.addressing.renaming import Renaming
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.equation_code.module import EquationModule as EquationModule  # imported before a model is compiled
 from peftc.forms.module import FormModule, build, build_of_all, build_owner, member, seeded
@@ -75,8 +74,12 @@ class RegionKind(NamedTuple):
 
 
 class AlikeRegion(NamedTuple):
-    """A `RegionKind` whose further regions differ from the first in names alone."""
+    """What regions share that differ in names alone; their modules have a parameter `first`."""
 
+    module: type[nn.Module]
+    first: str
+    dtype: torch.dtype
+    device: torch.device
     cls: GeneratedClass
     edits: tuple[FormCopies, ...]
 
@@ -107,7 +110,7 @@ class InstallationBuilder:
         self.shared_classes = shared_classes
         self.copiers: dict[object, Callable[[], FormModule] | None] = {}
         self.kinds: dict[object, RegionKind] = {}
-        self.alike: dict[int, tuple[type[nn.Module], Options, AlikeRegion]] = {}  # by `id` of the region
+        self.alike: dict[int, AlikeRegion] = {}  # by `id` of the region, which its list keeps
         self.patterns: dict[object, GeneratedClass] = {}  # by class and `names_pattern`
         self.plain_classes: dict[type[nn.Module], bool] = {}
         self.seeds = {edit: spec.seed for spec in installation.specs for edit in spec.edits}
@@ -120,17 +123,20 @@ class InstallationBuilder:
         """Makes classes and parameters. Raises: P411, P424, P426, P427, P527."""
         partly_loaded = len({p.is_meta for p in all_parameters(self.every)}) > 1
         modules, checked = dict(self.every), set[str]()
-        for block in regions.blocks:
-            for region in block.template.regions:
+        for template in {id(block.template): block.template for block in regions.blocks}.values():
+            for region in template.regions:
                 self.sequences |= dict.fromkeys(region.position_sites, Sequence())
         for block in regions.blocks:
+            renaming = None if partly_loaded else block.renaming
             for region in block.template.regions:
-                if block.renaming is not None and not partly_loaded:
-                    name = block.renaming.module(region.module)
-                    if (edited := self.alike_module(region, name, modules[name], block.renaming)) is not None:
+                if renaming is not None and (alike := self.alike.get(id(region))) is not None:
+                    name = renaming.module(region.module)
+                    if self.is_alike(module := modules[name], alike):
                         if (parent := name.rpartition(".")[0]) not in checked:
                             check_parents(parent, modules, checked)
-                        self.add(name, edited)
+                        paths = [renaming.path(site_edit.owner_path) for site_edit in region.site_edits]
+                        container = self.container_copy(region, name, paths, module, alike.edits)
+                        self.add(name, EditedModule(module, alike.cls, container))
                         continue
                 own = block.named(region)
                 module = modules[own.module]
@@ -147,18 +153,15 @@ class InstallationBuilder:
         self.modules.append(edited)
         self.installation.regions.append((name, edited.cls))
 
-    def alike_module(self, region: Region, name: str, module: nn.Module, renaming: Renaming) -> EditedModule | None:
-        """A module as that of a region which exists, in another layer; None if it is not alike."""
-        if (alike := self.alike.get(id(region))) is None:  # the list keeps the region
-            return None
-        own, (cls, (dtype, device), kind) = vars(module), alike
-        first = next(iter(own["_parameters"].values()), None)
-        if type(module) is not cls or first is None or first.dtype is not dtype or first.device != device:
-            return None
-        if FORWARD in own or HOOK in own or CONTAINER in own["_modules"] or self.hides_container(module):
-            return None
-        paths = [renaming.path(site_edit.owner_path) for site_edit in region.site_edits]
-        return EditedModule(module, kind.cls, self.container_copy(region, name, paths, module, kind.edits))
+    def is_alike(self, module: nn.Module, alike: AlikeRegion) -> bool:
+        """Whether a module gets what that of an alike region has got, in another layer."""
+        own = vars(module)
+        first = own["_parameters"].get(alike.first)
+        if type(module) is not alike.module or first is None or first.dtype is not alike.dtype:
+            return False
+        if FORWARD in own or HOOK in own or CONTAINER in own["_modules"] or first.device != alike.device:
+            return False
+        return not self.hides_container(module)
 
     def hides_container(self, module: nn.Module) -> bool:
         """Whether a module has an attribute of the container's name."""
@@ -186,8 +189,9 @@ class InstallationBuilder:
             is_fixed = not region.inline and FORWARD not in vars(module)
             kind = self.kinds[key] = RegionKind(cls if is_fixed else None, self.form_copies(region, options))
         draws = any(form.draws for edit in kind.edits or () for form in edit.forms)
-        if kind.cls is not None and kind.edits is not None and not draws and not self.is_dispatched:
-            self.alike[id(region)] = type(module), options, AlikeRegion(kind.cls, kind.edits)
+        first = next(iter(vars(module)["_parameters"]), None)
+        if first and kind.cls is not None and kind.edits is not None and not draws and not self.is_dispatched:
+            self.alike[id(region)] = AlikeRegion(type(module), first, *options, kind.cls, kind.edits)
         return EditedModule(module, cls, container)
 
     def generated_class(self, region: Region, module: nn.Module) -> GeneratedClass:
@@ -235,7 +239,7 @@ class InstallationBuilder:
                 sets_values = self.forms[saved_name(site_edit, one)].sets_values()
                 forms.append(FormCopy(one.key, one, copy, options[1].type != "meta" or sets_values))
             edits.append(FormCopies(edit.edit_name, edit.slug, tuple(forms)))
-        return tuple(edits)
+        return tuple(edits) if len({edit[:2] for edit in edits}) == len(edits) else None
 
     def container_copy(
         self, region: Region, name: str, paths: Iterable[str], module: nn.Module, edits: Iterable[FormCopies]
@@ -243,19 +247,21 @@ class InstallationBuilder:
         """As `container`, of a region whose kind is known, at a module of that name. `paths`: those
         that own the parameters.
         """
-        root: dict[str, dict[str, dict[str, nn.Module]]] = {}
+        root: dict[str, dict[str, nn.Module]] = {}
         place = f"{name}.{CONTAINER}" if name else CONTAINER
         forms, places = self.forms, self.installation.form_modules
         for edit, site_edit, path in zip(edits, region.site_edits, paths, strict=True):
+            start, own = f"{site_edit.edit}/{path}/", dict[str, nn.Module]()
             for key, instance, copy, draws in edit.forms:
-                form_name = f"{site_edit.edit}/{path}/{key}"
+                form_name = start + key
                 if (form := forms.get(form_name)) is None:
                     forms[form_name] = form = copy()
                     places[form_name] = f"{place}.{edit.edit}.{edit.slug}.{key}"
                     if draws:
                         self.set_values(form, FormSite(site_edit, instance, module), form_name, path)
-                root.setdefault(edit.edit, {}).setdefault(edit.slug, {})[key] = form
-        return container_of({e: container_of({s: container_of(f) for s, f in own.items()}) for e, own in root.items()})
+                own[key] = form
+            root.setdefault(edit.edit, {})[edit.slug] = container_of(own)
+        return container_of({edit: container_of(slugs) for edit, slugs in root.items()})
 
     # Forms ----------------------------------------------------------------------------------------
 

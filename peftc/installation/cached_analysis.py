@@ -4,16 +4,15 @@ the latest models in this process for others of the same structure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from peftc.installation.model_state import ModelState, flags_of, own_modules, state_of
 from peftc.models.samples import is_same_sample
 from peftc.models.sources import ModelSource
-from peftc.modules.walk import Named
 from peftc.recognition.analysis import Analysis, analyse
 
 T = TypeVar("T")
@@ -41,23 +40,27 @@ class CachedAnalysis:
         analysis: Analysis,
         sample: Mapping[str, Any] | None,
         before: ModelState | None,
-        modules: Named | None,
+        tensors: Sequence[Tensor] | None,
     ) -> CachedAnalysis:
         """That of a model which had a state when its edits were put in: they change flags alone.
-        `modules`: its own, by all of their names, if they are known.
+        `tensors`: those of the state, if they are known and still those of the model.
         """
         if before is None:
             return cls.of(model, analysis, sample)
-        flags = flags_of(own_modules(model) if modules is None else modules)
+        flags = flags_of(own_modules(model)) if tensors is None else tuple([t.requires_grad for t in tensors])
         return cls(analysis, sample, replace(before, flags=flags))
 
     def is_valid(self, model: nn.Module, sample: Mapping[str, Any] | None) -> bool:
         return self.state is not None and is_same_sample(sample, self.sample) and state_of(model) == self.state
 
 
-def known_state(source: ModelSource, sample: Mapping[str, Any] | None = None) -> ModelState | None:
-    """The state of a source by which its analysis is shared; None where it is not."""
-    return state_of(source.module) if MOST and source.module is not None and sample is None else None
+def known_state(
+    source: ModelSource, sample: Mapping[str, Any] | None = None, tensors: list[Tensor] | None = None
+) -> ModelState | None:
+    """The state of a source by which its analysis is shared; None where it is not. `tensors`: as in
+    `state_of`.
+    """
+    return state_of(source.module, tensors) if MOST and source.module is not None and sample is None else None
 
 
 def shared_analysis(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -26,7 +26,6 @@ from peftc.installation.stored_compilations import Storage
 from peftc.models.samples import check_sample
 from peftc.models.skeleton import check_runs, stop_notes
 from peftc.models.sources import ModelSource, resolve
-from peftc.modules.walk import Named
 from peftc.planning.lowering_context import DEFAULT_TASK
 from peftc.planning.planner import PlanResult
 from peftc.recognition.analysis import Analysis, ModelLike
@@ -44,6 +43,7 @@ class CompiledModel:
     ) -> None:
         self.module = module
         self.state: ModelState | None = None  # of the module without edits, if the analysis compared it
+        self.tensors: list[Tensor] | None = None  # of the state, if they are known
         self.storage: Storage | None = None  # of the first compilation
         self.stored: Compilation | None = None
         if analysis is not None:
@@ -89,7 +89,9 @@ class CompiledModel:
         """As `plan`; of a module without specs, by what another process has stored, if it has."""
         if not self.specs and not vars(self).keys() & {"analysis"}:
             source = resolve(self.module)
-            self.state = known_state(source, self.sample)
+            tensors = list[Tensor]()
+            self.state = known_state(source, self.sample, tensors)
+            self.tensors = None if self.state is None else tensors
             if self.state is not None and recent_analysis(source, self.state) is None:
                 self.storage = Storage.of(source, self.state, spec, tasks)
                 self.stored = None if self.storage is None else self.storage.read()
@@ -161,7 +163,7 @@ class CompiledModel:
         if stored is None and self.storage is not None:
             self.storage.write(compilation, self.analysis.table)
             self.storage = None
-        modules = reinstall(
+        reinstall(
             self.module,
             specs,
             compilation,
@@ -174,15 +176,15 @@ class CompiledModel:
             journal=journal,
         )
         if stored is None:
-            self.keep_analysis(modules)
+            self.keep_analysis(self.tensors if finish is None else None)  # a step may have replaced some
         return self.module
 
-    def keep_analysis(self, modules: Named | None) -> None:
-        """Keeps the analysis for later changes. `modules`: as in `CachedAnalysis.after_edits`."""
+    def keep_analysis(self, tensors: Sequence[Tensor] | None) -> None:
+        """Keeps the analysis for later changes. `tensors`: as in `CachedAnalysis.after_edits`."""
         if self.analysis.structure.model is not self.module:
             known = (self.module, self.analysis, self.sample)
-            self.installation.analysis = CachedAnalysis.after_edits(*known, self.state, modules)
-            self.state = None  # from now on something may change the module
+            self.installation.analysis = CachedAnalysis.after_edits(*known, self.state, tensors)
+            self.state = self.tensors = None  # from now on something may change the module
 
 
 def analyse_base(

@@ -61,12 +61,19 @@ class ModelState:
     flags: tuple[bool, ...]
 
 
-def state_of(model: nn.Module) -> ModelState | None:
-    """Classes, code, attributes and layouts of a model; None where one cannot be compared."""
+def state_of(model: nn.Module, tensors: list[Tensor] | None = None) -> ModelState | None:
+    """Classes, code, attributes and layouts of a model; None where one cannot be compared.
+
+    `tensors`: gets those whose `requires_grad` the state has, in order.
+    """
+    reader = _Reader(model)
     try:
-        return _Reader(model).state(model)
+        state = reader.state(model)
     except NotComparable:
         return None
+    if tensors is not None:
+        tensors[:] = reader.tensors
+    return state
 
 
 def flags_of(modules: Named) -> tuple[bool, ...]:
@@ -141,14 +148,14 @@ class _Reader:
         self.kinds: dict[object, tuple[int, tuple[int, ...]]] = {}  # by names and types of attributes
         self.classes: dict[type, int] = {}  # the number of each, without edits
         self.codes: dict[type, tuple[Any, ...]] = {}
-        self.flags: list[bool] = []
+        self.tensors: list[Tensor] = []  # those of modules, in order
 
     def state(self, model: nn.Module) -> ModelState:
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             self.node(model, (CONTAINER, SHARED))
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         parts = (modes, comparable(self.config), tuple(self.values), tuple(self.layouts), tuple(self.codes.items()))
-        return ModelState(tuple(self.nodes), parts, tuple(self.flags))
+        return ModelState(tuple(self.nodes), parts, tuple([tensor.requires_grad for tensor in self.tensors]))
 
     def node(self, module: nn.Module, without: tuple[str, ...] = (CONTAINER,)) -> int:
         """The number of the node of a module that is new. `without`: children that are skipped."""
@@ -166,7 +173,7 @@ class _Reader:
             self.codes.setdefault(cls, reachable_code(cls))
         row = [number, *self.attributes(attributes, own)]
         if own["_parameters"] or own["_buffers"]:
-            row.append(self.tensors(own))
+            row.append(self.layout(own))
         if children := own["_modules"]:
             names: list[Any] = []
             for name, child in children.items():
@@ -202,10 +209,10 @@ class _Reader:
             self.configs[id(value)] = self.values[comparable(value)]
         return self.configs[id(value)]
 
-    def tensors(self, own: dict[str, Any]) -> tuple[Any, ...]:
+    def layout(self, own: dict[str, Any]) -> tuple[Any, ...]:
         """Of each tensor its name, layout and, if it or its memory is not new, their numbers."""
         row: list[Any] = ["tensors"]
-        objects, memories, layouts, flags = self.objects, self.memories, self.layouts, self.flags
+        objects, memories, layouts, tensors = self.objects, self.memories, self.layouts, self.tensors
         for name, tensor in _tensors_of(own):
             if tensor is None:
                 row += (name, None)
@@ -221,7 +228,7 @@ class _Reader:
                 row.append((objects.get(number), memories[memory]))
             objects.setdefault(number, len(objects))
             memories.setdefault(memory, len(memories))
-            flags.append(tensor.requires_grad)
+            tensors.append(tensor)
         return tuple(row)
 
 

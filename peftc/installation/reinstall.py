@@ -27,7 +27,7 @@ from peftc.installation.edited_classes import (
 from peftc.installation.journal import Journal, transaction
 from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed
 from peftc.modules.offload import offloaded_error, offloaded_parameters
-from peftc.modules.walk import Named, all_named_modules, named_modules, named_parameters
+from peftc.modules.walk import all_named_modules, named_modules, named_parameters
 from peftc.planning.planner import PlanResult
 from peftc.rewriting.edits import SHARED
 from peftc.rewriting.legality.preconditions import missing_values
@@ -55,7 +55,7 @@ class Snapshot:
         self.base_modules = None if self.record else all_named_modules(model)
         parameters = dict(named_parameters(self.base_modules or named_modules(model)))
         self.requires_grad = {name: p.requires_grad for name, p in parameters.items()}
-        self.gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        self.gradients = {name: grad for name, p in parameters.items() if (grad := p.grad) is not None}
         self.base_requires_grad = self.record.requires_grad if self.record else self.requires_grad
         added = {id(p) for form in self.forms.values() for p in form.parameters()}
         self.base_parameters = {n: p for n, p in parameters.items() if id(p) not in added} if added else parameters
@@ -92,8 +92,9 @@ class TrainedParameters:
         self.originals = {n: values[n] for n in names}
 
     def set_requires_grad(self) -> None:
+        new = set(self.new)
         for name, parameter in self.parameters.items() if self.first else ():
-            if parameter.requires_grad and name not in self.new:
+            if parameter.requires_grad and name not in new:
                 set_requires_grad(parameter, False)
         for name in self.parameters.keys() & self.dropped:
             set_requires_grad(self.parameters[name], False)
@@ -118,13 +119,11 @@ def reinstall(
     finish: Step | None = None,
     draw: bool = True,
     journal: Journal | None = None,
-) -> Named | None:
+) -> None:
     """Leaves the model with `specs`, planned together in `compilation`, and with no other edits.
 
     The first spec freezes the base. `finish` may be interrupted; it writes new parameters: all of
     them if they are not drawn.
-
-    Returns: the modules of the model before its first spec, by all of their names.
     """
     before, planned = Snapshot(model), compilation.planned
     trained = TrainedParameters(before, planned)
@@ -149,7 +148,6 @@ def reinstall(
         default = chosen.variable.default
         if default.task is not None and default.task not in chosen.names:  # takes back `set_task`
             chosen.variable.default = replace(default, task=None)
-    return before.base_modules if finish is None else None  # a step may have replaced some
 
 
 def uninstall(

@@ -5,7 +5,7 @@ device on which the module runs.
 """
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,9 +23,11 @@ def hooks(module: nn.Module) -> Iterator[Any]:
         yield from getattr(hook, "hooks", (hook,))
 
 
-def is_dispatched(model: nn.Module) -> bool:
-    """Whether accelerate has dispatched a model, maybe to several devices."""
-    return any(HOOK in vars(module) for module in modules_in(model))
+def is_dispatched(model: nn.Module, leaves: Container[int] = ()) -> bool:
+    """Whether accelerate has dispatched a model, maybe to several devices. `leaves`: modules, by
+    `id`, whose children have the attributes of others.
+    """
+    return any(HOOK in vars(module) for module in modules_in(model, leaves))
 
 
 def execution_device(module: nn.Module) -> torch.device | None:

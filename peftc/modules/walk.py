@@ -164,10 +164,12 @@ def named_parameters(modules: Named) -> Iterator[tuple[str, nn.Parameter]]:
     """`model.named_parameters()`, from `named_modules(model)`."""
     seen = set[int]()
     for prefix, module in modules:
-        for name, parameter in vars(module)["_parameters"].items():
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield f"{prefix}.{name}" if prefix else name, parameter
+        if own := vars(module)["_parameters"]:
+            start = f"{prefix}." if prefix else ""
+            for name, parameter in own.items():
+                if parameter is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield start + name, parameter
 
 
 def all_named_parameters(modules: Named) -> Iterator[tuple[str, nn.Parameter]]:

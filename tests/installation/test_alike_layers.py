@@ -26,7 +26,7 @@ SPECS = {
 def each_alone(patch: pytest.MonkeyPatch) -> None:
     """Every module gets forms that are built, and its own checks."""
     patch.setattr(FormModule, "copier", lambda self: None)
-    patch.setattr(InstallationBuilder, "alike_module", lambda *_: None)
+    patch.setattr(InstallationBuilder, "is_alike", lambda *_: False)
 
 
 def description(model: nn.Module) -> dict[str, Any]:
