@@ -9,7 +9,7 @@ from peftc.diagnostics import Diagnostic, PeftcError, PeftcWarning
 if TYPE_CHECKING:
     from peftc.adapters import from_pretrained, fuse, load, push, save, warm_start
     from peftc.compiler import compile, design, parse, plan, remove, sites
-    from peftc.exchange import export, import_adapter
+    from peftc.exchange import convert, export, import_adapter
     from peftc.explore import rewrite, trace
     from peftc.folding import fold
     from peftc.installation.contents import graphs, parameters, specs
@@ -33,7 +33,7 @@ _HOMES = {
     "peftc.training.steps": ("StepCallback", "losses", "step"),
     "peftc.verification": ("verify",),
     "peftc.adapters": ("from_pretrained", "fuse", "load", "push", "save", "warm_start"),
-    "peftc.exchange": ("export", "import_adapter"),
+    "peftc.exchange": ("convert", "export", "import_adapter"),
     "peftc.folding": ("fold",),
     "peftc.merging": ("merge",),
     "peftc.standalone": ("save_standalone",),
@@ -47,6 +47,7 @@ __all__ = [
     "add_task",
     "calibrate",
     "compile",
+    "convert",
     "design",
     "disabled",
     "drop_task",

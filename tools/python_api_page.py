@@ -56,7 +56,7 @@ FUNCTIONS = {  # every function that peftc exports, by what it is for
     "Train": ("step", "StepCallback", "losses", "calibrate", "fuse", "warm_start"),
     "Save and load": ("save", "load", "from_pretrained", "push", "save_standalone"),
     "Fold": ("fold", "merge"),
-    "Exchange with other programs": ("export", "import_adapter"),
+    "Exchange with other programs": ("export", "import_adapter", "convert"),
     "Tasks": ("task", "set_task", "tasks", "add_task", "drop_task"),
     "Verify": ("verify",),
     "Passes": ("trace", "rewrite", "graphs"),

@@ -1,8 +1,8 @@
-"""The commands `export` and `import`."""
+"""The commands `export`, `import` and `convert`."""
 
 from argparse import Namespace
 
-from peftc.exchange import export, import_adapter
+from peftc.exchange import convert, export, import_adapter
 
 
 def run_export(args: Namespace) -> int:
@@ -12,6 +12,8 @@ def run_export(args: Namespace) -> int:
         args.output,
         to=args.to,
         model=args.model,
+        max_rank=args.max_rank,
+        svd=args.svd,
         other_weights=args.other_weights,
         trust_remote_code=args.trust_remote_code,
     )
@@ -22,4 +24,21 @@ def run_export(args: Namespace) -> int:
 def run_import(args: Namespace) -> int:
     """Makes an adapter of one of another program. Raises: as `peftc.import_adapter`."""
     print(import_adapter(args.source, args.output, model=args.model, trust_remote_code=args.trust_remote_code))
+    return 0
+
+
+def run_convert(args: Namespace) -> int:
+    """Writes an adapter as one of LoRA alone. Raises: as `peftc.convert`."""
+    result, modules = convert(
+        args.adapter,
+        args.output,
+        rank=args.rank,
+        model=args.model,
+        other_weights=args.other_weights,
+        trust_remote_code=args.trust_remote_code,
+    )
+    print(result)
+    for one in modules:
+        if one.error is not None:
+            print(f"approximated {one.module}: relative error {one.error:.2g}")
     return 0

@@ -169,7 +169,9 @@ MERGE = (
 )
 EXPORT = (
     argument("adapter", metavar="ADAPTER", help="a folder that `peftc.save` wrote"),
-    argument("--to", choices=("peft",), default="peft", help="the format (default: peft)"),
+    argument("--to", choices=("peft", "vllm"), default="peft", help="the format (default: peft)"),
+    argument("--max-rank", type=int, metavar="N", help="the highest rank that the other program takes"),
+    argument("--svd", action="store_true", help="write the nearest change of this rank, where none is exact"),
     argument("-o", "--output", required=True, metavar="DIR", help="a new folder"),
     BASE_MODEL,
     argument("--other-weights", action="store_true", help="expect a base with other weights than the adapter's"),
@@ -185,6 +187,17 @@ IMPORT = (
     REMOTE_CODE,
     MODEL_FORMAT,
 )
+CONVERT = (
+    argument("adapter", metavar="ADAPTER", help="a folder that `peftc.save` wrote"),
+    argument("--to", choices=("lora",), default="lora", help="the form (default: lora)"),
+    argument("--rank", type=int, required=True, metavar="R", help="of each LoRA, at most"),
+    argument("-o", "--output", required=True, metavar="DIR", help="a new folder for the adapter"),
+    BASE_MODEL,
+    argument("--other-weights", action="store_true", help="expect a base with other weights than the adapter's"),
+    REMOTE_CODE,
+    FORMS,
+    MODEL_FORMAT,
+)
 HOMES = {
     **dict.fromkeys(("check", "expand"), "spec_commands"),
     "fmt": "fmt_command",
@@ -192,7 +205,7 @@ HOMES = {
     **dict.fromkeys(("sites", "plan"), "plan_commands"),
     **dict.fromkeys(("compile", "verify"), "model_commands"),
     "merge": "merge_command",
-    **dict.fromkeys(("export", "import"), "exchange_commands"),
+    **dict.fromkeys(("export", "import", "convert"), "exchange_commands"),
 }
 
 
@@ -237,6 +250,7 @@ def parser() -> argparse.ArgumentParser:
         add(name, help, *arguments)
     add("merge", "merge saved adapters into a safetensors checkpoint, tensor by tensor", *MERGE)
     add("export", "write an adapter in the format of another program", *EXPORT)
+    add("convert", "write an adapter as one of LoRA alone", *CONVERT)
     add("import", "make an adapter of one of another program", *IMPORT)
     return top
 

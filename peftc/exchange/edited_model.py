@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -42,18 +42,26 @@ class Base:
     def weight(self, ref: WeightRef) -> Tensor:
         """The rows of a weight, in float64. Raises: P806."""
         name = parameter_name(ref)
-        if not self.has_weights:
-            message = f"what the edits make of `{name}` depends on the weight, and {self.id} has no weights here"
-            raise PeftcError(
-                Diagnostic("P806", message, help="name a folder with the weights as `model`, or `--model`")
-            )
-        with _loaded(self.checkpoint, name):
+        with self.values([name]):
             value = dense(self.module.get_parameter(name).detach())
-            if not has_values(value):
-                raise PeftcError(Diagnostic("P806", f"`{name}` has no values", help="load the weights first"))
             value = as_matrix(value, ref.layout.order, ref.layout.rows) if ref.layout is not None else value
             value = value.t() if ref.transposed else value
             return rows_of_site(value, ref).flatten(0, 1).to(torch.float64, copy=True)
+
+    @contextmanager
+    def values(self, names: Collection[str]) -> Generator[None]:
+        """Inside of the block, these parameters have their values. Raises: P806."""
+        if not self.has_weights:
+            message = f"what the edits make of `{next(iter(names))}` depends on it, and {self.id} has no weights here"
+            raise PeftcError(
+                Diagnostic("P806", message, help="name a folder with the weights as `model`, or `--model`")
+            )
+        with nullcontext() if self.checkpoint is None else self.checkpoint.loaded(names):
+            parameters = dict(self.module.named_parameters(remove_duplicate=False))
+            for name in names:
+                if name in parameters and not has_values(parameters[name]):
+                    raise PeftcError(Diagnostic("P806", f"`{name}` has no values", help="load the weights first"))
+            yield
 
     def height(self, ref: WeightRef) -> int:
         """How many rows a weight has, as `nn.Linear` stores it."""
@@ -63,15 +71,6 @@ class Base:
     def close(self) -> None:
         if self.checkpoint is not None:
             self.checkpoint.checkpoint.close()
-
-
-@contextmanager
-def _loaded(checkpoint: BaseModel | None, name: str) -> Generator[None]:
-    if checkpoint is None:
-        yield
-        return
-    with checkpoint.loaded([name]):
-        yield
 
 
 def open_model(model: Model, trust_remote_code: bool = False) -> Base:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from os import PathLike
 from typing import Any, Literal
 
@@ -16,13 +17,14 @@ from peftc.exchange.peft_format.folder import PREFIX, write
 from peftc.exchange.peft_format.names import largest_owners, saved_names
 from peftc.exchange.peft_format.task_types import task_type
 from peftc.exchange.report import ExportedModule, ExportReport
+from peftc.exchange.vllm_rules import vllm_config
 from peftc.folding.weights import Folding
 from peftc.installation.completeness import active_installation
 from peftc.installation.contents import parameters
 from peftc.merging.destination import check_destination
 
-Target = Literal["peft"]
-TARGETS = ("peft",)
+Target = Literal["peft", "vllm"]
+TARGETS = ("peft", "vllm")
 
 
 def export(
@@ -31,6 +33,8 @@ def export(
     *,
     to: Target = "peft",
     model: Model | None = None,
+    max_rank: int | None = None,
+    svd: bool = False,
     other_weights: bool = False,
     trust_remote_code: bool = False,
 ) -> ExportReport:
@@ -45,9 +49,13 @@ def export(
     Args:
         adapter: a compiled model, or a folder that `save` wrote.
         output: a new or empty folder. It appears complete, or not at all.
-        to: `"peft"`: the files that PEFT's `save_pretrained` writes.
+        to: `"peft"`: the files that PEFT's `save_pretrained` writes; `"vllm"`: the same, checked by
+            the rules of vLLM, which loads less.
         model: the base of a saved adapter, by default the one that it names. Its weights are read
             only for edits that depend on them, such as `h += lora(h)`.
+        max_rank: of a LoRA, at most. For vLLM the rank that it is started with.
+        svd: changes of a higher rank, and edits that fold and are no product of low rank, become
+            the nearest change of rank `max_rank`, by singular values. The report has the errors.
         other_weights: as in `load`.
         trust_remote_code: as in `plan`.
 
@@ -56,25 +64,30 @@ def export(
 
     Raises:
         PeftcError: P410 (not compiled), P501-P506 (the base), P520-P525 (the adapter), P545
-            (arguments), P703 and P704 (the folder), P801 (an edit without a form there), P806
-            (weights are needed).
+            (arguments), P703 and P704 (the folder), P801 (an edit without a form there), P805 (the
+            rank), P806 (weights are needed).
     """
+    if svd and max_rank is None:
+        raise PeftcError(Diagnostic("P545", "`svd` needs a rank", help="give `max_rank`, or `--max-rank`"))
     if to not in TARGETS:
         raise PeftcError(Diagnostic("P545", f"there is no format {to!r}", help=f"to: {', '.join(TARGETS)}"))
     target = path_of(output)
     check_destination(target)
     with edited(adapter, model, other_weights, trust_remote_code) as base:
         require_values(parameters(base.module).items())
-        config, tensors, report = lora_export(base)
+        config, tensors, report = lora_export(base, max_rank, svd)
+        if to == "vllm":
+            config, note = vllm_config(config, tensors, max_rank)
+            report = report.model_copy(update={"notes": (*report.notes, note)})
         write(target, config, tensors)
     return report.model_copy(update={"output": str(target)})
 
 
-def lora_export(base: Base) -> tuple[dict[str, Any], dict[str, Tensor], ExportReport]:
+def lora_export(base: Base, max_rank: int | None, svd: bool) -> tuple[dict[str, Any], dict[str, Tensor], ExportReport]:
     folding = Folding(base.module, None, None, None)
-    adapter = lora_of(base, folding)
+    adapter = lora_of(base, folding, max_rank, svd)
     modules = [info.name for info in folding.analysis.table.modules]
-    saved = whole_modules(base, folding)
+    saved = whole_modules(base, folding, adapter.weights)
     if not adapter.weights:
         raise no_form(", ".join(folding.names) or "it", "a LoRA needs an edit of a Linear")
     config = common_config(base, lora_config(adapter, modules), list(saved), modules)
@@ -96,7 +109,7 @@ def exported_modules(adapter: LoraAdapter) -> list[ExportedModule]:
     ]
 
 
-def whole_modules(base: Base, folding: Folding) -> dict[str, dict[str, Tensor]]:
+def whole_modules(base: Base, folding: Folding, changed: Iterable[str]) -> dict[str, dict[str, Tensor]]:
     """The modules that `train` statements train as a whole, with their tensors. Raises: P801."""
     record = active_installation(base.module)
     trained = dict.fromkeys(record.trained.values())
@@ -108,6 +121,8 @@ def whole_modules(base: Base, folding: Folding) -> dict[str, dict[str, Tensor]]:
     if owners is None:
         raise no_form(edit, "PEFT's `modules_to_save` has whole modules, and only some of their parameters are trained")
     for owner in owners:
+        if any(f"{module}.".startswith(f"{owner}.") for module in changed):
+            raise no_form(edit, f"`{owner}` has a LoRA, and PEFT does not save its weight beside it")
         if next(base.module.get_submodule(owner).buffers(), None) is not None:
             raise no_form(edit, f"`{owner}` has buffers, which PEFT saves with it")
     return {owner: trained_values(base, own) for owner, own in owners.items()}

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from peftc.addressing.sites import parameter_name
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.exchange.edited_model import Base
+from peftc.exchange.low_rank_changes.approximation import change_of, nearest, nearest_product
 from peftc.exchange.low_rank_changes.lora_weights import LoraWeights, chosen_alphas, joined
 from peftc.exchange.low_rank_changes.products import products
 from peftc.exchange.peft_format.folder import PREFIX
@@ -64,11 +66,21 @@ def no_form(edit: str, reason: str, help_: str | None = None) -> PeftcError:
     return PeftcError(Diagnostic("P801", f"`{edit}` has no exact form there: {reason}", help=help_))
 
 
-def lora_of(base: Base, folding: Folding) -> LoraAdapter:
-    """Raises: P801 (an edit that is no product of low rank), P806 (no weights)."""
+def lora_of(base: Base, folding: Folding, max_rank: int | None = None, svd: bool = False) -> LoraAdapter:
+    """Args: `svd`: changes of a higher rank become the nearest ones of rank `max_rank`.
+
+    Raises: P801 (an edit that is no product of low rank), P805 (a higher rank), P806 (no weights).
+    """
     adapter = LoraAdapter()
     for module, folds in folds_of(folding).items():
-        adapter.weights[module] = module_lora(base, folding.model, module, folds)
+        weights, error = module_lora(base, folding.model, module, folds, max_rank if svd else None)
+        if max_rank is not None and weights.rank > max_rank:
+            message = f"`{module}` has the rank {weights.rank}, above {max_rank}"
+            help_ = "`svd=True`, or `--svd`, writes the nearest change of this rank, and says how near it is"
+            raise PeftcError(Diagnostic("P805", message, help=help_))
+        adapter.weights[module] = weights
+        if error is not None:
+            adapter.errors[module] = error
         if issubclass(_class(folding.model, module, folds), nn.Embedding):
             adapter.tables.add(module)
     classes = {base_class(folding.model.get_submodule(module)) for module in adapter.weights}
@@ -77,16 +89,31 @@ def lora_of(base: Base, folding: Folding) -> LoraAdapter:
     return adapter
 
 
-def module_lora(base: Base, model: nn.Module, module: str, folds: list[Fold]) -> LoraWeights:
-    """Raises: P801, P806."""
-    _class(model, module, folds)
+def module_lora(
+    base: Base, model: nn.Module, module: str, folds: list[Fold], nearest_rank: int | None
+) -> tuple[LoraWeights, float | None]:
+    """The change of a module, and the error of an approximation. Raises: P801, P806."""
+    cls = _class(model, module, folds)
     edits = ", ".join(dict.fromkeys(fold.site_edit.edit for fold in folds))
+    dtypes = [p.dtype for fold in folds for form in fold.modules.values() for p in form.parameters()]
+    dtype = next(iter(dtypes), torch.float32)
     try:
-        terms = products(folds, base)
+        weights = joined(products(folds, base), dtype)
+        return (
+            (weights, None)
+            if nearest_rank is None or weights.rank <= nearest_rank
+            else nearest_product(weights, nearest_rank)
+        )
+    except NotAffine as error:
+        if nearest_rank is None or issubclass(cls, nn.Embedding):
+            help_ = "`max_rank=r, svd=True` (`--max-rank R --svd`) writes the nearest change, and says how near it is"
+            raise no_form(edits, error.reason, help_) from error
+    try:
+        names = [parameter_name(ref) for fold in folds for ref in fold.target.refs]
+        with base.values(names):
+            return nearest(change_of(model, module, folds), nearest_rank, dtype)
     except NotAffine as error:
         raise no_form(edits, error.reason) from error
-    dtypes = [p.dtype for fold in folds for form in fold.modules.values() for p in form.parameters()]
-    return joined(terms, next(iter(dtypes), torch.float32))
 
 
 def _class(model: nn.Module, module: str, folds: list[Fold]) -> type[nn.Module]:

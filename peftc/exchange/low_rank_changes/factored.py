@@ -55,9 +55,9 @@ class Factored(Affine):
         )
 
     def plus(self, other: Affine) -> Factored:
-        total = super().plus(other)
-        others = other.factors if isinstance(other, Factored) else (1.0,) * len(other.products)
-        return Factored(total.diagonal, total.products, total.bias, self.factors + others)
+        second = factored(other)
+        total = super().plus(second)
+        return Factored(total.diagonal, total.products, total.bias, self.factors + second.factors)
 
     def shifted(self, by: Tensor | float) -> Factored:
         moved = super().shifted(by)
@@ -68,14 +68,22 @@ class Factored(Affine):
         return Affine(self.diagonal, tuple(scaled), self.bias).matrix()
 
 
-def form_value(module: FormModule, value: Factored) -> Affine:
+def factored(value: Affine) -> Factored:
+    """Any affine function; a number of 1 for each product."""
+    if isinstance(value, Factored):
+        return value
+    products = value.all_products()
+    return Factored(value.diagonal, products, value.bias, (1.0,) * len(products))
+
+
+def form_value(module: FormModule, value: Factored) -> Factored:
     """A form of an affine value, with the products of its text in their cheapest order."""
     if not isinstance(module, EquationModule):
-        return module.fold(value)
+        return factored(module.fold(value))
     factor, node = module.place.product
     result = _fold(module, value).value(node)
     assert isinstance(result, Affine)
-    return result.scaled(factor)
+    return factored(result).scaled(factor)
 
 
 def matrix_value(module: FormModule, value: Factored) -> Affine | None:
