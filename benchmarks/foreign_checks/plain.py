@@ -40,8 +40,8 @@ class Plain(nn.Module):
         return functional_call(self.base, self.weights, (), dict(inputs))
 
     def add(self, reference: Reference, delta: Tensor) -> None:
-        """W += delta, at the entries of the reference; h += x delta' if other modules have W."""
-        if is_tied(self.base, reference):
+        """W += delta, at the entries of the reference; h += x delta' where W is not the matrix."""
+        if is_tied(self.base, reference) or computes_matrix(self.base, reference):
             self.insert(reference.module, reference.module, lambda x, h: h + x @ delta.T)
             return
         weight, positions = self._weight(reference.name), reference.matrix(self.base)
@@ -51,7 +51,7 @@ class Plain(nn.Module):
 
     def scale_rows(self, reference: Reference, vector: Tensor, bias_name: str = "") -> None:
         """The output features times a vector: rows of the weight and entries of the bias."""
-        if is_tied(self.base, reference):
+        if is_tied(self.base, reference) or computes_matrix(self.base, reference):
             self.insert(reference.module, reference.module, lambda x, h: h * vector)
             return
         positions = reference.matrix(self.base)
@@ -64,6 +64,10 @@ class Plain(nn.Module):
 
     def scale_columns(self, reference: Reference, vector: Tensor) -> None:
         """The input features times a vector."""
+        if computes_matrix(self.base, reference):
+            module = self.base.get_submodule(reference.module)
+            module.register_forward_pre_hook(lambda _, args: (args[0] * vector, *args[1:]))
+            return
         positions = reference.matrix(self.base)
         repeated = vector.repeat_interleave(positions.shape[1] // len(vector))
         self._scale(reference.name, positions, repeated[None].expand(positions.shape))
@@ -122,6 +126,19 @@ def is_tied(model: nn.Module, reference: Reference) -> bool:
     own = parameters.get(reference.name) if not reference.rows else None
     owners = [name.rpartition(".")[0] for name, p in parameters.items() if p is own]
     return own is not None and len({model.get_submodule(name) for name in owners}) > 1
+
+
+@torch.no_grad()
+def computes_matrix(model: nn.Module, reference: Reference) -> bool:
+    """Whether the code of a class derived from nn.Linear multiplies by another matrix than the
+    whole weight, such as a rounded one: what an edit adds is no part of that.
+    """
+    module = model.get_submodule(reference.module)
+    if reference.rows or not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward:
+        return False
+    x = torch.linspace(-1, 1, module.in_features, dtype=module.weight.dtype)[None]
+    out = module(x)
+    return out.shape[-1] == module.out_features and not torch.allclose(out, nn.Linear.forward(module, x))
 
 
 def attention_module(model: nn.Module, name: str) -> nn.Module:

@@ -31,6 +31,7 @@ from peftc.recognition.loops import (
     attribute_loops,
     contains_name,
     find_loops,
+    is_stage,
     may_hold_layers,
     repeated_part,
     sub_layers_by_body,
@@ -274,7 +275,7 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
         if isinstance(kind, str):
             is_named = (loop.caller not in stages or loop in refused) and not _leaves_stream(loop, seen)
             structure.untraced |= {loop.place(body): kind for body in loop.bodies if is_named}
-        elif len(kind.subs) > 1:
+        elif len(kind.subs) > 1 and not is_stage(loop, model, kind.subs):
             accepted.append(loop)
     for loop in accepted:
         # Loops of one module are in one graph, since one edit may be in several of them.

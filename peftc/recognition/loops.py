@@ -18,7 +18,7 @@ from itertools import product
 from torch import fx, nn
 
 from peftc.dataflow.layer_graph import LayerGraph
-from peftc.dataflow.nodes import is_tensor
+from peftc.dataflow.nodes import is_tensor, module_path
 from peftc.dataflow.operations import Op
 from peftc.modules.walk import outline_module
 from peftc.observation.sample_forward import SampleForward
@@ -188,6 +188,23 @@ def may_hold_layers(loop: Loop, model: nn.Module, layers: Mapping[str, Sequence[
     # Seen in: CvT of vit-pytorch, whose lists hold `Residual(attention)` and `Residual(ffn)`
     several = all(len(names) > 1 for names in own)
     return several and all(len(layers[name]) == 1 for names in own for name in names)
+
+
+def is_stage(loop: Loop, model: nn.Module, subs: Sequence[SubLayer]) -> bool:
+    """Whether each body is a Sequential whose elements add all sub-layers, each of them several:
+    the elements are layers. `subs`: those of the graph of the loop's caller.
+    """
+    # Seen in: no transformers model, but the area attention of YOLOv12
+    inside = {name for body in loop.bodies_in_caller() for name in _elements_of(body, loop, model)}
+    owners = [next((name for name in inside if f"{module_path(sub.add)}.".startswith(f"{name}.")), "") for sub in subs]
+    return bool(inside) and min(Counter(owners).values(), default=0) > 1 and "" not in owners and len({*owners}) > 1
+
+
+def _elements_of(body: tuple[str, ...], loop: Loop, model: nn.Module) -> Iterator[str]:
+    """The elements of a Sequential that alone is a body."""
+    for name in body if len(body) == 1 else ():
+        module = outline_module(model, f"{loop.caller}.{name}".lstrip("."))
+        yield from (f"{name}.{child}" for child in dict(module.named_children()) if isinstance(module, nn.Sequential))
 
 
 def repeated_part(loop: Loop, model: nn.Module, seen: SampleForward) -> str | None:

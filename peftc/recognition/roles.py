@@ -30,7 +30,7 @@ from peftc.recognition.residual_stream import (
     stream_input,
     sublayer_output,
 )
-from peftc.recognition.sublayer import SubLayer, set_attention_roles, set_ffn_roles
+from peftc.recognition.sublayer import SubLayer, relabel_as_ffn, set_attention_roles, set_ffn_roles
 from peftc.recognition.token_mixing import (
     are_alike,
     calls_kernel,
@@ -61,7 +61,7 @@ def sub_layers(layer: LayerGraph, opaque: Collection[str] = (), first: fx.Node |
                 _relabel_local_mixer(sub, finder.stream)
     for sub in subs if finder.attentions else ():
         if sub.kind == "mixer" and convolutions(sub.h, sub.body, finder.stream):
-            _relabel_as_ffn(sub, finder.stream)
+            relabel_as_ffn(sub, finder.stream)
     apart: list[Stream] = []  # streams with sub-layers of their own
     for side in sides:
         others = [finder.stream, *(other for other in sides if other is not side)]
@@ -85,10 +85,16 @@ def sub_layers(layer: LayerGraph, opaque: Collection[str] = (), first: fx.Node |
 
 
 def _main_stream(stream: Stream, known: list[Attention] | None = None) -> tuple["_Finder", list[SubLayer]]:
-    """The stream of a layer's input, or what replaces it, and its sub-layers."""
+    """The stream of a layer's input, of another argument or of what replaces it; its sub-layers."""
+    # With another argument: no transformers model, but layers that take values, keys and queries
     finder = _Finder(stream.layer, stream, known)
-    subs = finder.along_stream()
-    return (finder, subs) if subs else finder.stream_replacement(stream.values[0]) or (finder, [])
+    if subs := finder.along_stream():
+        return finder, subs
+    results = [n for n in nodes_in(output_of(stream.layer.graph).args) if is_tensor(n)]
+    starts = map(stream.starting_at, other_streams(stream.layer.graph, stream.values[0]))
+    pairs = ((other, other.along_stream()) for other in (_Finder(s.layer, s, finder.attentions) for s in starts))
+    along = next((pair for pair in pairs if pair[1] and all(map(pair[0].stream.holds, results))), None)
+    return along or finder.stream_replacement(stream.values[0]) or (finder, [])
 
 
 def _relabel_local_mixer(sub: SubLayer, stream: Stream) -> None:
@@ -97,13 +103,7 @@ def _relabel_local_mixer(sub: SubLayer, stream: Stream) -> None:
     """
     # Seen in: PVT v2, RWKV, SegFormer
     if mixes(sub.body, stream) and mixes_neighbours(sub.body, stream):
-        _relabel_as_ffn(sub, stream)
-
-
-def _relabel_as_ffn(sub: SubLayer, stream: Stream) -> None:
-    sub.kind = "ffn"
-    set_ffn_roles(sub, stream)
-    sub.set_linears(stream.layer)
+        relabel_as_ffn(sub, stream)
 
 
 class _Finder:

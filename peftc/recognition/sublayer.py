@@ -108,6 +108,13 @@ def set_ffn_roles(sub: SubLayer, stream: Stream) -> None:
         sub.x = layer.input_of(first.node) if gate is None else stream.read_by(first.node, sub.x)
 
 
+def relabel_as_ffn(sub: SubLayer, stream: Stream) -> None:
+    """Makes a mixer the feed-forward part of its layer."""
+    sub.kind = "ffn"
+    set_ffn_roles(sub, stream)
+    sub.set_linears(stream.layer)
+
+
 def _gate_of_result(h: fx.Node, linears: Collection[fx.Node], stream: Stream) -> fx.Node | None:
     """Of two Linears whose results are multiplied the one that reads the stream, through an
     activation: a gate of what the other computes of hidden features.

@@ -56,6 +56,20 @@ class Pyramid(nn.Module):
         return self.stages(x)
 
 
+class Split(nn.Module):
+    """YOLOv12: a loop over Sequentials of convolutional blocks, whose results are joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.m = nn.ModuleList([nn.Sequential(Pooled(), Pooled()), nn.Sequential(Pooled(), Pooled())])
+        self.last = nn.Conv2d(3 * D, D, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = [x]
+        y.extend(m(y[-1]) for m in self.m)
+        return x + self.last(torch.cat(y, 1))
+
+
 class Inside(nn.Module):
     """EdgeNeXt: an attention is added to a value that a convolution computes, and a network of the
     sum is added to the layer's input.
@@ -119,6 +133,12 @@ def test_stages_of_convolutions_are_layers() -> None:
     x = torch.randn(2, D, 4, 4)
     ups = [f"stages.0.blocks.{i}.up" for i in range(2)] + [f"stages.1.blocks.{i}.mlp.up" for i in range(2)]
     assert modules(Pyramid(), x, "ffn.up") == ups
+
+
+def test_the_elements_of_sequentials_in_a_loop_are_layers() -> None:
+    """Each Sequential was one layer, with all sub-layers of its blocks."""
+    sites = peftc.sites(Split(), sample={"x": torch.randn(2, D, 4, 4)}).sites
+    assert [s.module for s in sites if s.steps[-1][0] == "layer"] == [f"m.{i}.{j}" for i in (0, 1) for j in (0, 1)]
 
 
 def test_a_network_behind_an_attention_that_no_stream_carries() -> None:

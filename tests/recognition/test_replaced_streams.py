@@ -139,3 +139,50 @@ def test_a_norm_between_transposes_of_its_own_code() -> None:
 def test_scales_behind_one_linear_of_queries_and_keys() -> None:
     assert weights(Scaled).items() >= {"attn.q": "qk.weight", "attn.k": "qk.weight", "attn.v": "v.weight"}.items()
     assert weights(Projected).items() >= {"attn.q": "gamma", "attn.k": "gamma", "attn.v": "v.weight"}.items()
+
+
+class QueryBlock(nn.Module):
+    """Attention and a network, from three arguments: the sums have the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
+        self.network, self.norm1, self.norm2 = Network(D), nn.LayerNorm(D), nn.LayerNorm(D)
+
+    def forward(self, value: Tensor, key: Tensor, query: Tensor) -> Tensor:
+        weights = (self.q(query) @ self.k(key).transpose(1, 2)).softmax(-1)
+        x = self.norm1(self.o(weights @ self.v(value)) + query)
+        return self.norm2(self.network(x) + x)
+
+
+class Queried(nn.Module):
+    """Blocks along space and time, whose results are added to what they read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spatial, self.temporal = QueryBlock(), QueryBlock()
+
+    def forward(self, value: Tensor, key: Tensor, query: Tensor) -> Tensor:
+        x = self.spatial(value, key, query) + query
+        return self.temporal(x, x, x) + x
+
+
+class OfQueries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Queried(), Queried()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, x, x)
+        return x
+
+
+def test_the_stream_is_the_argument_that_sums_have() -> None:
+    """With the first argument as the stream, weights had two sites each."""
+    table = peftc.sites(OfQueries(), sample={"x": torch.randn(2, 5, D)})
+    sites = [site for site in table.sites if site.path.startswith(("encoder.layer[0].", "decoder.layer[0]."))]
+    weights = [(site.steps[-1][0], site.module) for site in sites if "w" in site.states and site.steps[-1][0] != "norm"]
+    roles = {**{role: role for role in "qkvo"}, "up": "network.up", "down": "network.down"}
+    places = (f"layers.0.{part}" for part in ("spatial", "temporal"))
+    assert sorted(weights) == sorted((role, f"{at}.{name}") for at in places for role, name in roles.items())
