@@ -211,3 +211,36 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
     import_refused("P802", tmp_path)
     save_file(own, path)
     import_refused("P804", tmp_path, zoo.build("llama", torch.float64, hidden_size=16))
+
+
+TYPES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "(IA)³": (
+        "llama",
+        peft.IA3Config,
+        {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    ),
+    "(IA)³ of BERT": (
+        "bert",
+        peft.IA3Config,
+        {"target_modules": ["key", "0.output.dense"], "feedforward_modules": ["0.output.dense"]},
+    ),
+    "LoHa": ("llama", peft.LoHaConfig, {"r": 3, "alpha": 6, "target_modules": ["q_proj", "up_proj"]}),
+    "LoKr": ("llama", peft.LoKrConfig, {"r": 2, "alpha": 6, "target_modules": ["q_proj", "up_proj"]}),
+    "LoKr of a whole B": ("llama", peft.LoKrConfig, {"r": 9, "alpha": 6, "target_modules": ["q_proj"]}),
+    "OFT": ("llama", peft.OFTConfig, {"oft_block_size": 8, "target_modules": ["q_proj"]}),
+    "OFT, exact": (
+        "bert",
+        peft.OFTConfig,
+        {"oft_block_size": 8, "target_modules": ["query"], "use_cayley_neumann": False},
+    ),
+    "LN tuning": ("bert", peft.LNTuningConfig, {"target_modules": ["output.LayerNorm"]}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Unsupported layer type")
+@pytest.mark.parametrize("case", TYPES)
+def test_other_types_are_equations(case: str, tmp_path: Path) -> None:
+    name, type_, options = TYPES[case]
+    theirs = trained(name, tmp_path / "in", type_=type_, **options)
+    peftc.import_adapter(tmp_path / "in", tmp_path / "ours", model=zoo.build(name, torch.float64))
+    assert_same_outputs(loaded(name, tmp_path / "ours"), theirs, name)

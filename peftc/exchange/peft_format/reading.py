@@ -39,7 +39,7 @@ def read_peft(config: PeftConfig, tensors: Mapping[str, Tensor], model: nn.Modul
         end = next((end for end in ends if name.endswith(f".{end}")), None)
         if end is not None and (module := name.removesuffix(f".{end}")) in modules:
             own[module][end] = tensor
-        elif (place := name.replace(".base_layer.", ".")) in parameters:
+        elif (place := _of_base(name)) in parameters:
             _save(incoming, parameters[place], tensor)
         else:
             raise _unknown(key, end, name, list(modules))
@@ -48,6 +48,11 @@ def read_peft(config: PeftConfig, tensors: Mapping[str, Tensor], model: nn.Modul
     if not incoming.parts and not incoming.saved:
         raise damaged("the adapter has no tensors")
     return incoming
+
+
+def _of_base(name: str) -> str:
+    """The name of a parameter without the modules that PEFT puts around it."""
+    return name.replace(".base_layer.", ".").replace(".ln_tuning_layers.", ".")
 
 
 def _save(incoming: Incoming, name: str, tensor: Tensor) -> None:

@@ -46,8 +46,10 @@ class PeftType:
     numbers: Callable[[PeftConfig, str, Tensors], Numbers]
     ignored: Collection[str] = field(default=())
 
-    def row(self, ends: Collection[str], chosen: str = "") -> PeftRow | None:
-        return next((row for row in self.rows if set(row.tensors) == set(ends) and row.step == chosen), None)
+    def row(self, tensors: Tensors) -> PeftRow | None:
+        """The row of a module with these tensors."""
+        step = _reads(tensors)
+        return next((row for row in self.rows if set(row.tensors) == set(tensors) and row.step == step), None)
 
 
 def shown(number: float) -> str:
@@ -76,6 +78,38 @@ def _lora(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
     }
 
 
+def _loha(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
+    rank, alpha = int(config.number("r", 8, module, "rank_pattern")), config.number("alpha", 8, module, "alpha_pattern")
+    return {"r": rank, "alpha": shown(alpha)}
+
+
+def _lokr(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
+    """B is whole where PEFT finds r too large, and the scale is alpha / r all the same."""
+    rank, alpha = config.number("r", 8, module, "rank_pattern"), config.number("alpha", 8, module, "alpha_pattern")
+    rows, columns = tensors["lokr_w1"].shape if "lokr_w1" in tensors else (0, 0)
+    return {"rows": rows, "columns": columns, "rank": int(rank), "alpha": shown(alpha), "scale": shown(alpha / rank)}
+
+
+def _oft(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
+    config.number("r", 0)
+    config.number("oft_block_size", 0)  # the tensor tells
+    terms = int(config.number("num_cayley_neumann_terms", 5))
+    block = (1 + math.isqrt(1 + 8 * tensors["oft_R.weight"].shape[-1])) // 2
+    series = config.read("use_cayley_neumann", True)
+    return {"block": block, "neumann": f", neumann={terms}" if series else ""}
+
+
+def _ia3(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
+    config.read("feedforward_modules", None)  # the shape tells
+    return {}
+
+
+def _reads(tensors: Tensors) -> str:
+    """`hidden` for a vector (1, in) of what a Linear reads; those of outputs are (out, 1)."""
+    vector = tensors.get("ia3_l")
+    return "hidden" if vector is not None and vector.ndim == 2 and vector.shape[0] == 1 else ""
+
+
 _A, _B = "lora_A.weight", "lora_B.weight"
 _LORA_ROWS = (
     PeftRow({_A: "lora.A", _B: "lora.B"}, "h += lora(x, r={r}{options}{dropout})"),
@@ -91,5 +125,47 @@ _LORA_ROWS = (
 )
 
 TYPES: Mapping[str, PeftType] = {
+    "IA3": PeftType(
+        (
+            PeftRow({"ia3_l": "vector.scale"}, "h *= vector(init=1)"),
+            PeftRow({"ia3_l": "vector.scale"}, "h *= vector(init=1)", "hidden"),
+        ),
+        _ia3,
+    ),
+    "LN_TUNING": PeftType((), lambda config, module, tensors: {}),
+    "LOHA": PeftType(
+        (
+            PeftRow(
+                {
+                    "hada_w1_b": "hadamard.A",
+                    "hada_w1_a": "hadamard.B",
+                    "hada_w2_b": "hadamard.C",
+                    "hada_w2_a": "hadamard.D",
+                },
+                "w += hadamard(r={r}, alpha={alpha})",
+            ),
+        ),
+        _loha,
+        ("rank_dropout", "module_dropout", "use_effective_conv2d"),
+    ),
+    "LOKR": PeftType(
+        (
+            PeftRow(
+                {"lokr_w1": "kron.A", "lokr_w2_a": "kron.B_up", "lokr_w2_b": "kron.B_down"},
+                "h += kron(x, rows={rows}, columns={columns}, r={rank}, alpha={alpha})",
+            ),
+            PeftRow(
+                {"lokr_w1": "kron.A", "lokr_w2": "kron.B"},
+                "h += kron(x, rows={rows}, columns={columns}, alpha={scale})",
+            ),
+        ),
+        _lokr,
+        ("rank_dropout", "module_dropout", "rank_dropout_scale", "use_effective_conv2d", "decompose_factor"),
+    ),
+    "OFT": PeftType(
+        (PeftRow({"oft_R.weight": "orthogonal.Q"}, "w = orthogonal(w, block={block}{neumann})"),),
+        _oft,
+        ("module_dropout", "eps"),
+    ),
     "LORA": PeftType(_LORA_ROWS, _lora, ("qalora_group_size", "loftq_config", "eva_config", "lora_ga_config")),
 }
