@@ -17,6 +17,7 @@ from peftc.exchange.peft_format.folder import PREFIX, write
 from peftc.exchange.peft_format.names import largest_owners, saved_names
 from peftc.exchange.peft_format.task_types import task_type
 from peftc.exchange.report import ExportedModule, ExportReport
+from peftc.exchange.typed_export import norms_adapter, typed_adapter
 from peftc.exchange.vllm_rules import vllm_config
 from peftc.folding.weights import Folding
 from peftc.installation.completeness import active_installation
@@ -75,7 +76,7 @@ def export(
     check_destination(target)
     with edited(adapter, model, other_weights, trust_remote_code) as base:
         require_values(parameters(base.module).items())
-        config, tensors, report = lora_export(base, max_rank, svd)
+        config, tensors, report = lora_export(base, max_rank, svd, to == "peft" and not svd)
         if to == "vllm":
             config, note = vllm_config(config, tensors, max_rank)
             report = report.model_copy(update={"notes": (*report.notes, note)})
@@ -83,8 +84,12 @@ def export(
     return report.model_copy(update={"output": str(target)})
 
 
-def lora_export(base: Base, max_rank: int | None, svd: bool) -> tuple[dict[str, Any], dict[str, Tensor], ExportReport]:
+def lora_export(
+    base: Base, max_rank: int | None, svd: bool, exact: bool
+) -> tuple[dict[str, Any], dict[str, Tensor], ExportReport]:
     folding = Folding(base.module, None, None, None)
+    if exact and (typed := typed_export(base, folding)) is not None:
+        return typed
     adapter = lora_of(base, folding, max_rank, svd)
     modules = [info.name for info in folding.analysis.table.modules]
     saved = whole_modules(base, folding, adapter.weights)
@@ -100,6 +105,22 @@ def lora_export(base: Base, max_rank: int | None, svd: bool) -> tuple[dict[str, 
         notes=tuple(adapter.notes),
     )
     return config, tensors, report
+
+
+def typed_export(base: Base, folding: Folding) -> tuple[dict[str, Any], dict[str, Tensor], ExportReport] | None:
+    """The edits in a type of PEFT that has them as they stand."""
+    typed, saved = typed_adapter(folding), dict[str, dict[str, Tensor]]()
+    if typed is not None:
+        saved = whole_modules(base, folding, typed.modules)
+    elif not folding.record.site_edits:
+        typed = norms_adapter(folding, whole_modules(base, folding, ()))
+    if typed is None:
+        return None
+    modules = [info.name for info in folding.analysis.table.modules]
+    config = common_config(base, typed.config, list(saved), modules)
+    tensors = typed.tensors | {f"{PREFIX}{n}": t for own in saved.values() for n, t in own.items()}
+    exported = (ExportedModule(module=name, rank=typed.config.get("r") or 0) for name in typed.modules)
+    return config, tensors, ExportReport(output="", type=typed.type, modules=tuple(exported), saved=tuple(saved))
 
 
 def exported_modules(adapter: LoraAdapter) -> list[ExportedModule]:

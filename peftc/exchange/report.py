@@ -11,7 +11,7 @@ class ExportedModule(Record):
 
     Attributes:
         module: its dotted name.
-        rank: of its change.
+        rank: of its change; 0 of a type that has none.
         exact: whether the tensors have the bits of the adapter's parameters. Others are products of
             them, rounded once.
         error: ‖Δ − B A‖ / ‖Δ‖ of an approximation; None where there is none.

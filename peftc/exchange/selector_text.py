@@ -60,12 +60,12 @@ class Selectors:
             sites = resolve(edit.selector, self.table)
         except PeftcError:
             return None
-        whole = all(_is_whole(site) if not step else site.steps[-1][0] == step for site in sites)
+        whole = all(is_whole(site) if not step else site.steps[-1][0] == step for site in sites)
         return frozenset(site.module for site in sites) if whole else None
 
     def _own(self, module: str, step: str) -> Iterator[Site]:
         for site in self.sites.get(module, ()):
-            if (site.steps[-1][0] == step) if step else _is_whole(site):
+            if (site.steps[-1][0] == step) if step else is_whole(site):
                 yield site
 
     def _paths(self, module: str, index: str, step: str) -> list[str]:
@@ -86,7 +86,7 @@ class Selectors:
                 yield text.replace("layer[*]", f"layer[{index_ranges(sorted(numbers[text]))}]", 1)
 
 
-def _is_whole(site: Site) -> bool:
+def is_whole(site: Site) -> bool:
     """Whether a site is that of the whole weight of a module, or of a bias alone."""
     weight = site.states.get("w") or site.states.get("b")
     return weight is not None and weight.weight is not None and not weight.weight.is_partial

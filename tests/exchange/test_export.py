@@ -153,7 +153,7 @@ def test_weights_are_read_where_an_edit_depends_on_them(tmp_path: Path) -> None:
 
 REFUSALS = {
     "an activation": ("edit a at layer[*].ffn { h += adapter(h, r=2) }", "adapter(h)"),
-    "a factor of h": ("edit a at layer[*].attn.k { h *= vector() }", "h * vector"),
+    "a factor of h": (QV + "\nedit b at layer[*].attn.k { h *= vector() }", "h * vector"),
     "DoRA and another": (
         "edit a at layer[*].attn.q { w = magnitude(w + lowrank(r=2)) }\n" + QV.replace("edit a", "edit b"),
         "magnitude",

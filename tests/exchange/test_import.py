@@ -15,7 +15,7 @@ from torch import nn
 import peftc
 from peftc.cli.main import main
 from tests import zoo
-from tests.exchange.adapters import assert_same_outputs, tensors
+from tests.exchange.adapters import assert_same_outputs, edited, in_peft, tensors
 from tests.refusals import refused
 
 pytestmark = [
@@ -214,6 +214,12 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
 
 
 TYPES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "DoRA": (
+        "llama",
+        peft.LoraConfig,
+        {"r": 3, "lora_alpha": 5, "use_dora": True, "target_modules": ["q_proj", "up_proj"]},
+    ),
+    "DoRA of a Conv1D": ("gpt2", peft.LoraConfig, {"r": 3, "use_dora": True, "target_modules": ["c_fc"]}),
     "(IA)³": (
         "llama",
         peft.IA3Config,
@@ -243,4 +249,28 @@ def test_other_types_are_equations(case: str, tmp_path: Path) -> None:
     name, type_, options = TYPES[case]
     theirs = trained(name, tmp_path / "in", type_=type_, **options)
     peftc.import_adapter(tmp_path / "in", tmp_path / "ours", model=zoo.build(name, torch.float64))
-    assert_same_outputs(loaded(name, tmp_path / "ours"), theirs, name)
+    ours = loaded(name, tmp_path / "ours")
+    assert_same_outputs(ours, theirs, name)
+    if "LoKr" in case:
+        return
+    report = peftc.export(ours, tmp_path / "back")
+    assert report.type == theirs.peft_config["default"].peft_type.value
+    one, two = tensors(tmp_path / "in"), tensors(tmp_path / "back")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    assert_same_outputs(ours, in_peft(name, tmp_path / "back"), name)
+
+
+def test_an_earlier_series_of_oft_is_refused(tmp_path: Path) -> None:
+    trained("llama", tmp_path / "in", type_=peft.OFTConfig, oft_block_size=8, target_modules=["q_proj"])
+    path = tmp_path / "in" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "peft_version": "0.17.1"}))
+    assert "peft_version" in import_refused("P802", tmp_path).message
+
+
+def test_a_type_with_numbers_that_it_cannot_have_is_refused(tmp_path: Path) -> None:
+    two = "edit a at layer[0].attn.q { w += hadamard(r=2) }\nedit b at layer[1].attn.q { w += hadamard(r=3) }"
+    diagnostic = refused("P801", lambda: peftc.export(edited("llama", two), tmp_path / "no"))
+    assert "one of each number" in diagnostic.message
+    fused = edited("gpt2", "edit a at layer[*].ffn.up { w += hadamard(r=2) }")
+    refused("P801", lambda: peftc.export(fused, tmp_path / "no"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from peftc.exchange.peft_format.config import PeftConfig, refusal
 
+_SERIES = (0, 18)  # of PEFT, since when the series of OFT is the present one
 Tensors = Mapping[str, Tensor]  # of one module, by the end of their names in PEFT
 Numbers = dict[str, Any]  # for the braces of an equation
 _LORA_INITS = (True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga")  # which leave the base as it is
@@ -25,11 +27,16 @@ class PeftRow:
         equation: at the module, with braces for numbers.
         step: the site below the module's own sub-layer where the equation stands, if it is not the
             module itself.
+        config: the keys of PEFT for the arguments of the forms; None where an edit of such an
+            equation leaves as another type.
+        linear_alone: whether PEFT has it at no other class.
     """
 
     tensors: Mapping[str, str]
     equation: str
     step: str = ""
+    config: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    linear_alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,10 @@ def _oft(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
     terms = int(config.number("num_cayley_neumann_terms", 5))
     block = (1 + math.isqrt(1 + 8 * tensors["oft_R.weight"].shape[-1])) // 2
     series = config.read("use_cayley_neumann", True)
+    release = re.match(r"(\d+)\.(\d+)", str(config.values.get("peft_version")))
+    if series and (release is None or tuple(map(int, release.groups())) < _SERIES):
+        reason = "before PEFT 0.18 the series of a rotation was another one; load it with PEFT, and save it again"
+        raise refusal("peft_version", config.values.get("peft_version"), reason)
     return {"block": block, "neumann": f", neumann={terms}" if series else ""}
 
 
@@ -110,12 +121,31 @@ def _reads(tensors: Tensors) -> str:
     return "hidden" if vector is not None and vector.ndim == 2 and vector.shape[0] == 1 else ""
 
 
+def _rank_and_alpha(args: Mapping[str, Any]) -> dict[str, Any]:
+    rank, alpha = args["r"], args["alpha"] if args["alpha"] is not None else args["r"]
+    return {"r": rank, "alpha": int(alpha) if float(alpha).is_integer() else alpha}
+
+
+def _dora_config(args: Mapping[str, Any]) -> dict[str, Any]:
+    own = _rank_and_alpha(args)
+    lora = {"r": own["r"], "lora_alpha": own["alpha"], "use_rslora": args["rslora"], "use_dora": True}
+    return {**lora, "lora_dropout": 0.0, "bias": "none", "rank_pattern": {}, "alpha_pattern": {}}
+
+
+def _oft_config(args: Mapping[str, Any]) -> dict[str, Any]:
+    terms = args["neumann"]
+    series: dict[str, Any] = {"use_cayley_neumann": terms is not None, "num_cayley_neumann_terms": terms or 5}
+    series["peft_version"] = ".".join(map(str, (*_SERIES, 0)))
+    return {"r": 0, "oft_block_size": args["block"], "coft": False, "block_share": False, **series}
+
+
 _A, _B = "lora_A.weight", "lora_B.weight"
 _LORA_ROWS = (
     PeftRow({_A: "lora.A", _B: "lora.B"}, "h += lora(x, r={r}{options}{dropout})"),
     PeftRow(
         {_A: "lowrank.A", _B: "lowrank.B", "lora_magnitude_vector": "magnitude.m"},
         "w = magnitude(w + lowrank(r={r}{options}))",
+        config=lambda args: _dora_config(args["lowrank"]),
     ),
     PeftRow(
         {_A: "lora.A", _B: "lora.B", "lora_B.bias": "vector.scale"},
@@ -127,8 +157,8 @@ _LORA_ROWS = (
 TYPES: Mapping[str, PeftType] = {
     "IA3": PeftType(
         (
-            PeftRow({"ia3_l": "vector.scale"}, "h *= vector(init=1)"),
-            PeftRow({"ia3_l": "vector.scale"}, "h *= vector(init=1)", "hidden"),
+            PeftRow({"ia3_l": "vector.scale"}, "h *= vector(init=1)", config=lambda args: {}),
+            PeftRow({"ia3_l": "vector.scale"}, "h *= vector(init=1)", "hidden", lambda args: {}),
         ),
         _ia3,
     ),
@@ -143,6 +173,8 @@ TYPES: Mapping[str, PeftType] = {
                     "hada_w2_a": "hadamard.D",
                 },
                 "w += hadamard(r={r}, alpha={alpha})",
+                config=lambda args: _rank_and_alpha(args["hadamard"]),
+                linear_alone=True,
             ),
         ),
         _loha,
@@ -163,7 +195,14 @@ TYPES: Mapping[str, PeftType] = {
         ("rank_dropout", "module_dropout", "rank_dropout_scale", "use_effective_conv2d", "decompose_factor"),
     ),
     "OFT": PeftType(
-        (PeftRow({"oft_R.weight": "orthogonal.Q"}, "w = orthogonal(w, block={block}{neumann})"),),
+        (
+            PeftRow(
+                {"oft_R.weight": "orthogonal.Q"},
+                "w = orthogonal(w, block={block}{neumann})",
+                config=lambda args: _oft_config(args["orthogonal"]),
+                linear_alone=True,
+            ),
+        ),
         _oft,
         ("module_dropout", "eps"),
     ),
