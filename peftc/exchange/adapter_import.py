@@ -96,7 +96,7 @@ def source_folder(source: str | PathLike[str]) -> Path:
     if name.count("/") != 1 or path.exists():
         raise peft_folder.damaged(f"there is no folder {name}, and it is no hub id")
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "adapter_model.bin"]))
+        return Path(snapshot_download(name, allow_patterns=list(peft_folder.FILES)))
     except (OSError, HFValidationError) as error:
         raise peft_folder.damaged(f"the hub did not return `{name}`", error_summary(error)) from error
 

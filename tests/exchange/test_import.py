@@ -274,3 +274,17 @@ def test_a_type_with_numbers_that_it_cannot_have_is_refused(tmp_path: Path) -> N
     assert "one of each number" in diagnostic.message
     fused = edited("gpt2", "edit a at layer[*].ffn.up { w += hadamard(r=2) }")
     refused("P801", lambda: peftc.export(fused, tmp_path / "no"))
+
+
+def test_of_a_hub_repository_three_files_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = trained("llama", tmp_path / "in", **lora("llama"))
+    asked: list[Any] = []
+
+    def snapshot(name: str, allow_patterns: list[str]) -> str:
+        asked.extend([name, *allow_patterns])
+        return str(tmp_path / "in")
+
+    monkeypatch.setattr("peftc.exchange.adapter_import.snapshot_download", snapshot)
+    peftc.import_adapter("someone/tuned", tmp_path / "ours", model=zoo.build("llama", torch.float64))
+    assert asked == ["someone/tuned", "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"]
+    assert_same_outputs(loaded("llama", tmp_path / "ours"), theirs, "llama")

@@ -17,6 +17,7 @@ from peftc.filesystem.bounded_read import check_regular, open_regular, read_regu
 from peftc.merging.destination import destination, unwritable
 
 CONFIG, TENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+FILES = (CONFIG, TENSORS, PICKLED)
 PREFIX = "base_model.model."
 _LARGEST_CONFIG = 64_000_000  # bytes
 _LARGEST = 200_000_000_000  # bytes of tensors
