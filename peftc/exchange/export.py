@@ -19,6 +19,7 @@ from peftc.exchange.peft_format.task_types import task_type
 from peftc.exchange.report import ExportedModule, ExportReport
 from peftc.exchange.typed_export import norms_adapter, typed_adapter
 from peftc.exchange.vllm_rules import vllm_config
+from peftc.folding.own_forward import base_class
 from peftc.folding.weights import Folding
 from peftc.installation.completeness import active_installation
 from peftc.installation.contents import parameters
@@ -154,9 +155,9 @@ def common_config(base: Base, config: dict[str, Any], saved: list[str], modules:
     names = saved_names(saved, modules)
     if names is None:
         raise no_form(", ".join(saved), "PEFT would take other modules, whose names end so, too")
-    cls = type(base.module)
+    cls = base_class(base.module)
     task = task_type(cls, names)
-    mapping = {"base_model_class": cls.__name__.removeprefix("Edited"), "parent_library": cls.__module__}
+    mapping = {"base_model_class": cls.__name__, "parent_library": cls.__module__}
     return {
         "base_model_name_or_path": base.id,
         "auto_mapping": None if task else mapping,

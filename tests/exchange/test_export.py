@@ -183,6 +183,16 @@ def test_a_biased_linear_of_which_the_output_is_read(tmp_path: Path) -> None:
     )
 
 
+def test_the_class_is_that_of_the_base(tmp_path: Path) -> None:
+    model = edited("llama", "edit a at head { h += lora(x, r=2) }")
+    peftc.export(model, tmp_path / "out")
+    assert config(tmp_path / "out")["task_type"] == "CAUSAL_LM"
+    plain = edited("bert-base", "edit a at layer[*].attn.q { h += lora(x, r=2) }")
+    peftc.export(plain, tmp_path / "plain")
+    mapping = config(tmp_path / "plain")["auto_mapping"]
+    assert mapping == {"base_model_class": "BertModel", "parent_library": "transformers.models.bert.modeling_bert"}
+
+
 def test_nothing_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     refused("P703", lambda: peftc.export(edited("llama", QV), tmp_path))
