@@ -16,10 +16,11 @@ import torch
 
 import peftc
 from peftc.merging.destination import PREFIX
+from tests.matrix import FULL
 from tests.merging.checkpoints import LORA, save_adapter, save_base, tensors
 from tests.processes import KILLED, fork
 
-MOMENTS = 40
+MOMENTS = 200 if FULL else 40
 
 
 def files(folder: Path) -> dict[str, bytes]:
