@@ -5,9 +5,10 @@ READY := .venv/ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 OLDEST := .venv-oldest/ready
 FOREIGN := .venv-foreign/ready
+WORKFLOWS := .venv-workflows/ready
 CORE := tests/models tests/tracing tests/observation tests/recognition tests/rewriting tests/specialization tests/adapters/test_saved.py tests/adapters/test_saved_refusals.py tests/test_compiler.py --ignore tests/specialization/test_variants.py
 
-.PHONY: demo test test-full oldest lint format types tables package check benchmarks coverage adversarial interrupts verify mutants suite docs foreign clean
+.PHONY: demo test test-full oldest lint format types tables package check benchmarks coverage adversarial interrupts verify mutants suite docs foreign workflows clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -102,6 +103,10 @@ $(READY): pyproject.toml constraints-dev.txt
 foreign: $(FOREIGN)
 	OMP_NUM_THREADS=1 .venv-foreign/bin/python -m benchmarks.foreign
 
+# The scripts of examples/workflows: trainers of transformers, TRL and sentence-transformers.
+workflows: $(WORKFLOWS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_workflows.py
+
 # Each finds in .venv what it does not have itself.
 define beside
 $(BIN)/python -m venv --clear $(1)
@@ -117,6 +122,10 @@ $(OLDEST): $(READY) constraints-oldest.txt
 $(FOREIGN): $(READY) constraints-foreign.txt benchmarks/foreign_environment/sitecustomize.py
 	$(call beside,.venv-foreign,constraints-foreign.txt)
 	cp benchmarks/foreign_environment/sitecustomize.py $$(.venv-foreign/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+	touch $@
+
+$(WORKFLOWS): $(READY) constraints-workflows.txt
+	$(call beside,.venv-workflows,constraints-workflows.txt)
 	touch $@
 
 clean:

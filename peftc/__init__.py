@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from peftc.merging import merge
     from peftc.standalone import save_standalone
     from peftc.training.calibration import calibrate
+    from peftc.training.checkpoints import CheckpointCallback, checkpoint_adapters
     from peftc.training.steps import StepCallback, losses, step
     from peftc.training.tasks import add_task, drop_task, set_task, task, tasks
     from peftc.verification import verify
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "peftc.training.calibration": ("calibrate",),
+    "peftc.training.checkpoints": ("CheckpointCallback", "checkpoint_adapters"),
     "peftc.compiler": ("compile", "design", "parse", "plan", "remove", "sites"),
     "peftc.explore": ("rewrite", "trace"),
     "peftc.training.tasks": ("add_task", "drop_task", "set_task", "task", "tasks"),
@@ -40,12 +42,14 @@ _HOMES = {
 }
 
 __all__ = [
+    "CheckpointCallback",
     "Diagnostic",
     "PeftcError",
     "PeftcWarning",
     "StepCallback",
     "add_task",
     "calibrate",
+    "checkpoint_adapters",
     "compile",
     "convert",
     "design",

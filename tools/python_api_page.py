@@ -50,10 +50,11 @@ Some types have names:
 Errors are a `PeftcError` with one of the codes listed; `peftc explain CODE` says what a code means.
 """
 
+CHECKPOINTS = ("checkpoint_adapters", "CheckpointCallback")
 FUNCTIONS = {  # every function that peftc exports, by what it is for
     "Plan and inspect": ("plan", "sites", "design", "parse"),
     "Compile": ("compile", "remove", "disabled", "set_enabled", "parameters", "specs"),
-    "Train": ("step", "StepCallback", "losses", "calibrate", "fuse", "warm_start"),
+    "Train": ("step", "StepCallback", "losses", "calibrate", "fuse", "warm_start", *CHECKPOINTS),
     "Save and load": ("save", "load", "from_pretrained", "push", "save_standalone"),
     "Fold": ("fold", "merge"),
     "Exchange with other programs": ("export", "import_adapter", "convert"),

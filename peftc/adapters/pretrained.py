@@ -17,6 +17,7 @@ from peftc.adapters.files import path_of, read_description
 from peftc.adapters.hub import download
 from peftc.adapters.loading import load
 from peftc.adapters.metadata import Adapter, Origin
+from peftc.adapters.sentences import MODULES, load_sentence_model
 from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.models.names import error_summary
@@ -44,7 +45,8 @@ def from_pretrained(
     The adapter names its base: the hub id and commit, or the absolute path of a folder, and the
     class, which is one of transformers or diffusers. The configuration beside the adapter
     (`config.json`, which `save_pretrained` writes) is that of the model, with its number of labels
-    and its quantisation. No code of a repository runs without `trust_remote_code=True`.
+    and its quantisation. No code of a repository runs without `trust_remote_code=True`. The folder
+    of a model of sentence-transformers gives this model, and its transformer is compiled.
 
     Args:
         adapter: a folder, or a hub id.
@@ -72,13 +74,15 @@ def from_pretrained(
     folder = adapter_folder(adapter, revision, {key: options[key] for key in HUB if key in options})
     described = read_description(folder)
     if isinstance(base, nn.Module):
-        model = base
+        model = transformer = base
+    elif (folder / MODULES).is_file():
+        model, transformer = _sentence_model(described, folder, base, base_revision, options)
     else:
-        model = load_base(described, folder, base, base_revision, model_class, options)
+        model = transformer = load_base(described, folder, base, base_revision, model_class, options)
     name = name or prefix or (Path(adapter).name if not os.path.isdir(adapter) else None)
-    return load(
+    load(
         folder,
-        model,
+        transformer,
         name=name,
         prefix=prefix,
         sample=sample,
@@ -86,6 +90,23 @@ def from_pretrained(
         other_weights=other_weights,
         strict=strict,
     )
+    return model
+
+
+def _sentence_model(
+    described: Adapter, folder: Path, base: str | PathLike[str] | None, revision: str | None, options: Mapping[str, Any]
+) -> tuple[nn.Module, nn.Module]:
+    """A model of sentence-transformers, and the transformer in it. Raises: P585, P586."""
+    origin = described.base.origin
+    place = base_name(origin, base)
+    revision = revision or (origin.revision if base is None and origin is not None else None)
+    try:
+        return load_sentence_model(folder, place, revision, options)
+    except PeftcError:
+        raise
+    except Exception as error:  # each library raises its own
+        message = f"the base of the adapter cannot be loaded from `{place}`"
+        raise PeftcError(Diagnostic("P586", message, notes=(error_summary(error),), help=_OTHER)) from error
 
 
 def adapter_folder(adapter: str | PathLike[str], revision: str | None, options: Mapping[str, Any]) -> Path:

@@ -166,12 +166,15 @@ def test_checkpointing_inside_the_trainer(name: str, tmp_path: Path) -> None:
     all_close(*ends, tolerance=1e-6)
 
 
+@pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize(("name", "spec"), SOME)
-def test_accelerate(name: str, spec: str, tmp_path: Path) -> None:
+def test_accelerate(name: str, spec: str, adapters: bool, tmp_path: Path) -> None:
     """prepare, backward, save_state and load_state: three steps, three more, and the last three
-    again.
+    again. With `checkpoint_adapters` the checkpoint has no weights of the base.
     """
     accelerator = Accelerator(cpu=True)
+    if adapters:
+        peftc.checkpoint_adapters(accelerator)
     model = fresh(name, spec)
     learning = [p for p in model.parameters() if p.requires_grad]
     prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(learning, lr=0.02))
@@ -191,8 +194,27 @@ def test_accelerate(name: str, spec: str, tmp_path: Path) -> None:
     three()
     accelerator.save_state(str(tmp_path), safe_serialization=True)
     want, end = three(), state(model)
+    assert (tmp_path / "model.safetensors").exists() is not adapters
+    assert (tmp_path / "adapter" / "adapter.json").exists() is adapters
     accelerator.load_state(str(tmp_path))
     assert not same(state(model), end)
     assert three() == want
     assert same(state(model), end)
     assert accelerator.unwrap_model(prepared) is model
+
+
+def test_accelerate_with_a_plain_model_beside(tmp_path: Path) -> None:
+    """The other model is saved by accelerate, as ever."""
+    accelerator = Accelerator(cpu=True)
+    peftc.checkpoint_adapters(accelerator)
+    plain, model = accelerator.prepare(nn.Linear(2, 2), fresh("bert", "lora"))
+    before = state(plain), state(model)
+    accelerator.save_state(str(tmp_path), safe_serialization=True)
+    with torch.no_grad():
+        for parameter in (*plain.parameters(), *peftc.parameters(model).values()):
+            parameter.add_(1)
+    accelerator.load_state(str(tmp_path))
+    assert same(state(plain), before[0])
+    assert same(state(model), before[1])
+    files = sorted(path.name for path in tmp_path.iterdir() if "state" not in path.name)
+    assert files == ["adapter_1", "model.safetensors"]
