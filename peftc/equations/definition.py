@@ -85,13 +85,13 @@ class TextForm(Form):
 
     def _arguments(self) -> Iterator[Argument]:
         """The arguments of a call. Those that sizes are computed from are whole numbers."""
-        whole, words = self._names_in_sizes(), words_of(self.form)
+        whole, ids, words = self._names_in_sizes(), self._names_of_ids(), words_of(self.form)
         for param in self.form.params:
             if param.name in self.inputs:
                 continue
             name, is_whole = param.name, param.name in whole
             doc = (param.trailing or f"an argument of `{self.form.name}`").lstrip("# ")
-            low, high, open_ends = self._range(name, 1 if is_whole else None)
+            low, high, open_ends = self._range(name, int(name not in ids) if is_whole else None)
             kind = "int" if is_whole else "float"
             match param.default:
                 case None:
@@ -131,6 +131,12 @@ class TextForm(Form):
                 high = value
             (ends.add if len(op) == 1 else ends.discard)("low" if op[0] == ">" else "high")
         return low, high, "both" if len(ends) == 2 else cast(Ends, "".join(ends))
+
+    def _names_of_ids(self) -> set[str]:
+        """The names of ids of tokens, which begin with 0; sizes and counts begin with 1."""
+        calls = [part for value in values(self.form) for part in walk(value) if isinstance(part, ast.Call)]
+        ids = [arg for call in calls if call.function == POSITIONS for arg in call.args[3:]]
+        return {name for arg in ids for name in names_in(arg)}
 
     def _names_in_sizes(self) -> set[str]:
         """The names that sizes, numbers of terms and indices depend on."""

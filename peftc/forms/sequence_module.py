@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,53 +15,35 @@ PADDING = -1  # in the place of an id
 
 
 @dataclass(frozen=True)
-class CachedIds:
-    """Which ids are in all rows of a cache of so many tokens, and which in some rows only, of those that forms read.
-
-    Neither depends on the order or the number of the rows, which a beam search changes.
-    """
-
-    length: int
-    rows: Mapping[int, Literal["all", "some", "none"]]
-
-    @classmethod
-    def of(cls, call: Ids, tokens: Iterable[int]) -> CachedIds:
-        """Those after a call, of `tokens` whose earlier places are known."""
-        before = {} if call.cached is None else call.cached.rows
-        rows: dict[int, Literal["all", "some", "none"]] = {}
-        for token in tokens:
-            past = before.get(token) if call.past else "none"
-            if past in ("none", "some"):
-                present = (call.own == token).any(1)
-                rows[token] = "all" if bool(present.all()) else "some" if bool(present.any()) else past
-            elif past == "all":
-                rows[token] = past
-        return cls(call.past + call.own.shape[1], rows)
-
-
-@dataclass(frozen=True)
 class Ids:
     """The ids of the tokens of one call, (batch, tokens), with -1 for padding.
 
-    `past`: how many tokens its cache has. `cached`: their ids, where they are recorded.
+    `begun`: by id, which rows of the cache have it, (batch,); None where their order is unknown. None without a cache.
     """
 
     own: Tensor
-    past: int = 0
-    cached: CachedIds | None = None
+    begun: Mapping[int, Tensor | None] | None = None
 
     def since(self, token: int) -> Tensor:
         """Which tokens of the call are the first `token` of their row or come after it, (batch, tokens). Raises: P423."""
-        rows = None if self.cached is None else self.cached.rows.get(token)
-        if not self.past or rows == "none":
-            return (self.own == token).cumsum(1) > 0
-        if rows == "all":
-            return torch.ones_like(self.own, dtype=torch.bool)
-        if rows == "some":
+        since = (self.own == token).cumsum(1) > 0
+        if self.begun is None:
+            return since
+        if token not in self.begun:
+            message = (
+                f"whether the token {token} is in the cache is unknown: it was cropped, or filled without the edit"
+            )
+            raise unknown(message, "begin with an empty cache, or call the model without one")
+        begun = self.begun[token]
+        if begun is None:
             message = f"the token {token} is in some rows of the cache and not in others, whose order is unknown"
             raise unknown(message, "generate for these rows apart, or call the model without a cache")
-        message = f"whether the token {token} is in the cache is unknown: it was cropped, or filled without the edit"
-        raise unknown(message, "begin with an empty cache, or call the model without one")
+        return since | begun.unsqueeze(1)
+
+    def of(self, rows: slice | Tensor) -> Ids:
+        """Those of some rows of the batch."""
+        begun = None if self.begun is None else {t: b if b is None else b[rows] for t, b in self.begun.items()}
+        return Ids(self.own[rows], begun)
 
 
 @dataclass(frozen=True)
@@ -82,8 +63,7 @@ class Where:
         """Those of some rows of the batch."""
         ahead, behind = (p if p is None or len(p) == 1 else p[rows] for p in (self.ahead, self.behind))
         assert ahead is not None
-        ids = self.ids if isinstance(self.ids, str) else replace(self.ids, own=self.ids.own[rows])
-        return Where(ahead, behind, ids)
+        return Where(ahead, behind, self.ids if isinstance(self.ids, str) else self.ids.of(rows))
 
 
 class Sequence:

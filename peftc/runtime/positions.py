@@ -1,6 +1,7 @@
 """Tokens, masks and caches among the arguments of a call, and the positions of its tokens."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from peftc.diagnostics import PeftcError
 from peftc.forms.module import has_values
-from peftc.forms.sequence_module import PADDING, CachedIds, Ids, Sequence, Where, unknown
+from peftc.forms.sequence_module import PADDING, Ids, Sequence, Where, unknown
 
 CACHES = ("past_key_values", "cache_params")
 STATES = ("state",)  # tensors of a recurrence; a call without a past has none. Seen in: RWKV
@@ -75,10 +76,56 @@ def forward_with_positions(base: type[nn.Module], module: Any, named: dict[str, 
     try:
         result = base.forward(module, **arguments)
         if sequence.tokens and sequence.present is not None:
-            record_ids(sequence.present.ids, sequence.tokens, arguments, result)
+            record_ids(sequence.present, sequence.tokens, arguments, result)
         return result
     finally:
         sequence.present = before
+
+
+@dataclass(frozen=True)
+class CachedIds:
+    """What is recorded at a cache of `length` tokens: by id, which of its rows have it, (rows,).
+
+    `keys`: of the last token in the last layer, (rows, features). They depend on all tokens of a
+    row, so they tell which row it is after a beam search has chosen among them.
+    """
+
+    length: int
+    begun: Mapping[int, Tensor]
+    keys: Tensor | None
+
+    def begun_now(self, cache: Any, count: int) -> dict[int, Tensor | None]:
+        """`begun` of the present rows, so many; None where rows differ and cannot be recognised.
+
+        Empty if the tokens are others than those that were recorded.
+        """
+        keys, same = last_keys(cache, self.length), None
+        if keys is not None and self.keys is not None:
+            if len(keys) != count or keys.shape[1:] != self.keys.shape[1:]:
+                return {}
+            same = (keys.to(self.keys.device).unsqueeze(1) == self.keys).all(-1)  # (rows now, rows then)
+            if not bool(same.any(1).all()):
+                return {}
+        return {token: self._rows(begun, same, count) for token, begun in self.begun.items()}
+
+    @staticmethod
+    def _rows(begun: Tensor, same: Tensor | None, count: int) -> Tensor | None:
+        if bool((begun == begun[0]).all()):
+            return begun[:1].expand(count)
+        if same is None:
+            return None
+        same = same.to(begun.device)
+        has, has_not = (same & begun).any(1), (same & ~begun).any(1)
+        return has if bool((has != has_not).all()) else None
+
+
+def last_keys(cache: Any, length: int) -> Tensor | None:
+    """The keys of the last of so many tokens in the last layer of a cache, (rows, features)."""
+    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
+    keys = next((k for layer in reversed(layers) if isinstance(k := getattr(layer, "keys", None), Tensor)), None)
+    if keys is None or keys.ndim != 4 or not keys.shape[2]:
+        return None
+    return keys[:, :, min(length, keys.shape[2]) - 1].flatten(1)
 
 
 def ids_of(arguments: dict[str, Any], past: Any) -> Ids | str:
@@ -91,15 +138,25 @@ def ids_of(arguments: dict[str, Any], past: Any) -> Ids | str:
     past = int(past) if cache is not None else 0
     if mask is not None:
         ids = ids.masked_fill(mask[:, past : past + ids.shape[1]] == 0, PADDING)
-    cached = None if cache is None else getattr(cache[1], CACHED, None)
-    return Ids(ids, past, cached if isinstance(cached, CachedIds) and cached.length == past else None)
+    if cache is None or not past:
+        return Ids(ids)
+    cached = getattr(cache[1], CACHED, None)
+    if not isinstance(cached, CachedIds) or cached.length != past:
+        return Ids(ids, {})
+    return Ids(ids, cached.begun_now(cache[1], len(ids)))
 
 
-def record_ids(ids: Ids | str, tokens: Iterable[int], arguments: dict[str, Any], result: Any) -> None:
-    """Records which `tokens` a cache has, as an attribute, which copies of the cache keep."""
+def record_ids(where: Where, tokens: Iterable[int], arguments: dict[str, Any], result: Any) -> None:
+    """Records which `tokens` rows of a cache have, as its attribute, which copies keep."""
+    ids = where.ids
     _, cache = cache_of(arguments) or cache_of({name: getattr(result, name, None) for name in CACHES}) or ("", None)
-    if not isinstance(ids, str) and hasattr(cache, "get_seq_length") and not torch.compiler.is_compiling():
-        setattr(cache, CACHED, CachedIds.of(ids, tokens))
+    if isinstance(ids, str) or cache is None or torch.compiler.is_compiling() or not hasattr(cache, "get_seq_length"):
+        return
+    known = [token for token in tokens if ids.begun is None or ids.begun.get(token) is not None]
+    length = int(cache.get_seq_length())
+    keys = last_keys(cache, length)
+    begun = {token: ids.since(token)[:, -1] for token in known}
+    setattr(cache, CACHED, CachedIds(length, begun, None if keys is None else keys.detach().clone()))
 
 
 def positions_of(arguments: dict[str, Any]) -> Where | None:
@@ -124,7 +181,7 @@ def positions_of(arguments: dict[str, Any]) -> Where | None:
         return Where(columns, None if cache is not None else count - 1 - columns, ids_of(arguments, past))
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         message = f"an attention mask with {mask_format(mask)} does not show which tokens are padding"
-        raise unknown(message, "pass it as (batch, tokens)")
+        raise unknown(message, "pass it as (batch, tokens); for a static cache, `generate` makes another")
     if (cache is None and mask.shape[1] != count) or (isinstance(past, int) and mask.shape[1] < past + count):
         raise unknown(f"the attention mask is for {mask.shape[1]} tokens, and cache and call have {past + count}")
     first = starts_of(mask)

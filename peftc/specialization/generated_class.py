@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from peftc.concurrency.context import ALL, CHOICE, ChoiceVar, preserve_choices
 from peftc.concurrency.interrupts import Deferral, shielded
@@ -223,7 +224,8 @@ class GeneratedClass:
         arguments = bind_arguments(self.base.forward, module, args, kwargs)
         traces = CallTraces(self.base, self.inline, self.signature, module, arguments, likely)
         paths = CallPaths(self.name, traces, self.names, self.rewrite)
-        paths.follow()
+        with _disable_current_modes():  # a program that is exported would have the operations of the trace
+            paths.follow()
         variant = self.variant(paths.graph, paths.others, tuple(paths.conditions), traces.passthrough, paths.traits)
         if not variant.holds(module, *args, **kwargs):
             message = f"the forward made for a call of {self.name} does not recognise that call"

@@ -265,8 +265,16 @@ def test_an_edit_that_acts_from_a_token_on_knows_what_is_in_the_cache() -> None:
     assert isinstance(cache, DynamicCache)
     cache.crop(-1)
     assert refusal(lambda: model(input_ids=ids[:, 5:], past_key_values=cache)) == "P423"
-    mixed = model(input_ids=ids[:, :3], use_cache=True).past_key_values
-    assert refusal(lambda: model(input_ids=ids[:, 3:], past_key_values=mixed)) == "P423"
+    with torch.no_grad():
+        mixed = model(input_ids=ids[:, :3], use_cache=True).past_key_values  # the token of one row
+        mixed.reorder_cache(torch.tensor([1, 0]))
+        out = model(input_ids=ids.flip(0)[:, 3:], past_key_values=mixed)
+        torch.testing.assert_close(out.logits, whole.flip(0)[:, 3:], rtol=0, atol=1e-10)
+        plain = zoo.build("llama", torch.float64)
+        other = model(input_ids=ids[:, :3], use_cache=True).past_key_values
+        other.crop(-1)
+        plain(input_ids=ids[:, 2:3], past_key_values=other)  # as many tokens as before
+    assert refusal(lambda: model(input_ids=ids[:, 3:], past_key_values=other)) == "P423"
     foreign = zoo.build("llama", torch.float64)(input_ids=ids[:, :2], use_cache=True).past_key_values
     assert refusal(lambda: model(input_ids=ids[:, 2:], past_key_values=foreign)) == "P423"
     embedded = model.get_input_embeddings()(ids)
@@ -276,11 +284,22 @@ def test_an_edit_that_acts_from_a_token_on_knows_what_is_in_the_cache() -> None:
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generation_from_a_token_on_is_the_same_with_a_cache(beams: int) -> None:
     model, _ = activated()
-    prompt = torch.tensor([[5, 6, 11, 7], [11, 4, 5, 6]])
-    outputs = [
-        model.generate(prompt, max_new_tokens=6, do_sample=False, use_cache=cached, num_beams=beams, pad_token_id=1)
-        for cached in (True, False)
-    ]
-    assert torch.equal(*outputs)
-    plain = zoo.build("llama", torch.float64).generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=1)
+    with torch.no_grad():
+        model.get_submodule("lm_head").weight[11] += 0.05  # some rows, not all, come to the token
+    for prompt in ([[5, 6, 11, 7], [11, 4, 5, 6]], [[5, 6, 8, 7], [9, 4, 5, 6], [5, 11, 4, 4]]):
+        outputs = [
+            model.generate(
+                torch.tensor(prompt),
+                max_new_tokens=8,
+                do_sample=False,
+                use_cache=cached,
+                num_beams=beams,
+                pad_token_id=1,
+            )
+            for cached in (True, False)
+        ]
+        assert torch.equal(*outputs)
+    plain = zoo.build("llama", torch.float64).generate(
+        torch.tensor(prompt), max_new_tokens=8, do_sample=False, pad_token_id=1
+    )
     assert not torch.equal(outputs[0], plain)
