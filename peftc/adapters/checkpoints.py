@@ -150,8 +150,8 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         notify_forms(model)
 
 
-def _check_base(model: nn.Module, record: Installation) -> None:
-    """Warns of running statistics that are not saved (P584). Raises: P583 for base parameters."""
+def check_gradients(model: nn.Module, record: Installation) -> None:
+    """Raises: P583 for parameters that are trained and that no adapter has."""
     is_base, trained = is_base_parameter(model, record), {*record.trained.values()}
     others = [n for n, p in model.named_parameters() if p.requires_grad and is_base(n) and n not in trained]
     if others:
@@ -159,6 +159,11 @@ def _check_base(model: nn.Module, record: Installation) -> None:
         module = others[0].rpartition(".")[0]
         help_ = f'state them in the spec, so that the adapter has them: `train NAME = [w, b] at "{module}"`'
         raise PeftcError(Diagnostic("P583", message, help=help_))
+
+
+def _check_base(model: nn.Module, record: Installation) -> None:
+    """Warns of running statistics that are not saved (P584). Raises: P583."""
+    check_gradients(model, record)
     norms = [n for n, m in model.named_modules() if isinstance(getattr(m, "running_mean", None), Tensor) and m.training]
     if norms:
         message = f"{len(norms)} norms change their running statistics in training: `{norms[0]}` is saved without"

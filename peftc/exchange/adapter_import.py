@@ -107,6 +107,8 @@ def open_base_of(config: PeftConfig, model: Model | None, trust_remote_code: boo
         raise PeftcError(Diagnostic("P545", "the configuration names no base", help="name it: `--model`, or `model=`"))
     if is_installed(chosen):
         raise PeftcError(Diagnostic("P545", "the model has edits already", help="give the base without edits"))
+    if isinstance(chosen, nn.Module) and any(p.is_meta for p in chosen.parameters()):
+        raise PeftcError(Diagnostic("P545", "the model has no values", help="give the path of its configuration"))
     return open_model(chosen, trust_remote_code)
 
 
@@ -131,6 +133,8 @@ def write_adapter(base: Base, incoming: Incoming, target: Path, name: str) -> Im
         if error.diagnostics[0].code.startswith(("P5", "P8")):  # of the base, or of the adapter
             raise
         notes = tuple(f"{d.code}: {d.message}" for d in error.diagnostics[:3])
+        if error.diagnostics[0].code == "P317":  # a number above the limit of the model
+            raise PeftcError(Diagnostic("P804", error.diagnostics[0].message)) from error
         raise unfit("the adapter does not fit the model", *notes) from error
     try:
         record = installation_of(base.module)

@@ -10,7 +10,7 @@ from peftc.adapters.files import path_of
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.exchange.adapter_import import ImportedAdapter, output_name, write_adapter
 from peftc.exchange.edited_model import Model, edited
-from peftc.exchange.export import exported_modules, whole_modules
+from peftc.exchange.export import check_rank, exported_modules, whole_modules
 from peftc.exchange.lora_export import LoraAdapter, lora_of, no_form
 from peftc.exchange.peft_format.reading import Incoming
 from peftc.exchange.peft_format.types import shown
@@ -49,8 +49,7 @@ def convert(
         PeftcError: P501-P506 (the base), P520-P526 (the adapters), P545 (arguments), P801 (an edit
             that does not fold), P806 (weights are needed).
     """
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
-        raise PeftcError(Diagnostic("P545", f"`rank` is a number from 1 on, not {rank!r}"))
+    check_rank("rank", rank)
     if not isinstance(adapter, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
         raise PeftcError(Diagnostic("P545", "a saved adapter is converted", help="save the model first"))
     with edited(adapter, model, other_weights, trust_remote_code) as base:

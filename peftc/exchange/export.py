@@ -6,16 +6,19 @@ from collections.abc import Iterable
 from os import PathLike
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from peftc.adapters.base import require_values
+from peftc.adapters.checkpoints import check_gradients
 from peftc.adapters.files import path_of
+from peftc.adapters.loading import check_tensors
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.exchange.edited_model import Base, Model, edited, trained_values
 from peftc.exchange.lora_export import LoraAdapter, lora_config, lora_of, lora_tensors, no_form
 from peftc.exchange.peft_format.folder import PREFIX, write
 from peftc.exchange.peft_format.names import largest_owners, saved_names
 from peftc.exchange.peft_format.task_types import task_type
+from peftc.exchange.places import aliases, places
 from peftc.exchange.report import ExportedModule, ExportReport
 from peftc.exchange.typed_export import norms_adapter, typed_adapter
 from peftc.exchange.vllm_rules import vllm_config
@@ -66,9 +69,12 @@ def export(
 
     Raises:
         PeftcError: P410 (not compiled), P501-P506 (the base), P520-P525 (the adapter), P545
-            (arguments), P703 and P704 (the folder), P801 (an edit without a form there), P805 (the
-            rank), P806 (weights are needed).
+            (arguments), P561 (infinite or NaN values), P583 (parameters that are trained by no
+            edit), P703 and P704 (the folder), P801 (an edit without a form there), P805 (the rank),
+            P806 (weights are needed).
     """
+    if max_rank is not None:
+        check_rank("max_rank", max_rank)
     if svd and max_rank is None:
         raise PeftcError(Diagnostic("P545", "`svd` needs a rank", help="give `max_rank`, or `--max-rank`"))
     if to not in TARGETS:
@@ -76,13 +82,42 @@ def export(
     target = path_of(output)
     check_destination(target)
     with edited(adapter, model, other_weights, trust_remote_code) as base:
-        require_values(parameters(base.module).items())
+        check_model(base.module)
         config, tensors, report = lora_export(base, max_rank, svd, to == "peft" and not svd)
         if to == "vllm":
             config, note = vllm_config(config, tensors, max_rank)
             report = report.model_copy(update={"notes": (*report.notes, note)})
+        check_tensors(tensors, tensors)
         write(target, config, tensors)
     return report.model_copy(update={"output": str(target)})
+
+
+def check_rank(name: str, rank: object) -> None:
+    """Raises: P545."""
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise PeftcError(Diagnostic("P545", f"`{name}` is a number from 1 on, not {rank!r}"))
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises: P561, P583 (the parameters), P801 (modules that PEFT would not change as peftc)."""
+    record = active_installation(model)
+    own = parameters(model)
+    require_values(own.items())
+    check_tensors(own, own)
+    check_gradients(model, record)
+    edits = ", ".join(dict.fromkeys(saved.partition("/")[0] for saved in record.trained))
+    if any(base_class(module).__module__.partition(".")[0] == "peft" for module in model.modules()):
+        name = next((one.edit for one in record.site_edits), edits)
+        raise no_form(name, "the model has an adapter of PEFT already", "merge it into the base: `merge_and_unload()`")
+    for site_edit in record.site_edits:
+        module = site_edit.site.module
+        if len(own := places(model, model.get_submodule(module))) > 1:
+            raise no_form(site_edit.edit, f"`{own[0]}` and `{own[1]}` are one module, of which PEFT changes one")
+    for place in record.trained.values():
+        owner = model.get_submodule(place.rpartition(".")[0])
+        if len(own := aliases(model, place)) > 1 or len(own := places(model, owner)) > 1:
+            reason = f"`{own[0]}` and `{own[1]}` are one parameter, of which PEFT changes one use"
+            raise no_form(edits, reason, "untie them before the model is compiled")
 
 
 def lora_export(
@@ -120,7 +155,7 @@ def typed_export(base: Base, folding: Folding) -> tuple[dict[str, Any], dict[str
     modules = [info.name for info in folding.analysis.table.modules]
     config = common_config(base, typed.config, list(saved), modules)
     tensors = typed.tensors | {f"{PREFIX}{n}": t for own in saved.values() for n, t in own.items()}
-    exported = (ExportedModule(module=name, rank=typed.config.get("r") or 0) for name in typed.modules)
+    exported = (ExportedModule(module=name, rank=typed.ranks.get(name, 0)) for name in typed.modules)
     return config, tensors, ExportReport(output="", type=typed.type, modules=tuple(exported), saved=tuple(saved))
 
 

@@ -107,13 +107,29 @@ def module_lora(
     except NotAffine as error:
         if nearest_rank is None or issubclass(cls, nn.Embedding):
             help_ = "`max_rank=r, svd=True` (`--max-rank R --svd`) writes the nearest change, and says how near it is"
-            raise no_form(edits, error.reason, help_) from error
+            has_nearest = not issubclass(cls, nn.Embedding) and _has_change(base, model, module, folds)
+            raise no_form(edits, error.reason, help_ if has_nearest else None) from error
     try:
-        names = [parameter_name(ref) for fold in folds for ref in fold.target.refs]
-        with base.values(names):
-            return nearest(change_of(model, module, folds), nearest_rank, dtype)
+        return nearest(_change(base, model, module, folds), nearest_rank, dtype)
     except NotAffine as error:
         raise no_form(edits, error.reason) from error
+
+
+def _change(base: Base, model: nn.Module, module: str, folds: list[Fold]) -> Tensor:
+    """Raises: NotAffine as `change_of`, P806."""
+    with base.values([parameter_name(ref) for fold in folds for ref in fold.target.refs]):
+        return change_of(model, module, folds)
+
+
+def _has_change(base: Base, model: nn.Module, module: str, folds: list[Fold]) -> bool:
+    """Whether a module has a nearest change, as far as its weights are there to tell."""
+    try:
+        _change(base, model, module, folds)
+    except NotAffine:
+        return False
+    except PeftcError:
+        return True
+    return True
 
 
 def _class(model: nn.Module, module: str, folds: list[Fold]) -> type[nn.Module]:

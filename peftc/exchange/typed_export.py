@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from peftc.exchange.lora_export import no_form
 from peftc.exchange.peft_format.folder import PREFIX
-from peftc.exchange.peft_format.names import target_names
+from peftc.exchange.peft_format.names import pattern_of, target_names
 from peftc.exchange.peft_format.types import TYPES, PeftRow
 from peftc.exchange.selector_text import is_whole
 from peftc.folding.own_forward import base_class
@@ -21,6 +21,12 @@ from peftc.folding.weights import Folding
 from peftc.planning.ir import SiteEdit
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
+
+# The keys for modules with other numbers than most.
+PATTERNS = {
+    "LORA": {"r": "rank_pattern", "lora_alpha": "alpha_pattern"},
+    "LOHA": {"r": "rank_pattern", "alpha": "alpha_pattern"},
+}
 
 
 @dataclass(eq=False)
@@ -31,6 +37,7 @@ class TypedAdapter:
     config: dict[str, Any]
     tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     modules: list[str] = field(default_factory=list[str])
+    ranks: dict[str, int] = field(default_factory=dict[str, int])
 
 
 def typed_adapter(folding: Folding) -> TypedAdapter | None:
@@ -43,6 +50,7 @@ def typed_adapter(folding: Folding) -> TypedAdapter | None:
     if not rows or None in rows or len(types) != 1:
         return None
     adapter, inputs = TypedAdapter(types.pop(), {}), list[str]()
+    patterns: dict[str, dict[str, Any]] = {key: {} for key in PATTERNS.get(adapter.type, {})}
     for site_edit, own in zip(site_edits, rows, strict=True):
         assert own is not None
         module, row = site_edit.site.module, own[1]
@@ -52,12 +60,17 @@ def typed_adapter(folding: Folding) -> TypedAdapter | None:
         cls = base_class(folding.model.get_submodule(module))
         if not issubclass(cls, nn.Linear | Conv1D) or (row.linear_alone and not issubclass(cls, nn.Linear)):
             raise no_form(site_edit.edit, f"PEFT has no {adapter.type} of a {cls.__name__}, as `{module}` is")
+        for key, values in patterns.items():
+            values[module] = config.pop(key)
         if adapter.config not in ({}, config):
-            raise no_form(site_edit.edit, f"PEFT has one of each number for all modules, and `{module}` has {config}")
+            raise no_form(site_edit.edit, f"PEFT has one of each for all modules, and `{module}` has {config}")
         adapter.config = config
         adapter.modules.append(module)
         inputs += [module] if row.step else []
         adapter.tensors |= _tensors(folding, site_edit, row)
+    for key, values in patterns.items():
+        adapter.config[key], adapter.config[PATTERNS[adapter.type][key]] = pattern_of(values)
+    adapter.ranks = patterns.get("r", {})
     names = [info.name for info in folding.analysis.table.modules]
     adapter.config |= {"peft_type": adapter.type, "target_modules": target_names(adapter.modules, names)}
     classes = {base_class(folding.model.get_submodule(module)) for module in adapter.modules}

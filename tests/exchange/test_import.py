@@ -268,10 +268,23 @@ def test_an_earlier_series_of_oft_is_refused(tmp_path: Path) -> None:
     assert "peft_version" in import_refused("P802", tmp_path).message
 
 
+@pytest.mark.parametrize("equation", ["w += hadamard(r={r}, alpha={r})", "w = magnitude(w + lowrank(r={r}))"])
+def test_numbers_of_a_type_have_patterns(equation: str, tmp_path: Path) -> None:
+    edits = [f"edit {n} at {at} {{ {equation.format(r=r)} }}" for n, at, r in SITES]
+    model = edited("llama", "\n".join(edits))
+    report = peftc.export(model, tmp_path / "out")
+    assert_same_outputs(model, in_peft("llama", tmp_path / "out"), "llama")
+    assert [one.rank for one in report.modules] == [2, 3, 3, 4, 4, 4]
+
+
+SITES = (("a", "layer[0].attn.q", 2), ("b", "layer[1..2].attn.q", 3), ("c", "layer[*].ffn.up", 4))
+
+
 def test_a_type_with_numbers_that_it_cannot_have_is_refused(tmp_path: Path) -> None:
-    two = "edit a at layer[0].attn.q { w += hadamard(r=2) }\nedit b at layer[1].attn.q { w += hadamard(r=3) }"
+    two = "edit a at layer[0].attn.q { w = orthogonal(w, block=4) }\n"
+    two += "edit b at layer[1].attn.q { w = orthogonal(w, block=8) }"
     diagnostic = refused("P801", lambda: peftc.export(edited("llama", two), tmp_path / "no"))
-    assert "one of each number" in diagnostic.message
+    assert "one of each" in diagnostic.message
     fused = edited("gpt2", "edit a at layer[*].ffn.up { w += hadamard(r=2) }")
     refused("P801", lambda: peftc.export(fused, tmp_path / "no"))
 

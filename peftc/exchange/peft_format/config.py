@@ -40,6 +40,14 @@ class PeftConfig:
         value = self.values.get("base_model_name_or_path")
         return value if isinstance(value, str) and value else None
 
+    @property
+    def saved(self) -> list[str]:
+        """`modules_to_save`. Raises: P802."""
+        value = self.read("modules_to_save", [])
+        if not isinstance(value, list) or not all(isinstance(one, str) and one for one in cast(list[Any], value)):
+            raise refusal("modules_to_save", value, "it is an array of names")
+        return cast(list[str], value)
+
     def read(self, key: str, default: Any) -> Any:
         self.seen.add(key)
         value = self.values.get(key)
@@ -64,6 +72,12 @@ class PeftConfig:
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
             raise refusal(key, value, "it is a number")
         return value
+
+    def rank(self, module: str) -> int:
+        value = self.number("r", 8, module, "rank_pattern")
+        if value < 1 or value != int(value):
+            raise refusal("r", value, "it is a number from 1 on")
+        return int(value)
 
     def one_of(self, key: str, allowed: Collection[Any], reason: str) -> Any:
         """Raises: P802 for another value than the first, which is the default, and the others."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.exchange.peft_format.config import PeftConfig, refusal
 from peftc.exchange.peft_format.folder import PREFIX, damaged
 from peftc.exchange.peft_format.types import TYPES, PeftType
+from peftc.exchange.places import aliases, places
 from peftc.exchange.spec_text import ModulePart, unfit
 
 
@@ -32,22 +34,58 @@ def read_peft(config: PeftConfig, tensors: Mapping[str, Tensor], model: nn.Modul
     modules = dict(model.named_modules(remove_duplicate=False))
     first: dict[int, str] = {}  # tied parameters have several names
     parameters = {n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}
+    unknown, copies = list[Exception](), set[str]()
+    present = {_of_base(key.removeprefix(PREFIX)) for key in tensors}
     incoming, own = Incoming(config.type.lower()), defaultdict[str, dict[str, Tensor]](dict)
     ends = sorted({end for row in peft_type.rows for end in row.tensors}, key=len, reverse=True)
     for key, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise damaged(f"`{key}` has the dtype {str(tensor.dtype).removeprefix('torch.')}")
         name = key.removeprefix(PREFIX)
         end = next((end for end in ends if name.endswith(f".{end}")), None)
         if end is not None and (module := name.removesuffix(f".{end}")) in modules:
+            if len(shared := places(model, modules[module])) > 1:
+                raise unfit(f"`{shared[0]}` and `{shared[1]}` are one module, of which PEFT changes one")
             own[module][end] = tensor
         elif (place := _of_base(name)) in parameters:
             _save(incoming, parameters[place], tensor)
+            if ".ln_tuning_layers." in name or _is_in(place.rpartition(".")[0], config.saved):
+                copies.add(place)
         else:
-            raise _unknown(key, end, name, list(modules))
-    incoming.parts += [_part(config, peft_type, module, own[module]) for module in modules if module in own]
-    config.finish(peft_type.ignored)
-    if not incoming.parts and not incoming.saved:
-        raise damaged("the adapter has no tensors")
+            unknown.append(_unknown(key, end, name, list(modules)))
+    incoming.parts += [_part(config, peft_type, one, name, own[name]) for name, one in modules.items() if name in own]
+    if incoming.parts or not peft_type.rows:
+        config.finish(peft_type.ignored)
+    if unknown:
+        raise unknown[0]
+    if not incoming.parts and (peft_type.rows or not incoming.saved):
+        raise damaged(f"the adapter has no tensors of {config.type}")
+    _check_saved(config.saved, incoming.saved, parameters)
+    _check_tied(copies, present, model)
     return incoming
+
+
+def _is_in(module: str, ends: Collection[str]) -> bool:
+    """Whether PEFT takes a module, or one around it, for one of `modules_to_save`."""
+    parts = module.split(".")
+    return any(".".join(parts[: i + 1]).endswith(tuple(ends)) for i in range(len(parts)))
+
+
+def _check_saved(ends: Collection[str], saved: Collection[str], parameters: Mapping[str, str]) -> None:
+    """Raises: P803 where a module that the configuration says is saved is not there."""
+    for name, place in parameters.items():
+        if place not in saved and _is_in(name.rpartition(".")[0], ends):
+            raise damaged(f"`modules_to_save` has {join_names(list(ends))}, and there is no tensor `{name}`")
+
+
+def _check_tied(copies: Collection[str], present: Collection[str], model: nn.Module) -> None:
+    """Raises: P804 where PEFT would change one use of a tied parameter, and leave the other."""
+    for place in copies:
+        for name in aliases(model, place):
+            if name not in present:
+                message = f"`{place}` is tied to `{name}`, and the adapter has values for one of them"
+                help_ = "train it with `ensure_weight_tying=True`, or untie the base"
+                raise PeftcError(Diagnostic("P804", message, help=help_))
 
 
 def _of_base(name: str) -> str:
@@ -62,24 +100,39 @@ def _save(incoming: Incoming, name: str, tensor: Tensor) -> None:
         raise unfit(f"`{name}` has two names in the model, and other values under each in the adapter")
 
 
-def _part(config: PeftConfig, peft_type: PeftType, module: str, tensors: Mapping[str, Tensor]) -> ModulePart:
-    row = peft_type.row(tensors)
+def _part(
+    config: PeftConfig, peft_type: PeftType, owner: nn.Module, module: str, tensors: Mapping[str, Tensor]
+) -> ModulePart:
+    row, own = peft_type.row(tensors), join_names(sorted(tensors))
+    if row is None and any(set(tensors) < set(row.tensors) for row in peft_type.rows):
+        raise damaged(f"of the tensors of `{module}` there is only {own}")
     if row is None:
-        raise refusal(
-            "peft_type", config.type, f"`{module}` has {join_names(sorted(tensors))}, for which there is no equation"
-        )
+        raise PeftcError(Diagnostic("P802", f"`{module}` has {own}, for which there is no equation"))
+    weight = getattr(owner, "weight", None)
+    most = max(2, weight.ndim if isinstance(weight, Tensor) else 2)
+    for end, tensor in tensors.items():
+        if tensor.ndim > most:
+            raise damaged(f"`{module}.{end}` has the shape {list(tensor.shape)}")
+    for key, end in peft_type.flags.items():
+        if config.flag(key) != (end in tensors) and "lora_embedding_A" not in tensors:
+            there = "has" if end in tensors else "has no"
+            raise damaged(f"the configuration has `{key}: {config.flag(key)}`, and `{module}` {there} {end}")
     numbers = peft_type.numbers(config, module, tensors)
     rank = numbers.get("r")
     if rank is not None and all(rank not in tensor.shape for tensor in tensors.values()):
         shapes = ", ".join(f"{end} {list(tensor.shape)}" for end, tensor in tensors.items())
-        raise unfit(f"`{module}` has the rank {rank} by the configuration, and {shapes}")
+        message = f"`{module}` has the rank {rank} by the configuration, and {shapes}"
+        raise PeftcError(Diagnostic("P804", message, help="`r` and `rank_pattern` are not those of the tensors"))
     named = {row.tensors[end]: tensor for end, tensor in tensors.items()}
     return ModulePart(module, row.equation.format(**numbers), named, row.step)
 
 
 def _unknown(key: str, end: str | None, name: str, modules: list[str]) -> Exception:
     if end is None:
-        return refusal("peft_type", key, "the adapter has such a tensor, for which there is no equation")
+        return PeftcError(Diagnostic("P802", f"the adapter has a tensor `{key}`, for which there is no equation"))
     module = name.removesuffix(f".{end}")
+    if module.endswith(".base_layer"):
+        message = f"`{key}` is of a LoRA of a parameter (`target_parameters`), which has no equation"
+        return PeftcError(Diagnostic("P802", message))
     near = did_you_mean(module, modules)
     return unfit(f"the model has no module `{module}`", *((near,) if near else ()))

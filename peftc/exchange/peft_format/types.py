@@ -47,11 +47,13 @@ class PeftType:
         rows: by the tensors of a module.
         numbers: reads the configuration for a module. Raises: P802.
         ignored: keys that matter for training alone, or together with others.
+        flags: keys with which a module has a tensor, and else has none.
     """
 
     rows: tuple[PeftRow, ...]
     numbers: Callable[[PeftConfig, str, Tensors], Numbers]
     ignored: Collection[str] = field(default=())
+    flags: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def row(self, tensors: Tensors) -> PeftRow | None:
         """The row of a module with these tensors."""
@@ -68,11 +70,9 @@ def _lora(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
     config.one_of(
         "init_lora_weights", _LORA_INITS, "PEFT changes the weights of the base when it loads such an adapter"
     )
-    rank = int(config.number("r", 8, module, "rank_pattern"))
+    rank = config.rank(module)
     alpha = config.number("lora_alpha", 8, module, "alpha_pattern")
     rslora, dropout = config.flag("use_rslora"), config.number("lora_dropout", 0.0)
-    config.flag("use_dora")  # its tensors tell
-    config.flag("lora_bias")
     if alpha <= 0:
         raise refusal("lora_alpha", alpha, "it is above 0")
     options = f", alpha={shown(alpha)}" if alpha != rank or rslora else ""
@@ -86,15 +86,15 @@ def _lora(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
 
 
 def _loha(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
-    rank, alpha = int(config.number("r", 8, module, "rank_pattern")), config.number("alpha", 8, module, "alpha_pattern")
+    rank, alpha = config.rank(module), config.number("alpha", 8, module, "alpha_pattern")
     return {"r": rank, "alpha": shown(alpha)}
 
 
 def _lokr(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
     """B is whole where PEFT finds r too large, and the scale is alpha / r all the same."""
-    rank, alpha = config.number("r", 8, module, "rank_pattern"), config.number("alpha", 8, module, "alpha_pattern")
+    rank, alpha = config.rank(module), config.number("alpha", 8, module, "alpha_pattern")
     rows, columns = tensors["lokr_w1"].shape if "lokr_w1" in tensors else (0, 0)
-    return {"rows": rows, "columns": columns, "rank": int(rank), "alpha": shown(alpha), "scale": shown(alpha / rank)}
+    return {"rows": rows, "columns": columns, "rank": rank, "alpha": shown(alpha), "scale": shown(alpha / rank)}
 
 
 def _oft(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
@@ -129,7 +129,7 @@ def _rank_and_alpha(args: Mapping[str, Any]) -> dict[str, Any]:
 def _dora_config(args: Mapping[str, Any]) -> dict[str, Any]:
     own = _rank_and_alpha(args)
     lora = {"r": own["r"], "lora_alpha": own["alpha"], "use_rslora": args["rslora"], "use_dora": True}
-    return {**lora, "lora_dropout": 0.0, "bias": "none", "rank_pattern": {}, "alpha_pattern": {}}
+    return {**lora, "lora_dropout": 0.0, "bias": "none"}
 
 
 def _oft_config(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,5 +206,10 @@ TYPES: Mapping[str, PeftType] = {
         _oft,
         ("module_dropout", "eps"),
     ),
-    "LORA": PeftType(_LORA_ROWS, _lora, ("qalora_group_size", "loftq_config", "eva_config", "lora_ga_config")),
+    "LORA": PeftType(
+        _LORA_ROWS,
+        _lora,
+        ("qalora_group_size", "loftq_config", "eva_config", "lora_ga_config"),
+        {"use_dora": "lora_magnitude_vector", "lora_bias": "lora_B.bias"},
+    ),
 }
