@@ -229,6 +229,33 @@ def require_values(tensors: Iterable[tuple[str, Tensor]]) -> None:
         raise PeftcError(Diagnostic("P527", message, help="load the weights of the model first"))
 
 
+def require_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises: P561 for infinite or NaN values."""
+    pairs = list(tensors)
+    # torch has few functions for 8-bit floats
+    floats = [(n, t if t.element_size() > 1 or t.is_meta else t.float()) for n, t in pairs if t.is_floating_point()]
+    if infinite := [n for n, values in floats if not values.is_meta and not _is_finite(values)]:
+        note = f"{len(infinite)} of {len(pairs)} tensors, such as `{infinite[0]}`"
+        raise PeftcError(Diagnostic("P561", "the adapter has infinite or NaN values", notes=(note,)))
+
+
+def _is_finite(values: Tensor) -> bool:
+    """`values.isfinite().all()`: a finite sum has no other terms, and is five times as fast."""
+    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
+
+
+def other_gradients(model: nn.Module, record: Installation) -> Diagnostic | None:
+    """P583 for base parameters that require gradients and are of no edit: adapters are without."""
+    is_base, trained = is_base_parameter(model, record), {*record.trained.values()}
+    others = [n for n, p in model.named_parameters() if p.requires_grad and is_base(n) and n not in trained]
+    if not others:
+        return None
+    message = f"{len(others)} parameters require gradients and are of no edit, such as `{others[0]}`"
+    module = others[0].rpartition(".")[0]
+    help_ = f'state them in the spec, so that the adapter has them: `train NAME = [w, b] at "{module}"`'
+    return Diagnostic("P583", message, help=help_)
+
+
 def require_base(model: nn.Module) -> None:
     """Raises: P566 for offloaded weights, P527 for weights without values."""
     if elsewhere := offloaded_parameters(model):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from peftc.adapters.base import base_of, elect_writer, is_base_parameter, require_values, whole
+from peftc.adapters.base import base_of, elect_writer, other_gradients, require_finite, require_values, whole
 from peftc.adapters.files import path_of, write
 from peftc.adapters.hub import upload
 from peftc.adapters.loading import check_tensors, notify_forms
@@ -39,6 +39,7 @@ from peftc.installation.record import Installation, InstalledSpec, joint_spec
 CONFIGURATION, INDEX = "config.json", "model.safetensors.index.json"
 WEIGHTS = "transformers_weights"  # the key of a configuration that names the file of weights
 NO_WEIGHTS = f"none, since this folder has an adapter ({METADATA}), which `peftc.from_pretrained` loads"
+_FOLDERS = ("save_directory", "path")  # what libraries call the folder of `save_pretrained`
 _MODEL_FILE = re.compile(r"(model|pytorch_model|diffusion_pytorch_model)\b.*\.(safetensors|bin)(\.index\.json)?")
 
 
@@ -59,7 +60,7 @@ def save_checkpoint(
         state_dict: the values to save, by the names of `model.state_dict()`.
         is_main_process: whether this process writes.
 
-    Raises: P436, P526, P527, P566, P573 as `save`; P580 (no values in the state dict).
+    Raises: P436, P526, P527, P561, P566, P573 as `save`; P580 (no values in the state dict).
     """
     target = path_of(directory)
     record = complete_installation(model)
@@ -73,6 +74,7 @@ def save_checkpoint(
     tensors = {
         n: whole(t.detach()) for n, t in (own if state_dict is None else state_values(record, own, state_dict)).items()
     }
+    require_finite(tensors.items())
     base = base_of(model, record, state_dict)
     spec = without_expectations(joint_spec(part.spec for part in parts))
     with elect_writer(trained.values() if state_dict is None else ()) as is_writer:
@@ -92,12 +94,15 @@ def save_checkpoint(
 def save_pretrained(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     """`model.save_pretrained` with these arguments. Those about the layout of files have no effect.
 
-    Raises: as `save_checkpoint`; P581 for a model of another library.
+    Raises: as `save_checkpoint`; P581 for a model of another library, P545 for a variant.
     """
     if "save_directory" not in arguments:
         message = f"`save_pretrained` of {type(model).__name__} does not save an adapter"
         help_ = "compile the model of transformers inside of it, or call `peftc.save`"
         raise PeftcError(Diagnostic("P581", message, help=help_))
+    if arguments.get("variant") is not None:
+        message = f"an adapter has no variants: nothing would read `{arguments['variant']}` back"
+        raise PeftcError(Diagnostic("P545", message, help="save into a folder of another name, without `variant=`"))
     state, main = arguments.get("state_dict"), arguments.get("is_main_process", True)
     target = save_checkpoint(model, arguments["save_directory"], state_dict=state, is_main_process=main)
     if arguments.get("push_to_hub") and main:
@@ -152,13 +157,8 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 def check_gradients(model: nn.Module, record: Installation) -> None:
     """Raises: P583 for parameters that are trained and that no adapter has."""
-    is_base, trained = is_base_parameter(model, record), {*record.trained.values()}
-    others = [n for n, p in model.named_parameters() if p.requires_grad and is_base(n) and n not in trained]
-    if others:
-        message = f"{len(others)} parameters require gradients and are of no edit, such as `{others[0]}`"
-        module = others[0].rpartition(".")[0]
-        help_ = f'state them in the spec, so that the adapter has them: `train NAME = [w, b] at "{module}"`'
-        raise PeftcError(Diagnostic("P583", message, help=help_))
+    if others := other_gradients(model, record):
+        raise PeftcError(others)
 
 
 def _check_base(model: nn.Module, record: Installation) -> None:
@@ -172,11 +172,24 @@ def _check_base(model: nn.Module, record: Installation) -> None:
 
 def _check_folder(target: Path) -> None:
     """Raises: P526 for a folder with weights: programs would read these, and not the adapter."""
-    names = [path.name for path in target.iterdir() if path.is_file()] if target.is_dir() else []
-    for name in filter(_MODEL_FILE.fullmatch, names):
-        if name != INDEX or "metadata" in _json(target / name):
-            message = f"{target} has the weights of a model, `{name}`, which would be loaded without the adapter"
-            raise PeftcError(Diagnostic("P526", message, help="name another folder, or remove these weights"))
+    if (name := file_of_weights(target)) is not None:
+        message = f"{target} has the weights of a model, `{name}`, which would be loaded without the adapter"
+        raise PeftcError(Diagnostic("P526", message, help="name another folder, or remove these weights"))
+
+
+def file_of_weights(folder: Path) -> str | None:
+    """A file of a folder with weights of a model, or an index of them."""
+    names = [path.name for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
+    models = filter(_MODEL_FILE.fullmatch, names)
+    return next((name for name in models if name != INDEX or "metadata" in _json(folder / name)), None)
+
+
+def check_base_folder(arguments: Mapping[str, Any]) -> None:
+    """Checks where `save_pretrained` writes a base. Raises: P526 for a folder with an adapter."""
+    target = path_of(next((arguments[name] for name in _FOLDERS if name in arguments), "."))
+    if (target / METADATA).is_file():
+        message = f"{target} has an adapter, and programs would load the base beside it without the adapter"
+        raise PeftcError(Diagnostic("P526", message, help="name another folder, or remove the adapter"))
 
 
 def write_configuration(model: nn.Module, target: Path, tensors: str | None = None) -> None:

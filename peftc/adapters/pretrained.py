@@ -12,11 +12,11 @@ from typing import Any, cast
 from torch import nn
 from transformers import AutoConfig
 
-from peftc.adapters.checkpoints import CONFIGURATION, WEIGHTS
+from peftc.adapters.checkpoints import CONFIGURATION, WEIGHTS, file_of_weights
 from peftc.adapters.files import path_of, read_description
 from peftc.adapters.hub import download
 from peftc.adapters.loading import load
-from peftc.adapters.metadata import Adapter, Origin
+from peftc.adapters.metadata import METADATA, Adapter, Origin
 from peftc.adapters.sentences import MODULES, load_sentence_model
 from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError
@@ -146,16 +146,27 @@ _OTHER = "`base=` names another folder or hub id, or is a model"
 
 
 def base_name(origin: Origin | None, base: str | PathLike[str] | None) -> str:
-    """The folder or hub id of the base. Raises: P585 if nobody says it, or the folder is gone."""
+    """The folder or hub id of the base.
+
+    Raises: P585 if nobody says it, or the folder is gone, P586 if it has an adapter alone.
+    """
     if base is not None:
-        return os.fspath(base)
+        return _without_adapter(os.fspath(base))
     if origin is None or origin.name is None:
         message = "the adapter does not say where its base is: the model was not loaded by its library"
         raise PeftcError(Diagnostic("P585", message, help=_OTHER))
     if os.path.isabs(origin.name) and not os.path.isdir(origin.name):
         message = f"the adapter names a folder as its base that is not here: {origin.name}"
         raise PeftcError(Diagnostic("P585", message, help=_OTHER))
-    return origin.name
+    return _without_adapter(origin.name)
+
+
+def _without_adapter(place: str) -> str:
+    folder = Path(place)
+    if (folder / METADATA).is_file() and file_of_weights(folder) is None:
+        message = f"`{place}` is the folder of an adapter, and has no weights of a base"
+        raise PeftcError(Diagnostic("P586", message, help=_OTHER))
+    return place
 
 
 def _class_of(origin: Origin | None) -> Any:

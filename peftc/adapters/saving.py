@@ -16,10 +16,10 @@ from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 
-from peftc.adapters.base import base_of, digest_of, elect_writer, require_values, whole
+from peftc.adapters.base import base_of, digest_of, elect_writer, other_gradients, require_finite, require_values, whole
 from peftc.adapters.files import listing, path_of, write
 from peftc.adapters.metadata import Adapter, Base, PythonForm, format_of, tensors_name
-from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics import Diagnostic, PeftcError, warn
 from peftc.equations.table import FORMS, built_in_texts, forms_of, registered_forms
 from peftc.forms import Args, Form
 from peftc.forms.module import FormModule
@@ -56,7 +56,8 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
     Raises:
         PeftcError: P410 (not compiled), P413 (no spec of that name), P526 (cannot be written), P527
             (no weights), P528 (prefix without rows), P529 (switched off), P540 (not calibrated),
-            P543 (not pruned), P544 (no adapters to mix).
+            P543 (not pruned), P544 (no adapters to mix), P561 (infinite or NaN values). A
+            `PeftcWarning` (P583) tells of other parameters that require gradients.
     """
     return save_as(model, path_of(directory), name)
 
@@ -72,6 +73,9 @@ def save_as(model: nn.Module, target: Path, name: str | None = None, description
     spec = stored_statements(joint_spec(part.spec for part in parts))
     base = base_of(model, record) if description is None else description
     tensors = {key: whole(tensor) for key, tensor in stored_tensors(model, record, name).items()}
+    require_finite(tensors.items())
+    if others := other_gradients(model, record):
+        warn(others)
     with elect_writer(trained.values()) as is_writer:
         if is_writer:
             write(target, tensors, partial(describe, record, parts, spec, base, tensors))

@@ -28,7 +28,7 @@ from peftc.rewriting.edits import CONTAINER, SHARED
 from peftc.specialization.generated_class import GeneratedClass
 
 _UNDER = "_peftc_under"
-_saving: ContextVar[bool] = ContextVar("peftc_saving", default=False)
+_saving: ContextVar[nn.Module | None] = ContextVar("peftc_saving", default=None)
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,11 @@ def install_overlays(model: nn.Module, record: Installation) -> None:
                 owners.setdefault(owner, {}).update(dict.fromkeys(attributes, original))
     for module, values in owners.items():
         vars(module).update({CHOICE: record.choice, ORIGINALS: values})
-    owners.setdefault(model, {})
+    inner = [m for m in model.modules() if m is not model and hasattr(m, "save_pretrained") and edits_in(m)]
+    for module in (model, *inner):
+        owners.setdefault(module, {})
     for module, values in owners.items():
-        saves, root = module is model and hasattr(model, "save_pretrained"), module is model
+        saves, root = hasattr(module, "save_pretrained"), module is model
         module.__class__ = overlay_class(type(module), tuple(values), saves, root)
     vars(model)[COMPLETENESS] = Completeness(model)
 
@@ -158,7 +160,7 @@ def _replicate(self: Any) -> Any:
 def _state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
     below: Any = super(own_overlay(self, "state_dict"), self)
     state = below.state_dict(*args, **kwargs)
-    return of_base(self, state) if _saving.get() else state
+    return of_base(self, state) if _saving.get() is self else state
 
 
 def _load_state_dict(self: Any, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -174,14 +176,20 @@ def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Writes the edits that act, as an adapter; the base where none does (inside of `disabled`)."""
     below: Any = super(own_overlay(self, "save_pretrained"), self)
     save = below.save_pretrained
-    if not is_installed(self):
+    edits = edits_in(self)
+    if not (is_installed(self) or edits):
         return save(*args, **kwargs)
-    call = inspect.signature(save).bind(*args, **kwargs)
-    if (checkpoints := _checkpoints()).acting_specs(installation_of(self)):
+    call, checkpoints = inspect.signature(save).bind(*args, **kwargs), _checkpoints()
+    if is_installed(self) and checkpoints.acting_specs(installation_of(self)):
         return checkpoints.save_pretrained(self, call.arguments)
+    if acting := [edit for edit, choice in edits.items() if not choice.is_off(edit)]:
+        message = f"this {type(self).__name__} is a part of a compiled model, and has edits of it (`{acting[0]}`)"
+        help_ = "save the model that was compiled; inside of `peftc.disabled(model)` this writes the base alone"
+        raise PeftcError(Diagnostic("P581", message, help=help_))
+    checkpoints.check_base_folder(call.arguments)
     if call.arguments.get("state_dict") is not None:
         call.arguments["state_dict"] = of_base(self, call.arguments["state_dict"])
-    token = _saving.set(True)
+    token = _saving.set(self)
     try:
         return save(*call.args, **call.kwargs)
     finally:
@@ -208,18 +216,27 @@ def own_overlay(self: nn.Module, member: str = _UNDER) -> type[Any]:
     return next(c for c in type(self).__mro__ if _UNDER in vars(c) and member in vars(c))
 
 
-def of_base(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict without the edits that do not act, and without what they have trained."""
-    record = installation_of(model)
-    off = record.choice.is_off
-    places = tuple(f"{place}." for name, place in record.form_modules.items() if off(name.partition("/")[0]))
-    values: dict[str, Tensor] = {}
-    for saved, name in record.trained.items():
-        if off(saved.partition("/")[0]):
-            parameter = true_parameter(model, name)
-            value = OriginalValue("", record.originals[name]).like(parameter)
-            values |= {n: value for n, p in model.named_parameters(remove_duplicate=False) if p is parameter}
-    return {key: values.get(key, value) for key, value in state.items() if not key.startswith(places)}
+def edits_in(module: nn.Module) -> dict[str, ChoiceVar]:
+    """The edits at a module and in it, each with the choice that switches it off."""
+    edits: dict[str, ChoiceVar] = {}
+    for own in module.modules():
+        kind: Any = getattr(own, "_peftc_kind", None)
+        names = [] if kind is None else [edit.edit for edit in kind.edits]
+        names += [original.edit for original in vars(own).get(ORIGINALS, {}).values()]
+        edits |= {name: vars(own)[CHOICE] for name in names}
+    return edits
+
+
+def of_base(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict of a module without edits, and without what they have trained."""
+    places, values = [f"{SHARED}."], dict[str, Tensor]()
+    for name, own in module.named_modules(remove_duplicate=False):
+        if hasattr(own, "_peftc_kind"):
+            places.append(f"{name}.{CONTAINER}.".lstrip("."))
+        for attribute, original in vars(own).get(ORIGINALS, {}).items():
+            value = original.like(vars(own)["_parameters"][attribute])
+            values[f"{name}.{attribute}".lstrip(".")] = value
+    return {key: values.get(key, value) for key, value in state.items() if not key.startswith(tuple(places))}
 
 
 class EditedModule(NamedTuple):

@@ -177,7 +177,7 @@ class Merge:
         if self.options.verify:
             verify_files(self.base.checkpoint, work, layout, digests)
         if self.others:
-            save_rest(self.base, self.folding, report.folded, work)
+            save_rest(self.base, self.folding, report.folded, work, target)
 
     def write_other_files(self, work: Path, layout: Layout, report: MergeReport) -> None:
         base = self.base.checkpoint

@@ -67,6 +67,21 @@ def test_an_adapter_knows_its_base(folder: Path, tmp_path: Path, way: str) -> No
     assert torch.equal(logits(moved), logits(model))
 
 
+def test_a_base_that_is_an_adapter(folder: Path, tmp_path: Path) -> None:
+    compiled(folder).save_pretrained(tmp_path / "a")
+    message = refused("P586", lambda: peftc.from_pretrained(tmp_path / "a", base=tmp_path / "a")).message
+    assert "no weights of a base" in message
+
+
+def test_a_model_that_was_cast_is_cast_again(folder: Path, tmp_path: Path) -> None:
+    """The spec says the dtype of edits, and a cast is not in the spec."""
+    model = compiled(folder).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "a")
+    again = peftc.from_pretrained(tmp_path / "a", dtype=torch.bfloat16)
+    assert {p.dtype for p in peftc.parameters(again).values()} == {torch.float32}
+    assert torch.equal(logits(again.to(torch.bfloat16)), logits(model))
+
+
 def test_a_trained_head_and_its_labels(tmp_path: Path) -> None:
     """The base on the disk has neither head nor labels; the configuration of the adapter has."""
     config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=9)

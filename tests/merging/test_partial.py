@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,12 @@ def test_the_rest_is_an_adapter_for_the_new_checkpoint(
         with torch.no_grad():
             results = [each(**zoo.inputs(name, each))[0] for each in (model, merged)]
         assert (results[0] - results[1]).abs().max() < 1e-10
+    base.rename(tmp_path / "gone")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", peftc.PeftcWarning)
+        again: Any = peftc.from_pretrained(out / "adapter", dtype="auto")
+    (tmp_path / "gone").rename(base)
+    assert again.config._name_or_path == str(out)
     peftc.remove(model)
     assert_merged(out, base, model, dtype)
 

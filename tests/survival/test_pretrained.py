@@ -4,6 +4,7 @@ inside of `disabled`, a checkpoint of its base.
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import peftc
 from tests import zoo
+from tests.laws.harness import randomise
 from tests.refusals import refused
 from tests.survival.harness import SOME, SPECIES, compiled, model_inputs, same, state, text, train
 
@@ -125,6 +127,84 @@ def test_weights_beside_an_adapter_are_refused(tmp_path: Path) -> None:
     assert (tmp_path / "other" / "notes.txt").exists()
 
 
+def test_a_base_beside_an_adapter_is_refused(tmp_path: Path) -> None:
+    """AutoModel would load it without the adapter."""
+    model = compiled("bert", "lora", torch.float32)
+    model.save_pretrained(tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with peftc.disabled(model):
+        refused("P526", lambda: model.save_pretrained(tmp_path), model)
+        refused("P526", lambda: model.base_model.save_pretrained(tmp_path), model)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+INNER = "edit a at layer[*].attn.q { h += lora(x, r=2) }\nedit s at layer[*].ffn { h *= 2 }\n"
+
+
+@pytest.mark.parametrize(
+    "spec", [INNER, INNER + "train n = [w] at layer[*].norm\n", "edit s at layer[*].ffn { h *= 2 }"]
+)
+def test_a_model_in_a_compiled_model(spec: str, tmp_path: Path) -> None:
+    """Of a part no adapter can be saved; inside of `disabled` the part of the base is."""
+    base = build("llama")
+    model: Any = peftc.compile("peft 1\n" + spec, build("llama"), seed=0, name="own")
+    randomise(peftc.parameters(model))
+    inputs = {"input_ids": torch.tensor([[1, 2, 3]])}
+    want = logits(model, inputs)
+    base.model.save_pretrained(tmp_path / "base")
+    for part in (model.model, copy.deepcopy(model).model):
+        refused("P581", lambda part=part: part.save_pretrained(tmp_path / "part"), model)
+    assert not (tmp_path / "part").exists()
+    for i, name in enumerate((None, "own")):
+        with peftc.disabled(model, name):
+            model.model.save_pretrained(tmp_path / f"off{i}")
+            model.model.save_pretrained(tmp_path / f"state{i}", state_dict=model.model.state_dict())
+        for folder in (f"off{i}", f"state{i}"):
+            for file in (tmp_path / "base").iterdir():
+                assert file.read_bytes() == (tmp_path / folder / file.name).read_bytes(), (folder, file.name)
+    assert torch.equal(logits(model, inputs), want)
+    copied = copy.deepcopy(model)
+    peftc.remove(copied)
+    assert type(copied.model) is type(base.model)
+    peftc.fold(model)
+    for i, plain in enumerate((copied, model)):
+        plain.model.save_pretrained(tmp_path / f"plain{i}")
+        assert keys(tmp_path / f"plain{i}") == keys(tmp_path / "base")
+
+
+def test_a_part_without_edits_is_saved(tmp_path: Path) -> None:
+    """The encoder of a model whose decoder alone has edits."""
+    model: Any = peftc.compile(
+        "peft 1 edit a at decoder.layer[*].attn.self.q { h += lora(x, r=2) }", build("t5"), seed=0
+    )
+    model.encoder.save_pretrained(tmp_path)
+    assert keys(tmp_path) == set(model.encoder.state_dict())
+    refused("P581", lambda: model.decoder.save_pretrained(tmp_path), model)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_not_saved(value: float, tmp_path: Path) -> None:
+    """Nothing could load them; the last good adapter stays."""
+    model = compiled("bert", "lora", torch.float32)
+    model.save_pretrained(tmp_path / "a")
+    peftc.save(model, tmp_path / "b")
+    before = {file: file.read_bytes() for file in tmp_path.glob("*/*")}
+    with torch.no_grad():
+        next(iter(peftc.parameters(model).values())).view(-1)[0] = value
+    refused("P561", lambda: model.save_pretrained(tmp_path / "a"), model)
+    refused("P561", lambda: peftc.save(model, tmp_path / "b"), model)
+    assert {file: file.read_bytes() for file in tmp_path.glob("*/*")} == before
+
+
+def test_arguments_of_save_pretrained(tmp_path: Path) -> None:
+    """A variant would not be read back; the layout of files has no effect, nor what is unknown."""
+    model = compiled("bert", "lora", torch.float32)
+    assert "variant" in refused("P545", lambda: model.save_pretrained(tmp_path, variant="fp16"), model).message
+    assert not list(tmp_path.iterdir())
+    model.save_pretrained(tmp_path, max_shard_size="1KB", variant=None, unknown=1)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+
+
 def test_of_two_specs_those_that_act_are_saved(tmp_path: Path) -> None:
     model = compiled("bert", "lora", torch.float32)
     peftc.compile("peft 1 edit own at layer[*].ffn { h += adapter(h, r=2) }", model, seed=0, name="own")
@@ -141,8 +221,11 @@ def test_what_no_edit_trains_is_refused(tmp_path: Path) -> None:
     model = compiled("bert", "lora", torch.float32)
     name, _ = next(iter(zoo.build("bert").named_parameters()))
     model.get_parameter(name).requires_grad_(True)
-    refused("P583", lambda: model.save_pretrained(tmp_path), model)
+    message = refused("P583", lambda: model.save_pretrained(tmp_path), model).message
     assert not list(tmp_path.iterdir())
+    with pytest.warns(peftc.PeftcWarning, match="P583") as caught:
+        peftc.save(model, tmp_path)
+    assert [message in str(one.message) for one in caught] == [True]
 
 
 def test_running_statistics_are_warned_of(tmp_path: Path) -> None:
