@@ -31,6 +31,8 @@ def read_peft(config: PeftConfig, tensors: Mapping[str, Tensor], model: nn.Modul
     peft_type = TYPES.get(config.type)
     if peft_type is None:
         raise refusal("peft_type", config.values.get("peft_type"), f"peftc reads {join_names(list(TYPES))}")
+    if parameters := config.read("target_parameters", None):
+        raise refusal("target_parameters", parameters, "peftc has no equation for a LoRA of a parameter")
     modules = dict(model.named_modules(remove_duplicate=False))
     first: dict[int, str] = {}  # tied parameters have several names
     parameters = {n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}
