@@ -66,13 +66,37 @@ def install_overlays(model: nn.Module, record: Installation) -> None:
                 owners.setdefault(owner, {}).update(dict.fromkeys(attributes, original))
     for module, values in owners.items():
         vars(module).update({CHOICE: record.choice, ORIGINALS: values})
-    inner = [m for m in model.modules() if m is not model and hasattr(m, "save_pretrained") and edits_in(m)]
-    for module in (model, *inner):
+    for module in (model, *(part for part in parts_with_files(model) if has_edits(part))):
         owners.setdefault(module, {})
     for module, values in owners.items():
-        saves, root = hasattr(module, "save_pretrained"), module is model
+        saves, root = hasattr(type(module), "save_pretrained"), module is model
         module.__class__ = overlay_class(type(module), tuple(values), saves, root)
     vars(model)[COMPLETENESS] = Completeness(model)
+
+
+def parts_with_files(model: nn.Module) -> list[nn.Module]:
+    """The modules in a model that have a `save_pretrained` of their own."""
+    parts, saves, pending = list[nn.Module](), dict[type, bool](), [*vars(model)["_modules"].values()]
+    while pending:
+        if (module := pending.pop()) is not None:
+            cls = module.__class__
+            if cls not in saves:
+                saves[cls] = hasattr(cls, "save_pretrained")
+            if saves[cls]:
+                parts.append(module)
+            pending += module.__dict__["_modules"].values()
+    return parts
+
+
+def has_edits(module: nn.Module) -> bool:
+    """Whether an edit is at a module or in it."""
+    pending: list[nn.Module | None] = [module]
+    while pending:
+        if (inner := pending.pop()) is not None:
+            if CHOICE in inner.__dict__:
+                return True
+            pending += inner.__dict__["_modules"].values()
+    return False
 
 
 def true_parameter(model: nn.Module, name: str) -> nn.Parameter:
@@ -220,7 +244,7 @@ def edits_in(module: nn.Module) -> dict[str, ChoiceVar]:
     """The edits at a module and in it, each with the choice that switches it off."""
     edits: dict[str, ChoiceVar] = {}
     for own in module.modules():
-        kind: Any = getattr(own, "_peftc_kind", None)
+        kind: Any = getattr(type(own), "_peftc_kind", None)  # a wrapper has the attributes of its module
         names = [] if kind is None else [edit.edit for edit in kind.edits]
         names += [original.edit for original in vars(own).get(ORIGINALS, {}).values()]
         edits |= {name: vars(own)[CHOICE] for name in names}
@@ -231,7 +255,7 @@ def of_base(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """The state dict of a module without edits, and without what they have trained."""
     places, values = [f"{SHARED}."], dict[str, Tensor]()
     for name, own in module.named_modules(remove_duplicate=False):
-        if hasattr(own, "_peftc_kind"):
+        if hasattr(type(own), "_peftc_kind"):
             places.append(f"{name}.{CONTAINER}.".lstrip("."))
         for attribute, original in vars(own).get(ORIGINALS, {}).items():
             value = original.like(vars(own)["_parameters"][attribute])

@@ -93,7 +93,8 @@ def _main_stream(stream: Stream, known: list[Attention] | None = None) -> tuple[
     results = [n for n in nodes_in(output_of(stream.layer.graph).args) if is_tensor(n)]
     starts = map(stream.starting_at, other_streams(stream.layer.graph, stream.values[0]))
     pairs = ((other, other.along_stream()) for other in (_Finder(s.layer, s, finder.attentions) for s in starts))
-    along = next((pair for pair in pairs if pair[1] and all(map(pair[0].stream.holds, results))), None)
+    is_one = len(results) == 1  # Reformer's layers have two streams, and a backward of their own
+    along = next((pair for pair in pairs if is_one and pair[1] and pair[0].stream.holds(results[0])), None)
     return along or finder.stream_replacement(stream.values[0]) or (finder, [])
 
 

@@ -151,7 +151,7 @@ def test_an_adapter_names_its_python_forms(tmp_path: Path, monkeypatch: pytest.M
     peftc.save(model, tmp_path / "adapter")
     data = json.loads((tmp_path / "adapter" / "adapter.json").read_text())
     assert data["python_forms"] == {"drift": {"path": "tests.forms.python_forms:Drift", "version": 1}}
-    assert data["format_version"] == "1.6"
+    assert data["format_version"] == "1.7"
     fresh = zoo.build("bert", torch.float64)
     before = copy.deepcopy(fresh.state_dict())
     monkeypatch.setattr(Drift, "version", 2)
