@@ -58,6 +58,12 @@ class WeightSums:
         return out
 
 
+def is_run_of_entries(rows: Tensor, whole: Tensor) -> bool:
+    """Whether the entries of a matrix are a view of a tensor's, one after the other in both."""
+    is_view = rows.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    return rows.ndim == 2 and is_view and rows.is_contiguous() and whole.is_contiguous()
+
+
 def pieces_of(value: Tensor) -> Iterator[tuple[int, Tensor]]:
     """The entries of a tensor, flat, with the first of each piece."""
     flat, size = value.reshape(-1), PIECE if value.device.type == "cpu" else max(1, value.numel())

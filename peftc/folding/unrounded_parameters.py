@@ -12,7 +12,7 @@ from peftc.addressing.sites import WeightRef, parameter_name
 from peftc.folding.computed_weight import evaluated
 from peftc.folding.own_forward import base_class
 from peftc.folding.report import Change
-from peftc.folding.rounding import WeightSums, rounded_change
+from peftc.folding.rounding import WeightSums, is_run_of_entries, rounded_change
 from peftc.forms.affine_module import Affine
 from peftc.forms.module import FormModule
 from peftc.planning.foldability.affine import FoldTarget
@@ -71,7 +71,7 @@ class UnroundedParameters:
     def write(self, ref: WeightRef, value: Tensor | Affine) -> None:
         """Replaces them, by a matrix or by that of an affine function."""
         rows = self.stored_rows(ref)
-        if isinstance(value, Affine) and rows is not None and rows.ndim == 2 and rows.is_contiguous():
+        if isinstance(value, Affine) and rows is not None and is_run_of_entries(rows, self.stored(ref)):
             self.sums.setdefault(self.name(ref), WeightSums(self.stored(ref))).add(rows, value)
             return
         matrix = self.matrix(ref)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from peftc.folding.module_folds import Refusal, fold_terms
+from peftc.folding.rounding import is_run_of_entries
 from peftc.forms.shapes import KeyValue, Tokens, Vector, Weight
 from peftc.planning.foldability.affine import fold_reason, fold_target
 from peftc.planning.ir import Assign, Concat
@@ -262,3 +263,15 @@ def test_no_square_matrix_is_formed_for_a_wide_hidden_state() -> None:
     folded = eq.fold(edit, eq.trained(edit, torch.float32), weight, None)
     assert isinstance(folded, eq.Folded)
     assert folded.weight.shape == weight.shape
+
+
+def test_a_weight_with_gaps_in_memory_folds_where_its_rows_are() -> None:
+    """Rows that lie together, in a parameter whose entries do not: a view of a larger buffer."""
+    torch.manual_seed(0)
+    buffer = torch.randn(4, 2, 6, 5, dtype=torch.bfloat16)
+    whole = buffer[:, 0]
+    assert is_run_of_entries(buffer[1, 0], buffer)
+    assert whole[1].is_contiguous()
+    assert not is_run_of_entries(whole[1], whole)  # its offset is not the number of its first entry
+    assert not is_run_of_entries(whole[1].clone(), buffer)
+    assert not is_run_of_entries(buffer[1, 0].t(), buffer)
