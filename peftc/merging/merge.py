@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from peftc.adapters.files import path_of
@@ -209,7 +210,7 @@ class Merge:
 
     def run_steps(self, steps: Iterable[Task | Copy], writer: Writer, count: Progress) -> Part:
         tensors = list[MergedTensor]()
-        with background(count) as pool:
+        with background(count) as pool, one_thread():
             for step in steps:
                 if isinstance(step, Copy):
                     pool.submit(functools.partial(writer.copy, self.base.checkpoint, step))
@@ -256,6 +257,17 @@ def refused_writes(target: Path) -> Generator[None]:
         yield
     except OSError as error:
         raise unwritable(target, error) from error
+
+
+@contextmanager
+def one_thread() -> Generator[None]:
+    """On pieces that stay in a cache, threads would wait for each other; `jobs` are processes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def write_later(submit: Callable[[Callable[[], int]], object], writer: Writer, key: str, tensor: Tensor) -> None:
