@@ -11,6 +11,9 @@ from torch.nn import functional as F
 
 from peftc.equation_code.functions import add_to, cast_like
 
+# From this number of entries on, a sum in place is faster: the result leaves a core's cache.
+_LARGE = 1 << 16
+
 
 def low_rank_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, factor: float = 1.0
@@ -24,23 +27,29 @@ def low_rank_linear(
         down, up: (r, d_in), (d_out, r)
         result: (…, d_out)
     """
-    if _takes_function(x, weight, bias, down, up):
-        result: Any = LowRankLinear.apply(x, weight, bias, down, up, factor)
-        return result
-    return add_to(F.linear(x, weight, bias), F.linear(F.linear(cast_like(x, down), down), up), factor)
+    if torch.is_grad_enabled():
+        if (x.requires_grad or down.requires_grad or up.requires_grad) and _is_plain(x, weight, bias, down, up):
+            result: Any = LowRankLinear.apply(x, weight, bias, down, up, factor)
+            return result
+        h = F.linear(x, weight, bias)
+    else:
+        h = F.linear(x, weight, bias)
+        if h.numel() >= _LARGE and h.is_contiguous() and _is_plain(x, weight, bias, down, up):
+            inner = F.linear(x, down)
+            h.view(-1, h.shape[-1]).addmm_(inner.view(-1, inner.shape[-1]), up.t(), alpha=factor)
+            return h
+    return add_to(h, F.linear(F.linear(cast_like(x, down), down), up), factor)
 
 
-def _takes_function(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> bool:
-    """Whether `LowRankLinear` computes it: for a backward of plain tensors of one dtype.
+def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> bool:
+    """Whether the term can be added in place: for plain tensors of one dtype.
 
     `torch.compile` fuses operations by itself; autocast and transforms of functions have rules for
     operations. What a checkpoint computes again takes the same way, whatever modes are left then.
     """
     dtype = weight.dtype
     return (
-        torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and (x.requires_grad or down.requires_grad or up.requires_grad)
+        not torch.compiler.is_compiling()
         and x.dtype is dtype
         and down.dtype is dtype
         and up.dtype is dtype

@@ -69,6 +69,22 @@ def test_code_may_write_into_the_result(has_bias: bool, tokens: int) -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_without_gradients_a_large_result_is_one_tensor(has_bias: bool, dtype: torch.dtype) -> None:
+    x, *others = operands(has_bias, dtype)
+    x = torch.randn(2, 1 << 14, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        result = compute(x, *others)
+    assert "aten::add" not in {event.name for event in profile.events()}
+    exact = by_operations(x.double(), *(tensor if tensor is None else tensor.double() for tensor in others))
+    bound = {"rtol": 0.02, "atol": 0.1} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(result, exact.to(dtype), **bound)
+    with torch.no_grad():
+        zero = [*others[:-1], torch.zeros_like(others[-1])]
+        assert torch.equal(compute(x, *zero), F.linear(x, *zero[:2]))
+
+
 def test_other_strides() -> None:
     x, *others = operands()
     moved = x.detach().mT.contiguous().mT.requires_grad_()
