@@ -30,6 +30,7 @@ from peftc.syntax.walk import children
 
 VALUE = "f"  # the name of a value without one
 SEQUENCE = "sequence"  # the attribute of a module with the positions of tokens
+ROUTE = "route"  # the attribute of a module with its random numbers
 SIZE = "size"  # in a node's meta: the size of a tensor that is the same for all tokens
 VARIABLE = "variable"  # in a node's meta: the name of its value in the text of the form
 Operation = fx.Node | float | int | bool | str | tuple[Any, Any]  # two of keys and values
@@ -60,7 +61,7 @@ class Code:
         parameter: gives the node of a parameter.
         training: whether dropout acts.
         linear: computes x Wᵀ + b.
-        sequence: gives the node of what is known of the positions of tokens.
+        attribute: gives the node of an attribute of the module of the form.
     """
 
     def __init__(
@@ -71,10 +72,11 @@ class Code:
         parameter: Callable[[str], fx.Node],
         training: Operation = False,
         linear: Callable[..., Tensor] = F.linear,
-        sequence: Callable[[], fx.Node] | None = None,
+        attribute: Callable[[str], fx.Node] | None = None,
     ) -> None:
         self.place, self.emit, self.inputs, self.parameter = place, emit, inputs, parameter
-        self.sequence = sequence
+        self.attribute = attribute
+        self.random_nodes: dict[str, fx.Node] = {}
         self.training, self.linear = training, linear
         self.nodes: dict[int, Operation] = {}
         self.decompositions: dict[tuple[Any, ...], fx.Node] = {}
@@ -163,11 +165,25 @@ class Code:
                 return self._part(function, tuple(map(self.operation, args)), part)
             case ast.Pair(keys, values):
                 return self.operation(keys), self.operation(values)
+            case ast.Item(value, (index, *_)) if name := place.random_index(index):
+                return self._random_item(self.operation(value), name)
             case ast.Item(value, indices):
                 numbers = tuple(map(place.number, indices))
                 return self.emit(function_named("operator.getitem"), self.operation(value), numbers)
             case _:
                 raise TypeError(f"{type(node).__name__} is no part of an equation")
+
+    def _random_item(self, parts: Operation, name: str) -> Operation:
+        """The part of a random number while training; otherwise the mean of all."""
+        if self.training is False:
+            return self.emit(functions.mean_of_parts, parts)
+        if name not in self.random_nodes:
+            assert self.attribute is not None
+            at, count = self.place.random_numbers.index(name), self.place.random_count(name)
+            node = self.emit(functions.random_number, self.attribute(ROUTE), at, count, self.training)
+            node.meta[VARIABLE] = name
+            self.random_nodes[name] = node
+        return self.emit(functions.random_part, parts, self.random_nodes[name], self.training)
 
     def _part(self, function: str, operands: tuple[Operation, ...], part: str) -> Operation:
         """A part of a decomposition, which is computed once for all of its parts."""
@@ -269,8 +285,8 @@ class Code:
         at = [None if end == NONE else end for end in map(self.place.argument, ends)]
         if all(end is None for end in at):
             return self.operation(value)
-        assert self.sequence is not None
-        return self.emit(functions.at_positions, self.operation(value), self.sequence(), *at)
+        assert self.attribute is not None
+        return self.emit(functions.at_positions, self.operation(value), self.attribute(SEQUENCE), *at)
 
     def _call(self, primitive: Primitive, args: Sequence[ast.Expr]) -> Operation:
         if primitive.name == POSITIONS:
@@ -302,8 +318,8 @@ class FrozenCode(Code):
     """
 
     def __init__(self, code: Code) -> None:
-        super().__init__(code.place, code.emit, {}, code.parameter, code.training, code.linear, code.sequence)
-        self.code = code
+        super().__init__(code.place, code.emit, {}, code.parameter, code.training, code.linear, code.attribute)
+        self.code, self.random_nodes = code, code.random_nodes
 
     def _operation(self, node: ast.Expr) -> Operation:
         is_leaf = isinstance(node, ast.Name) and node.id not in self.place.lets

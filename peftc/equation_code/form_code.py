@@ -15,7 +15,6 @@ from peftc.equations.analysis import Place
 from peftc.equations.operands import OUT
 from peftc.forms.rowwise_module import linear
 
-SEQUENCE = "sequence"  # the attribute of a module with the positions of tokens
 Forward = Callable[..., Tensor]
 
 
@@ -43,7 +42,7 @@ class FormCode:
         self.owner_nodes: dict[str, fx.Node] = {}
         self.place = place
         cast_inputs = dict(zip(place.inputs, map(self._cast, place.inputs, inputs), strict=False))
-        self.code = Code(place, emit, cast_inputs, self.parameter, training, linear, self.sequence)
+        self.code = Code(place, emit, cast_inputs, self.parameter, training, linear, self.attribute)
 
     def parameter(self, name: str) -> fx.Node:
         if name not in self.parameters:
@@ -55,8 +54,8 @@ class FormCode:
             self.parameters[name] = self.emit(getattr, module, name)
         return self.parameters[name]
 
-    def sequence(self) -> fx.Node:
-        return self.emit(getattr, self.module, SEQUENCE)
+    def attribute(self, name: str) -> fx.Node:
+        return self.emit(getattr, self.module, name)
 
     def _cast(self, name: str, value: fx.Node) -> fx.Node:
         """An input in the dtype of the parameters, heads behind tokens; ids as they are."""

@@ -95,6 +95,27 @@ def narrow(a: Tensor, start: int, count: int) -> Tensor:
     return a.narrow(0, start, count)
 
 
+def random_number(route: Tensor, at: int, count: int, training: bool) -> Tensor:
+    """One of 0, 1, … count - 1, (1,): what `route` has at a place, drawn where that is negative.
+
+    Only while training; else nobody reads it.
+    """
+    if not training:
+        return route
+    known = route[at : at + 1]
+    return torch.where(known < 0, (torch.rand(1, device=route.device) * count).long(), known)
+
+
+def random_part(parts: Tensor, number: Tensor, training: bool) -> Tensor:
+    """The part of a number (1,) among the first dimension; the mean of all when not training."""
+    return parts.index_select(0, number)[0] if training else parts.mean(0)
+
+
+def mean_of_parts(parts: Tensor) -> Tensor:
+    """The mean over the first dimension."""
+    return parts.mean(0)
+
+
 def column(v: Tensor) -> Tensor:
     """A vector (n,) as (n, 1)."""
     return v.unsqueeze(-1)

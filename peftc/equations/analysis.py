@@ -11,9 +11,9 @@ from math import prod
 from typing import Any
 
 from peftc.equations.bindings import write_out
-from peftc.equations.operands import OUT, Operands, SiteNumbers, real, shown
+from peftc.equations.operands import OUT, Operands
 from peftc.equations.products import Products
-from peftc.equations.values import FormError, Number, Type, Value, type_of
+from peftc.equations.values import FormError, Number, SiteNumbers, Type, Value, real, shown, type_of
 from peftc.equations.words import INITIAL_VALUES, NONE, function_of
 from peftc.forms.form import DISTRIBUTIONS, Args
 from peftc.forms.shapes import KeyValue, Rows, Shape, Tokens, Vector, Weight

@@ -12,7 +12,7 @@ from peftc.equations.matrices import DECOMPOSITIONS
 from peftc.equations.operands import OUT, POSITIONS, TOKENS
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS
 from peftc.equations.table import FORMS
-from peftc.equations.words import INITIAL_VALUES, NONE, NUMBERS, SIZES, function_of, words_of
+from peftc.equations.words import INITIAL_VALUES, NONE, NUMBERS, RANDOM, SIZES, function_of, words_of
 from peftc.forms.reserved import is_reserved
 from peftc.syntax import ast
 from peftc.syntax.printer import print_expression
@@ -54,7 +54,7 @@ class _FormChecker:
         elif name in FORMS or name in (*FROZEN_MODULES, CONCAT, SHARED):
             kind = "built-in form" if name in FORMS else "function of the language"
             yield Diagnostic("P111", f"there is a {kind} `{name}`", at, help="use another name")
-        elif name in FUNCTIONS or name in NUMBERS or name in SIZES or name in (*BINDERS, INITIAL):
+        elif name in FUNCTIONS or name in NUMBERS or name in SIZES or name in (*BINDERS, INITIAL, RANDOM):
             yield Diagnostic("P111", f"equations have a function `{name}`", at, help="use another name")
         elif name in STATES:
             yield Diagnostic("P121", f"`{name}` is reserved: it is {STATES[name]}", at, help="use another name")
@@ -72,7 +72,11 @@ class _FormChecker:
                     help_ = f"write `let {target} = …` for a part, and `{RESULT} = …` for the value of the form"
                     yield Diagnostic("P107", f"a form assigns `{RESULT}` alone", line.target_span, help=help_)
                 case ast.Let(let, value):
-                    yield from self._expression(value)
+                    match value:
+                        case ast.Call(function, (count,), ()) if function == RANDOM:
+                            yield from self._expression(count)
+                        case _:
+                            yield from self._expression(value)
                     yield from self._define(let, line.span, line.condition)
                 case ast.Parameter():
                     yield from self._parameter(line)
@@ -184,6 +188,9 @@ class _FormChecker:
                 yield from self._name(value, name, of_weights)
             case ast.Call("rows", (table, ids), ()):
                 yield from (error for part in (table, ids) for error in self._expression(part, of_weights))
+            case ast.Call(function) if function == RANDOM:
+                message = f"`{print_expression(value)}` stands in a line of its own: `let i = random(n)`"
+                yield Diagnostic("P105", message, value.span, help="then write `A[i]`")
             case ast.Call(function) if function in BINDERS:
                 yield from self._sum(value, of_weights)
             case ast.Call(function) if function == INITIAL:
@@ -252,7 +259,7 @@ class _FormChecker:
             if function == "token_mean":
                 yield Diagnostic("P101", "write `mean(x, tokens)`", call.function_span)
             return
-        known = [*FUNCTIONS, *NUMBERS, *SIZES, *BINDERS, INITIAL]
+        known = [*FUNCTIONS, *NUMBERS, *SIZES, *BINDERS, INITIAL, RANDOM]
         help_ = did_you_mean(function, known) or f"the functions are {join_names(sorted(known))}"
         if function in FORMS:
             help_ = "a form is called in an edit; write its equation here"

@@ -11,10 +11,10 @@ from peftc.diagnostics import Related, Source, Span
 from peftc.equations.analysis import Place, place_of
 from peftc.equations.bindings import is_written_out
 from peftc.equations.exports import Export, are_alternatives, export_of, may_hold
-from peftc.equations.operands import NUMBERS_OF_SITES, POSITIONS, SiteNumbers
+from peftc.equations.operands import POSITIONS
 from peftc.equations.patterns import bottleneck_of
-from peftc.equations.values import FormError, Value, shape_of
-from peftc.equations.words import NONE, function_of, is_choice, words_of
+from peftc.equations.values import NUMBERS_OF_SITES, FormError, SiteNumbers, Value, shape_of
+from peftc.equations.words import NONE, RANDOM, function_of, is_choice, words_of
 from peftc.forms.arguments import DTYPE, SEED
 from peftc.forms.form import Args, Argument, Dims, Form, Parameter, PlacementError, Scope
 from peftc.forms.shapes import Ids, KeyValue, Prompt, Shape, Tokens, Weight
@@ -25,6 +25,7 @@ from peftc.syntax.vocabulary import STATES
 from peftc.syntax.walk import names_in, values, walk
 
 MODULE = "peftc.equation_code.module:EquationModule"
+RANDOM_MODULE = "peftc.equation_code.random_module:RandomModule"
 RESULT = "f"
 OWNER = "owner_module"  # the attribute of a module with the module of common parameters
 Ends = Literal["", "low", "high", "both"]
@@ -50,7 +51,6 @@ class TextForm(Form):
         self.paper = " ".join(line.lstrip("# ") for line in form.leading if line)
         self.inputs = inputs_of(form)
         self.arguments = (*self._arguments(), DTYPE)
-        self.module = MODULE
         self.gives_pair = any(isinstance(line.value, ast.Pair) for line in lines)
         exclude = are_alternatives(self._lines())
         if "site" in scopes and len(scopes) > 1 and not exclude:
@@ -61,6 +61,7 @@ class TextForm(Form):
         parts = [part for value in values(form) for part in walk(value)]
         self._calls = [part for part in parts if isinstance(part, ast.Call)]
         functions = {call.function for call in self._calls}
+        self.module = RANDOM_MODULE if RANDOM in functions else MODULE
         self._is_wide = "widest" in functions
         self._asked = functions.intersection(NUMBERS_OF_SITES)
         self._is_written_out = any(map(is_written_out, parts))
@@ -356,7 +357,7 @@ class TextForm(Form):
 def whole_numbers(node: ast.Expr) -> tuple[ast.Expr, ...]:
     """The parts of an expression that are whole numbers, whatever they are."""
     match node:
-        case ast.Binding(_, count):
+        case ast.Binding(_, count) | ast.Call("random", (count,)):
             return (count,)
         case ast.Item(_, indices):
             return indices

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 from peftc.equations.initial_numbers import first_value, initial_number, initial_value, shifts
 from peftc.equations.matrices import DECOMPOSITIONS
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, OPERATORS
 from peftc.equations.rules import Mismatch, Operand, Primitive
-from peftc.equations.values import FormError, Number, Type, Value
-from peftc.equations.words import NONE, NUMBERS, SIZES, words_of
+from peftc.equations.values import NUMBERS_OF_SITES, FormError, Number, SiteNumbers, Type, Value, real, shown
+from peftc.equations.words import NONE, NUMBERS, RANDOM, SIZES, words_of
 from peftc.forms.shapes import KeyValue
 from peftc.syntax import ast
 from peftc.syntax.numbers import ARITHMETIC, numeric_value
@@ -23,25 +22,6 @@ OUT = "out"  # the name of the state that the equation writes, in sizes
 TOKENS = "tokens"  # `mean(x, tokens)`
 POSITIONS = "positions"  # `positions(x, first, last, token)`
 _MOST = 2**40  # of a size
-
-
-class SiteNumbers(NamedTuple):
-    """What an equation knows of its site besides shapes: 0 where its text does not ask.
-
-    Attributes:
-        widest: the most features that any site reads, and writes.
-        d_model: the features of the residual stream.
-        sites: how many sites have parameters in common.
-        site: which of them this is.
-    """
-
-    widest: tuple[int, int] = (0, 0)
-    d_model: int = 0
-    sites: int = 0
-    site: int = 0
-
-
-NUMBERS_OF_SITES = ("d_model", "sites", "site")
 
 
 class Missing(int):
@@ -153,6 +133,9 @@ class Operands:
                 return inner if isinstance(inner, Missing) else -real(inner, node)
             case ast.Binary(op, left, right):
                 return self._binary(node, op, self.operand(left), self.operand(right))
+            case ast.Call(function) if function == RANDOM:
+                help_ = "name it, `let i = random(n)`, and write `A[i]`"
+                raise FormError("P105", f"`{print_expression(node)}` is an index, not a value", node, help_)
             case ast.Call(function):
                 return self._call(node, function)
             case ast.Item(value, indices):
@@ -318,16 +301,47 @@ class Operands:
 
     def _item(self, node: ast.Item, value: ast.Expr, indices: Sequence[ast.Expr]) -> Operand:
         owner = self.operand(value)
+        if isinstance(owner, Missing):
+            return owner
         if not isinstance(owner, Value) or owner.type.batch:
             raise FormError("P301", f"`{print_expression(value)}` has no items: a parameter has", value)
         size = owner.type.size
         if len(indices) > len(size):
             raise FormError("P301", f"{owner.type} has fewer dimensions than indices", node)
+        if any(map(self.random_index, indices)):
+            self._check_random(node, indices, size)
+            indices, size = (), size[1:]
         for index, limit in zip(indices, size, strict=False):
             number = self.number(index)
             if not isinstance(number, int) or not 0 <= number < limit:
                 raise FormError("P106", f"the index {shown(number)} is not in 0..{limit - 1}", index)
         return Value(Type(size[len(indices) :]), owner.initial, owner.varies, owner.reason, owner.shifted)
+
+    # Random numbers
+
+    @property
+    def random_numbers(self) -> tuple[str, ...]:
+        """The names of the random numbers, in their order."""
+        return tuple(name for name, value in self.lets.items() if _is_random(value))
+
+    def random_index(self, index: ast.Expr) -> str:
+        """The name of the random number that an index is; empty for other indices."""
+        return index.id if isinstance(index, ast.Name) and _is_random(self.lets.get(index.id)) else ""
+
+    def random_count(self, name: str) -> int:
+        """The n of `let i = random(n)`."""
+        value = self.lets[name]
+        assert isinstance(value, ast.Call)
+        return self.size(value.args[0])
+
+    def _check_random(self, node: ast.Item, indices: Sequence[ast.Expr], size: tuple[int, ...]) -> None:
+        """Raises: FormError if a random number is not the one index of as many parts."""
+        name = self.random_index(indices[0])
+        if len(indices) > 1 or not name:
+            raise FormError("P105", f"a random number is the only index, as in `A[{name or 'i'}]`", node)
+        if self.random_count(name) != size[0]:
+            message = f"`{name}` is one of {self.random_count(name)} numbers, and there are {size[0]} parts"
+            raise FormError("P106", message, indices[0])
 
     # The rules of all primitives
 
@@ -375,11 +389,5 @@ class Operands:
                 return f"`{text}` is not linear{choice}"
 
 
-def real(value: Operand, node: ast.Expr) -> int | float:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return value
-    raise FormError("P105", f"expected a number, found `{print_expression(node)}`", node)
-
-
-def shown(value: Number) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+def _is_random(value: ast.Expr | None) -> bool:
+    return isinstance(value, ast.Call) and value.function == RANDOM

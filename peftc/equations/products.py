@@ -81,7 +81,8 @@ class Products:
 
     def _is_argument(self, node: ast.Expr) -> bool:
         """Whether a part of a call is one of its values, not a word such as `tokens`."""
-        return not isinstance(node, ast.Name) or node.id in self.place.lets
+        is_value = not isinstance(node, ast.Name) or node.id in self.place.lets
+        return is_value and not self.place.random_index(node)
 
     def _let(self, node: ast.Name, name: str) -> tuple[float, ast.Expr]:
         value = self.place.lets[name]

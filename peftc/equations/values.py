@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from peftc.diagnostics.record import record
 from peftc.forms.shapes import Heads, Ids, Prompt, Rows, Scalar, Shape, Tokens, Vector, Weight
 from peftc.syntax import ast
+from peftc.syntax.printer import print_expression
 
 Number = int | float | bool | str  # known when the plan is made; text: the name of an activation
 Batch = Literal["", "examples", "tokens", "ids"]
@@ -67,12 +68,41 @@ class Value:
     pair: Type | None = None
 
 
+class SiteNumbers(NamedTuple):
+    """What an equation knows of its site besides shapes: 0 where its text does not ask.
+
+    Attributes:
+        widest: the most features that any site reads, and writes.
+        d_model: the features of the residual stream.
+        sites: how many sites have parameters in common.
+        site: which of them this is.
+    """
+
+    widest: tuple[int, int] = (0, 0)
+    d_model: int = 0
+    sites: int = 0
+    site: int = 0
+
+
+NUMBERS_OF_SITES = ("d_model", "sites", "site")
+
+
 class FormError(Exception):
     """An equation that has no meaning at a place. `node`: the part of the text that is wrong."""
 
     def __init__(self, code: str, message: str, node: ast.Node, help_: str | None = None) -> None:
         super().__init__(message)
         self.code, self.message, self.node, self.help = code, message, node, help_
+
+
+def real(value: Value | Number, node: ast.Expr) -> int | float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    raise FormError("P105", f"expected a number, found `{print_expression(node)}`", node)
+
+
+def shown(value: Number) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def type_of(shape: Shape) -> Type | None:

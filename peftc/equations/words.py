@@ -13,6 +13,7 @@ from peftc.syntax import ast
 from peftc.syntax.walk import values, walk
 
 NONE = "none"  # an argument without a value
+RANDOM = "random"  # `let i = random(n)`: one of 0, 1, … n - 1, in each forward while training
 
 # Functions of numbers, and of the shapes of inputs and of `out`, the state that is written.
 NUMBERS: Mapping[str, Callable[..., Any]] = {

@@ -1,6 +1,6 @@
 """The hooks of methods into training: a call after each optimizer step, and terms of the loss."""
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from operator import index
 from typing import Any, cast
 
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import TrainerCallback
 
-from peftc.concurrency.interrupts import Deferral, shielded
+from peftc.concurrency.interrupts import Deferral
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.equation_code.random_module import RandomModule, drawn_anew
 from peftc.forms.arguments import integer
-from peftc.forms.mixture_module import MixtureModule
 from peftc.forms.module import FormModule, seeded
 from peftc.forms.svd_module import SVDModule
 from peftc.forms.tasked_module import Tasked
@@ -21,13 +21,13 @@ from peftc.installation.record import Installation
 
 
 def step(model: nn.Module, step: int) -> None:
-    """Updates forms after a training step: `svd` reduces its ranks, `mixture` draws a new route,
-    a Python form does what `FormModule.after_step` says.
+    """Updates forms after a training step: `svd` reduces its ranks, forms with random
+    numbers (`mixture`) draw them anew, a Python form does what `FormModule.after_step` says.
 
     Call it after `optimizer.step()` and before `optimizer.zero_grad()`, like PEFT's
-    `update_and_allocate`: importances are smoothed |p · ∂p|. A route depends only on the seed, the
-    site and the step, so that processes agree. Each task of an edit `per task` has its own budget,
-    and is skipped in steps without examples of it.
+    `update_and_allocate`: importances are smoothed |p · ∂p|. Random numbers depend only on the
+    seed, the site and the step, so that processes agree. Each task of an edit `per task` has its
+    own budget, and is skipped in steps without examples of it.
 
     Args:
         model: a compiled model.
@@ -82,8 +82,8 @@ def losses(
     - `<edit>.l0` of a `masked`: penalty · the expected number of nonzero entries, until
       `peftc.calibrate` prunes.
     - `<edit>.identity` of a `fusion`: penalty · Σ ‖I − V‖².
-    - `consistency` of all `mixture`s: (KL(p‖p') + KL(p'‖p)) / 2 of `logits` and those of a second
-      forward with another route. It needs both arguments.
+    - `consistency` of all forms with random numbers, such as `mixture`: (KL(p‖p') + KL(p'‖p)) / 2
+      of `logits` and those of a second forward with other numbers. It needs both arguments.
 
     - what a Python form says that it adds (`FormModule.penalties`).
 
@@ -107,38 +107,25 @@ def losses(
     record = active_installation(model)
     _check_forward(inputs, logits)
     penalties: dict[tuple[str, str], list[Tensor]] = {}
-    mixtures: list[MixtureModule] = []
+    random_forms: list[RandomModule] = []
     for name, form in forms_of(model, record):
         edit = name.partition("/")[0]
-        if isinstance(form, MixtureModule):
-            mixtures.append(form)
+        if isinstance(form, RandomModule):
+            random_forms.append(form)
         for term, value in form.penalties().items() if is_of_current_task(name, record) else ():
             penalties.setdefault((f"{edit}.{term}", form.reduction), []).append(value)
     terms = {
         name: torch.stack(values).mean() if reduction == "mean" else torch.stack(values).sum()
         for (name, reduction), values in penalties.items()
     }
-    if inputs is not None and logits is not None and mixtures:
-        with another_route(mixtures):
+    if inputs is not None and logits is not None and random_forms:
+        with drawn_anew(random_forms):
             other = model(**inputs).logits
         if other.shape != logits.shape:
             message = f"`logits` are {list(logits.shape)}, and those of these inputs {list(other.shape)}"
             raise PeftcError(Diagnostic("P545", message, help="pass the logits of the forward of `inputs`"))
         terms["consistency"] = consistency(logits, other)
     return terms
-
-
-@shielded
-def another_route(mixtures: list[MixtureModule]) -> Generator[None]:
-    """Inside the block each forward draws its experts anew."""
-    routes = [form.get_buffer("route").clone() for form in mixtures]
-    for form in mixtures:
-        form.get_buffer("route").fill_(-1)
-    try:
-        yield
-    finally:
-        for form, route in zip(mixtures, routes, strict=True):
-            form.get_buffer("route").copy_(route)
 
 
 def _check_forward(inputs: Mapping[str, Any] | None, logits: Tensor | None) -> None:

@@ -199,7 +199,11 @@ def test_an_intervention_that_takes_nothing_off_may_change_the_width() -> None:
 @pytest.mark.parametrize("name", [form.name for form in FORMS.values() if form.argument("reduction")])
 def test_a_reduction_leaves_a_feature(name: str) -> None:
     form = FORMS[name]
-    args = {n: value for n, value in {"n": 1, "density": 0.5, "factorised": False}.items() if form.argument(n)}
+    args = {
+        n: value
+        for n, value in {"n": 2 if name == "mixture" else 1, "density": 0.5, "factorised": False}.items()
+        if form.argument(n)
+    }
     assert form.shape(form.fill({**args, "reduction": 8}), Dims(T, T, 8)) == T
     with pytest.raises(PlacementError) as excinfo:
         form.shape(form.fill({**args, "reduction": 9}), Dims(T, T, 8))
