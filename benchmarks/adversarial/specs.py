@@ -9,7 +9,9 @@ from pathlib import Path
 
 from benchmarks.adversarial.outcome import Tally
 from peftc import PeftcError
-from peftc.diagnostics.render import render_github, render_json, render_text
+from peftc.diagnostics.formats.github import render_github
+from peftc.diagnostics.formats.records import render_json
+from peftc.diagnostics.render import render_text
 from peftc.filesystem import resources
 from peftc.installation.compiled_model import analyse_base, plan_on
 from peftc.semantics import check_file, expand

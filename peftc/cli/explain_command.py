@@ -26,7 +26,7 @@ def run_explain(args: Namespace) -> int:
     try:
         forms = FORMS if args.spec is None else _forms(parse_text(read(args.spec), display_path(args.spec)))
     except PeftcError as error:
-        return report_error(error, "text")
+        return report_error(error, args)
     if args.code not in forms:
         known = (*forms, *CODES)
         help_ = did_you_mean(args.code, known) or "`peftc explain` lists all codes, docs/forms.md has all forms"

@@ -22,7 +22,7 @@ def run_fmt(args: Namespace) -> int:
             spec = parse_text(text, display_path(path))
             formatted = print_spec(upgraded(spec) if args.upgrade else spec)
         except PeftcError as error:
-            code = report_error(error, "text")
+            code = report_error(error, args)
             continue
         if args.diff:
             sys.stdout.write(format_diff(text, formatted, display_path(path)))

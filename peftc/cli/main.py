@@ -17,6 +17,7 @@ from peftc import __version__
 from peftc.cli.output import report_error
 from peftc.cli.spec_files import Unusable
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics.render import FOR_PEOPLE, FORMATS
 
 Run = Callable[[argparse.Namespace], int]
 Argument = tuple[tuple[str, ...], dict[str, Any]]
@@ -28,7 +29,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     args = parser().parse_args(argv)
-    output_format = getattr(args, "output_format", "text")
     try:
         for name in getattr(args, "forms", ()):
             import_module("peftc.forms").register_entry_point(name)
@@ -36,10 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except PeftcError as error:
-        return report_error(error, output_format)
+        return report_error(error, args)
     except Unusable as error:
-        if output_format == "json":
-            report_error(PeftcError(Diagnostic("P112", str(error))), "json")
+        if getattr(args, "output_format", "text") not in FOR_PEOPLE:
+            report_error(PeftcError(Diagnostic("P112", str(error))), args)
         print(f"peftc: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `peftc … | head`
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         note = f"in {last.name}, line {last.lineno} of {last.filename}"
         help_ = "please report it, with the command, the spec and what PEFTC_TRACEBACK=1 shows"
         bug = Diagnostic("P900", f"this is a bug in peftc: {summary}", notes=(note,), help=help_)
-        report_error(PeftcError(bug), output_format)
+        report_error(PeftcError(bug), args)
         return 2
 
 
@@ -98,9 +98,7 @@ FORMS = argument(
     metavar="NAME",
     help="a Python form that an installed package offers as an entry point; its code runs (repeatable)",
 )
-FORMAT = argument(
-    "--output-format", choices=("text", "json", "github"), default="text", help="how diagnostics are printed"
-)
+FORMAT = argument("--output-format", choices=FORMATS, default="text", help="how diagnostics are printed")
 MODEL_FORMAT = argument("--output-format", choices=("text", "json"), default="text", help="how diagnostics are printed")
 MODEL = argument("--model", required=True, metavar="MODEL", help="a hub id, a folder, or a config.json")
 BASE_MODEL = argument("--model", metavar="MODEL", help="the base (default: the one that the adapter names)")
@@ -123,7 +121,7 @@ NO_CACHE = argument(
 )
 JSON = argument("--json", action="store_true", help="print the result as JSON")
 STRICT = argument("--strict", action="store_true", help="exit 1 if there are warnings")
-ON_MODEL = (SPEC, MODEL, REMOTE_CODE, SET, INCLUDE, FORMS, TASKS, MODEL_FORMAT)
+ON_MODEL = (SPEC, MODEL, REMOTE_CODE, SET, INCLUDE, FORMS, TASKS)
 VERIFY = (
     argument(
         "--sites",
@@ -143,11 +141,16 @@ COMPILE = (
     ),
     argument("--seed", type=int, metavar="N", help="seed of the initial values"),
 )
+ON_VERIFY = (*ON_MODEL, MODEL_FORMAT, *VERIFY, JSON)
 MODEL_COMMANDS = (
     ("sites", "print the sites of a model, which edits can name", (MODEL, REMOTE_CODE, NO_CACHE, MODEL_FORMAT, JSON)),
-    ("plan", "print what compiling a spec onto a model would do", (*ON_MODEL, NO_CACHE, JSON, STRICT)),
-    ("verify", "compile a spec onto a model and check that it computes what the spec says", (*ON_MODEL, *VERIFY, JSON)),
-    ("compile", "compile a spec onto a model and write the generated code", (*ON_MODEL, *COMPILE, STRICT)),
+    ("plan", "print what compiling a spec onto a model would do", (*ON_MODEL, FORMAT, NO_CACHE, JSON, STRICT)),
+    (
+        "verify",
+        "compile a spec onto a model and check that it computes what the spec says",
+        (*ON_MODEL, MODEL_FORMAT, *VERIFY, JSON),
+    ),
+    ("compile", "compile a spec onto a model and write the generated code", (*ON_MODEL, FORMAT, *COMPILE, STRICT)),
 )
 MERGE = (
     argument("base", metavar="BASE", help="a folder with safetensors, or a hub id"),
@@ -199,7 +202,8 @@ CONVERT = (
     MODEL_FORMAT,
 )
 HOMES = {
-    **dict.fromkeys(("check", "expand"), "spec_commands"),
+    "check": "check_command",
+    "expand": "expand_command",
     "fmt": "fmt_command",
     "explain": "explain_command",
     **dict.fromkeys(("sites", "plan"), "plan_commands"),
@@ -240,7 +244,7 @@ def parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run_of(name))
         return command
 
-    add("check", "report errors and warnings in specs, without a model", PATHS, INCLUDE, FORMS, FORMAT)
+    add("check", "report errors and warnings in specs, without a model", PATHS, INCLUDE, FORMS, FORMAT, STRICT)
     modes = add("fmt", "format specs", PATHS, UPGRADE).add_mutually_exclusive_group()
     modes.add_argument("--check", action="store_true", help="write nothing; list the files that would change")
     modes.add_argument("--diff", action="store_true", help="write nothing; print the changes")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import nn
 
-from peftc.cli.console import report, show
+from peftc.cli.console import is_report, prose, report, show
 from peftc.cli.spec_files import parse_file
 from peftc.compiler import compile
 from peftc.diagnostics import Diagnostic, PeftcError
@@ -44,20 +44,30 @@ def run_compile(args: Namespace) -> int:
     flat = expand(spec, parse_settings(args.set), args.include)
     analysis = analyse_base(args.model, trust_remote_code=args.trust_remote_code)
     result, files = compile_skeleton(flat, default_name(spec), analysis, args.seed, args.tasks)
-    show(lambda _: render_plan(result.plan, result.site_edits.representatives))
-    report(result.warnings, args)
-    if args.strict and result.warnings:
-        return 1
+    show(lambda _: render_plan(result.plan, result.site_edits.representatives), args)
+    fails = args.strict and result.warnings
+    if fails or not is_report(args):
+        report(result.warnings, args)
+    if not fails:
+        write(files, args)
+        if is_report(args):  # after what may still be refused: stdout is one report
+            report(result.warnings, args)
+    return int(bool(fails))
+
+
+def write(files: dict[str, str], args: Namespace) -> None:
+    """Writes the generated files, if there is a folder for them. Raises: P420, P55x."""
+    stream = prose(args)
     if args.output is None:
-        print("\nnothing was written: name a folder with -o")
-        return 0
+        print("\nnothing was written: name a folder with -o", file=stream)
+        return
     changes = write_folder(Path(args.output), files, args.force)
-    print(f"\nwrote {', '.join(changes.written)} to {changes.folder}")
+    print(f"\nwrote {', '.join(changes.written)} to {changes.folder}", file=stream)
     if changes.removed:
-        print(f"removed {', '.join(changes.removed)}, of an earlier run")
+        print(f"removed {', '.join(changes.removed)}, of an earlier run", file=stream)
     if changes.modified:
-        print(f"did not remove {', '.join(changes.modified)}: written by an earlier run, and changed since")
-    return 0
+        changed = ", ".join(changes.modified)
+        print(f"did not remove {changed}: written by an earlier run, and changed since", file=stream)
 
 
 def run_standalone(args: Namespace, spec: ast.Spec) -> int:
@@ -66,9 +76,10 @@ def run_standalone(args: Namespace, spec: ast.Spec) -> int:
         raise PeftcError(Diagnostic("P545", "`--standalone` writes a model", help="name its folder with -o"))
     model = load_model(resolve(args.model, args.trust_remote_code))
     compile(spec, model, args.seed, settings=parse_settings(args.set), include=args.include, tasks=args.tasks)
-    show(lambda _: render_plan(installation_of(model).planned.plan))
+    show(lambda _: render_plan(installation_of(model).planned.plan), args)
     folder = save_standalone(model, args.output)
-    print(f"\nwrote a model that loads without peftc to {folder}")
+    report((), args)
+    print(f"\nwrote a model that loads without peftc to {folder}", file=prose(args))
     return 0
 
 

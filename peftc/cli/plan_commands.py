@@ -45,7 +45,7 @@ def run_plan(args: Namespace) -> int:
     if args.json:
         print(result.plan.model_dump_json(indent=2))
     elif not records_only:
-        show(lambda _: render_plan(result.plan, result.site_edits.representatives))
+        show(lambda _: render_plan(result.plan, result.site_edits.representatives), args)
     report((*result.failed_expectations, *result.warnings), args, to_stdout=records_only)
     return 1 if result.failed_expectations or (args.strict and result.warnings) else 0
 

@@ -1,4 +1,4 @@
-"""Diagnostics for people and for programs. For people, the span is underlined in its line:
+"""Diagnostics for people, and the choice of a format. The span is underlined in its line:
 
 error[P201]: `layer[*].attn.croos` matches nothing in facebook/bart-large
   --> mam.peft:4:28
@@ -8,26 +8,58 @@ error[P201]: `layer[*].attn.croos` matches nothing in facebook/bart-large
    = help: did you mean `cross`?
 """
 
-import json
 import os
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from importlib import import_module
 from typing import Any, TextIO
 
-from peftc.diagnostics.diagnostic import Diagnostic, Related, Source, Span, printable
+from peftc.diagnostics.diagnostic import Diagnostic, Source, Span, printable
+from peftc.diagnostics.formats.report import Report
 
 _WIDTH = 160  # most characters of a source line
 _ASCII = re.compile(r"[\x00-\x7f]+")
 _BOLD, _RED, _YELLOW, _BLUE, _RESET = "\033[1m", "\033[1;31m", "\033[1;33m", "\033[1;34m", "\033[0m"
 
 
-def render(diagnostics: Iterable[Diagnostic], output_format: str, stream: TextIO) -> str:
-    """Diagnostics as `json`, as `github` workflow commands, or as text for `stream`."""
-    if output_format == "json":
-        return render_json(diagnostics)
-    return render_github(diagnostics) if output_format == "github" else render_text(diagnostics, wants_color(stream))
+FOR_PEOPLE = ("text", "concise")
+FORMATS = (*FOR_PEOPLE, "json", "jsonl", "github", "gitlab", "sarif", "junit")
+
+
+def render(report: Report, output_format: str, stream: TextIO, version: str) -> str:
+    """A report in one of `FORMATS`; text is for `stream`. `version`: of peftc."""
+    match output_format:
+        case "text":
+            return render_text(report.diagnostics, wants_color(stream))
+        case "concise":
+            return render_concise(report)
+        case "json" | "jsonl":
+            return getattr(_module("records"), f"render_{output_format}")(report.diagnostics)
+        case "github":
+            return _module("github").render_github(report.diagnostics)
+        case "sarif":
+            return _module("sarif").render_sarif(report, version)
+        case _:
+            return getattr(_module(output_format), f"render_{output_format}")(report)
+
+
+def _module(name: str) -> Any:
+    """A module of a format, imported when it is needed."""
+    return import_module(f"peftc.diagnostics.formats.{name}")
+
+
+def render_concise(report: Report) -> str:
+    """A line for each diagnostic: `path:line:column: error[code]: message; help`."""
+    return "".join(_concise(report, diagnostic) for diagnostic in report.diagnostics)
+
+
+def _concise(report: Report, diagnostic: Diagnostic) -> str:
+    at = f":{diagnostic.span.line}:{diagnostic.span.column}" if diagnostic.source and diagnostic.span else ""
+    parts = [diagnostic.message, *diagnostic.notes, *([diagnostic.help] if diagnostic.help else [])]
+    head = f"{printable(report.path(diagnostic))}{at}: {diagnostic.severity}[{diagnostic.code}]"
+    return f"{head}: {'; '.join(map(printable, parts))}\n"
 
 
 def render_text(diagnostics: Iterable[Diagnostic], color: bool = False) -> str:
@@ -53,7 +85,7 @@ class _Painter:
         if diagnostic.source and diagnostic.span:
             pad = " " * (len(str(diagnostic.span.line)) + 1)
             yield from self._snippet(diagnostic.source, diagnostic.span, diagnostic.label, pad, tone)
-        elif diagnostic.source:
+        elif diagnostic.source and diagnostic.source.path not in diagnostic.message:
             yield f"{pad}{self._paint('-->', _BLUE)} {printable(diagnostic.source.path)}"
         for place in diagnostic.related:
             pad = " " * (len(str(place.span.line)) + 1)
@@ -97,51 +129,3 @@ def _cells(text: str) -> int:
     others = _ASCII.sub("", text)
     widths = (0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in others)
     return len(text) - len(others) + sum(widths)
-
-
-# For programs
-
-_PROPERTIES = {"file": "path", "line": "line", "col": "column", "endLine": "end_line", "endColumn": "end_column"}
-
-
-def record(diagnostic: Diagnostic) -> dict[str, Any]:
-    """A diagnostic as JSON data. Positions count from 1, with an exclusive end."""
-    span = diagnostic.span if diagnostic.source else None
-    return {
-        **{name: getattr(diagnostic, name) for name in ("code", "severity", "message")},
-        "path": diagnostic.source.path if diagnostic.source else None,
-        **{name: getattr(span, name, None) for name in ("line", "column", "end_line", "end_column")},
-        "help": diagnostic.help,
-        **({"related": [_place(place) for place in diagnostic.related]} if diagnostic.related else {}),
-    }
-
-
-def _place(place: Related) -> dict[str, Any]:
-    span = {name: getattr(place.span, name) for name in ("line", "column", "end_line", "end_column")}
-    return {"message": place.message, "path": place.source.path, **span}
-
-
-def render_json(diagnostics: Iterable[Diagnostic]) -> str:
-    """A JSON list of records."""
-    return json.dumps([record(diagnostic) for diagnostic in diagnostics], indent=2, ensure_ascii=False) + "\n"
-
-
-def render_github(diagnostics: Iterable[Diagnostic]) -> str:
-    """Workflow commands, which GitHub shows next to the lines of a pull request."""
-    return "".join(f"{_command(diagnostic)}\n" for diagnostic in diagnostics)
-
-
-def _command(diagnostic: Diagnostic) -> str:
-    values = record(diagnostic)
-    properties = [
-        f"{name}={_data(str(values[key])).replace(':', '%3A').replace(',', '%2C')}"
-        for name, key in _PROPERTIES.items()
-        if values[key] is not None
-    ]
-    notes = "".join(f"\nnote: {note}" for note in diagnostic.notes)
-    text = diagnostic.message + notes + (f"\nhelp: {diagnostic.help}" if diagnostic.help else "")
-    return f"::{diagnostic.severity} {','.join([*properties, f'title={diagnostic.code}'])}::{_data(text)}"
-
-
-def _data(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")

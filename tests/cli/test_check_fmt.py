@@ -99,7 +99,7 @@ def test_warnings_alone_exit_with_0(tmp_path: Path, capsys: Out) -> None:
     assert "1 warning in 1 file" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["check", "fmt", "expand"])
+@pytest.mark.parametrize("command", ["fmt", "expand"])
 def test_a_missing_file_is_wrong_usage(command: str, folder: Path, capsys: Out) -> None:
     assert main([command, str(folder / "god.peft")]) == 2
     captured = capsys.readouterr()

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from peftc.diagnostics import PeftcError
-from peftc.diagnostics.render import render_json, render_text
+from peftc.diagnostics.formats.records import render_json
+from peftc.diagnostics.render import render_text
 from peftc.filesystem import resources
 from peftc.semantics import check_file, expand
 from peftc.syntax import parse_text, print_spec

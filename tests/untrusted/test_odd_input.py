@@ -18,7 +18,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import peftc
 from peftc.cli.main import main
 from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
-from peftc.diagnostics.render import render_github, render_text
+from peftc.diagnostics.formats.github import render_github
+from peftc.diagnostics.render import render_text
 from peftc.semantics import check_file, read_spec
 from peftc.semantics.expand import check_file as check
 from peftc.syntax import parse_text, print_spec
