@@ -6,9 +6,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 OLDEST := .venv-oldest/ready
 FOREIGN := .venv-foreign/ready
 WORKFLOWS := .venv-workflows/ready
+QUANTIZED := .venv-quantized/ready
 CORE := tests/models tests/tracing tests/observation tests/recognition tests/rewriting tests/specialization tests/adapters/test_saved.py tests/adapters/test_saved_refusals.py tests/test_compiler.py --ignore tests/specialization/test_variants.py
 
-.PHONY: demo test test-full oldest lint format types tables package check benchmarks coverage adversarial interrupts verify mutants suite docs foreign workflows clean
+.PHONY: demo test test-full oldest lint format types tables package check benchmarks coverage adversarial interrupts verify mutants suite docs foreign workflows quantized clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -107,6 +108,10 @@ foreign: $(FOREIGN)
 workflows: $(WORKFLOWS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_workflows.py
 
+# Merges into bases that bitsandbytes, torchao and compressed-tensors have quantised. These stand apart, as torchao does above.
+quantized: $(QUANTIZED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/merging/test_dequantization.py
+
 # Each finds in .venv what it does not have itself.
 define beside
 $(BIN)/python -m venv --clear $(1)
@@ -126,6 +131,10 @@ $(FOREIGN): $(READY) constraints-foreign.txt benchmarks/foreign_environment/site
 
 $(WORKFLOWS): $(READY) constraints-workflows.txt
 	$(call beside,.venv-workflows,constraints-workflows.txt)
+	touch $@
+
+$(QUANTIZED): $(READY) constraints-quantized.txt
+	$(PIP) install --quiet --no-deps --upgrade --target .venv-quantized/packages -r constraints-quantized.txt
 	touch $@
 
 clean:

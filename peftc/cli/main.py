@@ -161,6 +161,7 @@ MERGE = (
     argument("--partial", action="store_true", help="keep edits that do not fold, as an adapter in DIR/adapter"),
     argument("--widen", action="store_true", help="make bottlenecks beside ffns hidden units of these"),
     argument("--untie", action="store_true", help="make two matrices of a tied embedding and head, so that edits fold"),
+    argument("--dequantize", action="store_true", help="write the weights of a quantised base out in full"),
     argument("--other-weights", action="store_true", help="expect a base with other weights than the adapter's"),
     argument("--dry-run", action="store_true", help="say what would be merged, and write nothing"),
     argument("--verify", action="store_true", help="read the new files again, and compare, before they appear"),

@@ -21,6 +21,7 @@ def run_merge(args: Namespace) -> int:
             partial=args.partial,
             widen=args.widen,
             untie=args.untie,
+            dequantize=args.dequantize,
             other_weights=args.other_weights,
             trust_remote_code=args.trust_remote_code,
             dry_run=args.dry_run,

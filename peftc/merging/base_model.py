@@ -24,6 +24,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names
 from peftc.installation.record import installation_of, is_installed
 from peftc.merging.checkpoint import DTYPES, Checkpoint, placeholder
+from peftc.merging.dequantization import open_dense, quantization_of, without_quantization
 from peftc.merging.keys import KeyGroup, has_inverse, key_groups, meta
 from peftc.models.skeleton import meta_model
 from peftc.models.sources import ModelSource, resolve, weights_folder
@@ -90,7 +91,10 @@ class BaseModel:
     def differs(self, name: str, tied: Tensor) -> bool:
         """Whether the checkpoint has a matrix of its own for a parameter that would be tied."""
         group = self.groups.get(name)
-        return group is not None and not torch.equal(self.initial(group, name), tied)
+        if group is None:
+            return False
+        is_computed = group.converter is None and group.keys[0] in self.checkpoint.computed()
+        return is_computed or not torch.equal(self.initial(group, name), tied)
 
     def first(self, name: str) -> str | None:
         """The name by which the checkpoint has a parameter, or one that it is tied to."""
@@ -100,7 +104,7 @@ class BaseModel:
 
     def initial(self, group: KeyGroup, name: str) -> Tensor:
         if group.converter is None:
-            return self.checkpoint.view(group.keys[0])
+            return self.checkpoint.view(group.keys[0])  # of one that is computed, without values
         like = group.values(self.shapes)[name]
         return placeholder(like.shape, like.dtype)
 
@@ -150,7 +154,9 @@ class BaseModel:
 
     def converted_names(self) -> frozenset[str]:
         """The names of parameters without values."""
-        own = (name for name, group in self.groups.items() if group.converter is not None)
+        computed = self.checkpoint.computed()
+        groups = self.groups.items()
+        own = (name for name, group in groups if group.converter is not None or group.keys[0] in computed)
         return frozenset(other for name in own for other in self.aliases(name))
 
 
@@ -173,15 +179,21 @@ class Samples(Mapping[str, Tensor]):
         return len(self.base.parameters)
 
 
-def open_base(model: str | PathLike[str], trust_remote_code: bool = False) -> BaseModel:
-    """Raises: P501-P506 (the model), P505 (no weights), P701, P702, P707 (the checkpoint)."""
+def open_base(model: str | PathLike[str], trust_remote_code: bool = False, dequantize: bool = False) -> BaseModel:
+    """Args: `dequantize`: opens quantised weights as dense ones.
+
+    Raises: P501-P506 (the model), P505 (no weights), P545, P708 (`dequantize`), P701, P702, P707
+    (the checkpoint).
+    """
     source = resolve(model, trust_remote_code)
-    if quantisation := getattr(source.config, "quantization_config", None):
-        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation.quant_method
-        message = f"the weights of {source.id} are quantised ({method})"
-        help_ = "merge into the checkpoint that was quantised, and quantise the result"
-        raise PeftcError(Diagnostic("P707", message, help=help_))
-    return BaseModel(source, Checkpoint.open(weights_folder(source)))
+    quantization = quantization_of(source)
+    if quantization is not None and not dequantize:
+        message = f"the weights of {source.id} are quantised ({quantization.get('quant_method')})"
+        notes = ("merge into the checkpoint that was quantised, and quantise the result",)
+        help_ = "or write them out in full: `dequantize=True`, or `--dequantize`"
+        raise PeftcError(Diagnostic("P707", message, notes=notes, help=help_))
+    checkpoint, plain = Checkpoint.open(weights_folder(source)), without_quantization(source)
+    return BaseModel(plain, open_dense(source, checkpoint) if dequantize else checkpoint)
 
 
 def load_adapters(base: BaseModel, adapters: Collection[Path], other_weights: bool = False) -> list[str]:

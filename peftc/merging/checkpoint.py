@@ -9,8 +9,8 @@ import json
 import mmap
 import os
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -147,11 +147,13 @@ class Checkpoint:
             if hasattr(mmap, "MADV_DONTNEED"):
                 pages.madvise(mmap.MADV_DONTNEED)
 
-    def expect(self, key: str) -> None:
-        """Tells the system that a tensor will be read soon."""
-        entry = self.entries[key]
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.descriptor(entry.file), entry.start, entry.size, os.POSIX_FADV_WILLNEED)
+    def computed(self) -> Collection[str]:
+        """The keys of tensors that are no bytes of a file, but computed when they are read."""
+        return ()
+
+    def add_alias(self, key: str, of: str) -> None:
+        """A second key of a tensor."""
+        self.entries[key] = replace(self.entries[of], key=key)
 
     def close(self) -> None:
         for descriptor in self.files.values():

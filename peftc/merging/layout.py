@@ -65,12 +65,18 @@ class Changes:
     Attributes:
         tensors: with another shape, by key.
         added: new tensors by key, with the file.
+        replaced: by the key of a tensor, the one in its place, or None.
         configuration: values of config.json.
+        dropped: keys that config.json is without.
+        metadata: of all files, if it is not that of the base.
     """
 
     tensors: dict[str, NewTensor] = field(default_factory=dict[str, NewTensor])
     added: dict[str, tuple[str, NewTensor]] = field(default_factory=dict[str, tuple[str, NewTensor]])
+    replaced: dict[str, tuple[str, NewTensor] | None] = field(default_factory=dict[str, tuple[str, NewTensor] | None])
     configuration: dict[str, Any] = field(default_factory=dict[str, Any])
+    dropped: tuple[str, ...] = ()
+    metadata: dict[str, str] | None = None
 
 
 def layout_of(base: Checkpoint, changes: Changes) -> Layout:
@@ -81,12 +87,14 @@ def layout_of(base: Checkpoint, changes: Changes) -> Layout:
 
 
 def _shard(shard: Shard, changes: Changes) -> Shard:
-    listed = [(e.key, changes.tensors.get(e.key, (e.dtype, e.shape))) for e in shard.entries]
+    tensors = (changes.replaced.get(e.key, (e.key, (e.dtype, e.shape))) for e in shard.entries)
+    listed = [(key, changes.tensors.get(key, own)) for key, own in (one for one in tensors if one is not None)]
     listed += [(key, new) for key, (file, new) in changes.added.items() if file == shard.file]
-    if listed == [(e.key, (e.dtype, e.shape)) for e in shard.entries]:
+    metadata = shard.metadata if changes.metadata is None else changes.metadata
+    if listed == [(e.key, (e.dtype, e.shape)) for e in shard.entries] and metadata == shard.metadata:
         return shard
     offset, offsets = 0, dict[str, tuple[int, int]]()
-    header: dict[str, Any] = {"__metadata__": shard.metadata} if shard.metadata else {}
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     for key, (dtype, shape) in listed:
         stop = offset + prod(shape) * DTYPES[dtype].itemsize
         offsets[key] = (offset, stop)

@@ -21,6 +21,7 @@ from peftc.folding.weights import Folding
 from peftc.installation.record import installation_of, is_installed
 from peftc.merging.base_model import BaseModel, load_adapters, open_base
 from peftc.merging.checkpoint import INDEX
+from peftc.merging.dequantization import DenseCheckpoint
 from peftc.merging.destination import check_destination, destination, unwritable
 from peftc.merging.layout import Changes, Copy, Layout, layout_of
 from peftc.merging.other_files import CONFIGURATION, REPORT, change_configuration, copy_files, other_files
@@ -47,6 +48,7 @@ def merge(
     jobs: int = 1,
     widen: bool = False,
     untie: bool = False,
+    dequantize: bool = False,
     progress: Callable[[int, int], object] | None = None,
 ) -> MergeReport:
     """Merges saved adapters into a safetensors checkpoint, and writes the result as a new folder.
@@ -73,6 +75,10 @@ def merge(
             the configuration follows.
         untie: embedding and head that are one matrix become two, so that edits of one fold; the
             configuration follows.
+        dequantize: the weights of a quantised base are written out in full, by the functions of the
+            library that quantised them (bitsandbytes, torchao, compressed-tensors, fp8 of
+            transformers), and folded into; the configuration says so. They have the dtype that the
+            configuration names, or that the library gives.
         progress: is called with the bytes written so far, and those in all.
 
     Returns:
@@ -82,7 +88,7 @@ def merge(
         PeftcError: P501-P506 (the base), P520-P525 (an adapter, or another base), P530 (NaN or
             infinite entries), P531 (edits that do not fold), P701 (damaged files), P702 (files that
             do not fit the configuration), P703 and P704 (the new folder), P705 (a process ended),
-            P706 (`verify`), P707 (a quantised base).
+            P706 (`verify`), P707 (a quantised base), P708 (`dequantize`).
     """
     paths = [path_of(path) for path in ([adapters] if isinstance(adapters, str | PathLike) else adapters)]
     target = None if output is None or dry_run else path_of(output)
@@ -91,11 +97,12 @@ def merge(
     if target is not None:
         check_destination(target)
     with ranks() as rank:
-        opened = open_base(base, trust_remote_code)
+        opened = open_base(base, trust_remote_code, dequantize)
         try:
             load_adapters(opened, paths, other_weights)
             options = Options(partial, widen, verify, check_jobs(jobs), rank, progress or (lambda done, total: None))
-            changes = Changes()
+            checkpoint = opened.checkpoint
+            changes = checkpoint.changes() if isinstance(checkpoint, DenseCheckpoint) else Changes()
             if untie:
                 untie_all(opened, trained_names(opened.model), changes)
             return Merge(opened, paths, options, changes).run(target)
@@ -185,7 +192,7 @@ class Merge:
         copy_files(base.folder, work, [*map(Path, report.files), *([Path(INDEX)] if layout.index else [])])
         if layout.index is not None and layout.index != base.index:
             (work / INDEX).write_text(json.dumps(layout.index, indent=2) + "\n", encoding="utf-8")
-        change_configuration(work / CONFIGURATION, self.changes.configuration)
+        change_configuration(work / CONFIGURATION, self.changes.configuration, self.changes.dropped)
         (work / REPORT).write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
     def write_tensors(self, target: Path, work: Path, layout: Layout, tasks: Sequence[Task]) -> Part:
@@ -224,19 +231,21 @@ class Merge:
     def report(
         self, folded: Iterable[str], tasks: Iterable[Task], target: Path | None, tensors: Iterable[MergedTensor]
     ) -> MergeReport:
-        entries, keys = self.base.checkpoint.entries, [key for task in tasks for key in task.keys]
-        written = sum(entries[key].size for key in keys)
-        files, left = other_files(self.base.checkpoint.folder, self.base.checkpoint.shards)
+        base, keys = self.base.checkpoint, [key for task in tasks for key in task.keys]
+        written = sum(base.entries[key].size for key in keys)
+        dequantized = tuple(base.computed())
+        files, left = other_files(base.folder, base.shards, bool(dequantized))
         return MergeReport(
-            base=str(self.base.checkpoint.folder),
+            base=str(base.folder),
             output="" if target is None else str(target),
             adapters=tuple(map(str, self.adapters)),
             folded=tuple(folded),
             refused=self.others,
             tensors=tuple(tensors),
             touched=tuple(keys),
+            dequantized=dequantized,
             written=written,
-            copied=sum(entry.size for entry in entries.values()) - written,
+            copied=sum(entry.size for entry in base.entries.values()) - written,
             files=tuple(map(str, files)),
             left=tuple(map(str, left)),
         )

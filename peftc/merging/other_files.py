@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,12 @@ from peftc.merging.checkpoint import INDEX
 from peftc.models.sources import OTHER_FORMATS
 
 CONFIGURATION, REPORT, REST = "config.json", "peftc-merge.json", "adapter"
+QUANTIZATIONS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # read beside config.json
 
 
-def other_files(folder: Path, shards: Iterable[str]) -> tuple[list[Path], list[Path]]:
-    """What is copied, and weights that are not, as paths in the folder.
+def other_files(folder: Path, shards: Iterable[str], dense: bool = False) -> tuple[list[Path], list[Path]]:
+    """What is copied, and what is not, as paths in the folder. `dense`: without what describes a
+    quantisation.
 
     Pickles and other formats hold the base; so does safetensors beside the shards, such as the
     original format of a model. Hidden files are those of version control.
@@ -29,7 +31,8 @@ def other_files(folder: Path, shards: Iterable[str]) -> tuple[list[Path], list[P
         stem = path.name.removesuffix(".index.json")
         is_weights = Path(stem).suffix in (*OTHER_FORMATS, ".msgpack")
         is_weights |= len(name.parts) == 1 and Path(stem).suffix == ".safetensors"
-        (left if is_weights else copied).append(name)
+        is_quantization = dense and str(name) in QUANTIZATIONS
+        (left if is_weights or is_quantization else copied).append(name)
     return copied, left
 
 
@@ -39,9 +42,9 @@ def copy_files(source: Path, target: Path, names: Iterable[Path]) -> None:
         shutil.copyfile(source / name, target / name)
 
 
-def change_configuration(path: Path, values: Mapping[str, Any]) -> None:
-    """Sets values, also where the configuration of a part of the model has them."""
-    if not values:
+def change_configuration(path: Path, values: Mapping[str, Any], dropped: Collection[str] = ()) -> None:
+    """Sets and drops values, also where the configuration of a part of the model has them."""
+    if not values and not dropped:
         return
     configuration: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     parts = [part for part in configuration.values() if isinstance(part, dict)]
@@ -50,4 +53,6 @@ def change_configuration(path: Path, values: Mapping[str, Any]) -> None:
             if name in part:
                 part[name] = value
         configuration[name] = value
+    for part, name in ((part, name) for part in (configuration, *parts) for name in dropped):
+        part.pop(name, None)
     path.write_text(json.dumps(configuration, indent=2) + "\n", encoding="utf-8")

@@ -60,10 +60,11 @@ class MergeReport(Record):
         refused: the edits that are not, with the reasons; `adapter/` in the new folder has them.
         tensors: what became of each changed tensor; of a dry run, none is known.
         touched: the keys of the tensors that are written anew; all others are copied.
+        dequantized: the keys of those that the base has in a quantised form.
         written: bytes that are computed.
         copied: bytes that are copied from the base.
         files: the other files that were copied.
-        left: files that were not, since they hold weights of the base in another format.
+        left: files that were not, since they hold of the base in another form.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
@@ -76,6 +77,7 @@ class MergeReport(Record):
     refused: dict[str, str] = Field(default_factory=dict)
     tensors: tuple[MergedTensor, ...] = ()
     touched: tuple[str, ...] = ()
+    dequantized: tuple[str, ...] = ()
     written: int
     copied: int
     files: tuple[str, ...] = ()
@@ -85,12 +87,14 @@ class MergeReport(Record):
         verb = "would merge" if not self.output else "merged"
         lines = [f"{verb} {', '.join(self.folded) or 'nothing'} into {len(self.touched)} tensors"]
         lines.append(f"  computed {size(self.written)}, copied {size(self.copied)}")
+        if self.dequantized:
+            lines.append(f"  wrote out in full: {len(self.dequantized)} quantised weights")
         if self.tensors:
             lines.append(_range("size of the change ‖Δ‖ / ‖W‖", [t.delta for t in self.tensors], "{:.2g}"))
             lines.append(_range("rounding error ‖ε‖ / ‖Δ‖", [t.rounding for t in self.tensors], "{:.2g}"))
             lines.append(_range("entries that rounding left unchanged", [t.unchanged for t in self.tensors], "{:.1%}"))
         lines += [f"  stays    {edit}: {reason}" for edit, reason in self.refused.items()]
-        lines += [f"  left     {file}: weights of the base in another format" for file in self.left]
+        lines += [f"  left     {file}: of the base in another form" for file in self.left]
         return "\n".join([*lines, f"wrote {Path(self.output)}" if self.output else "nothing was written"])
 
 

@@ -34,6 +34,7 @@ class Task:
         trained: those of them that `train` statements have changed, with the edit.
         units: new hidden units, by the path of their ffn.
         groups: the tensors of the checkpoint that hold them.
+        unedited: keys of tensors that are computed as they are read, and change no further.
     """
 
     folds: dict[str, list[Fold]] = field(default_factory=dict[str, list[Fold]])
@@ -41,10 +42,11 @@ class Task:
     trained: dict[str, str] = field(default_factory=dict[str, str])
     units: dict[str, list[HiddenUnits]] = field(default_factory=dict[str, list[HiddenUnits]])
     groups: dict[KeyGroup, None] = field(default_factory=dict[KeyGroup, None])
+    unedited: tuple[str, ...] = ()
 
     @property
     def keys(self) -> tuple[str, ...]:
-        return tuple(key for group in self.groups for key in group.keys)
+        return (*(key for group in self.groups for key in group.keys), *self.unedited)
 
 
 def tasks_of(
@@ -64,7 +66,10 @@ def tasks_of(
         tasks.append(Task(names=dict.fromkeys(names), units={path: own}))
     for task in tasks:
         _complete(base, task)
-    return sorted(_joined(tasks), key=lambda task: _position(base, task))
+    tasks = _joined(tasks)
+    edited = {key for task in tasks for key in task.keys}
+    tasks += [Task(unedited=(key,)) for key in base.checkpoint.computed() if key not in edited]
+    return sorted(tasks, key=lambda task: _position(base, task))
 
 
 def lacking_biases(folding: Folding) -> dict[str, str]:
@@ -140,6 +145,8 @@ def run(base: BaseModel, task: Task, write: Callable[[str, Tensor], object]) -> 
         for key in read:
             if key not in written:
                 write(key, read[key])
+    for key in task.unedited:
+        write(key, base.checkpoint.read(key))
     keys = {c.parameter: [k for g in base.keys(c.parameter).values() for k in g.keys if k in new] for c in changes}
     return [MergedTensor.of(change, tuple(keys[change.parameter])) for change in changes]
 

@@ -52,8 +52,8 @@ def _add_tensor(base: BaseModel, first: str, names: list[str], model: Any, chang
     key = next((n for n in names if [g.names for g in key_groups(model, {n: shape[n]})[0]] == [(n,)]), None)
     if source.converter is not None or key is None:
         return
-    entry = replace(base.checkpoint.entries[source.keys[0]], key=key)
-    base.checkpoint.entries[key] = entry  # the bytes are those of the other tensor
+    base.checkpoint.add_alias(key, source.keys[0])
+    entry = base.checkpoint.entries[key]
     base.shapes[key] = shape[key]
     base.groups[key] = type(source)((key,), (key,), base.model)
     changes.added[key] = (entry.file, (entry.dtype, entry.shape))
