@@ -6,12 +6,14 @@ tensors of an adapter, too. A call of the model checks that its edited modules a
 """
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -27,7 +29,7 @@ from peftc.modules.new_modules import set_class
 from peftc.rewriting.edits import CONTAINER, SHARED
 from peftc.specialization.generated_class import GeneratedClass
 
-_UNDER = "_peftc_under"
+_UNDER, SAVE = "_peftc_under", "save_pretrained"
 _saving: ContextVar[nn.Module | None] = ContextVar("peftc_saving", default=None)
 
 
@@ -130,9 +132,10 @@ def overlay_class(cls: type[nn.Module], names: tuple[str, ...], saves: bool, roo
     members |= {_UNDER: cls, "__reduce_ex__": _reduce, "_peftc_over": (names, saves, root)}
     if names:
         members["_replicate_for_data_parallel"] = _replicate
+    if saves or root:
+        members["state_dict"] = _state_dict
     if saves:
-        members |= {"state_dict": _state_dict, "load_state_dict": _load_state_dict}
-        members["save_pretrained"] = _save_pretrained
+        members |= {"load_state_dict": _load_state_dict, SAVE: _save_pretrained}
     if root:
         members |= {"__call__": checked_call(cls), "__setstate__": _setstate(cls)}
     return _classes.setdefault(key, cast("type[nn.Module]", type(cls.__name__, (cls,), members)))
@@ -183,8 +186,40 @@ def _replicate(self: Any) -> Any:
 
 def _state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
     below: Any = super(own_overlay(self, "state_dict"), self)
+    prefix = kwargs.get("prefix") or (args[1] if len(args) > 1 else "")
+    is_edited = bool(prefix) and is_installed(self) and bool(installation_of(self).site_edits)
+    if is_edited and (outer := saved_around(self)) is not None:
+        require_no_edits(self, outer, prefix)
+        state = of_base(self, below.state_dict(**{**kwargs, "destination": None, "prefix": ""}))
+        kwargs["destination"].update({f"{prefix}{name}": value for name, value in state.items()})
+        return kwargs["destination"]
     state = below.state_dict(*args, **kwargs)
     return of_base(self, state) if _saving.get() is self else state
+
+
+def saved_around(module: nn.Module) -> nn.Module | None:
+    """The model around a compiled one whose `save_pretrained` runs. It knows nothing of edits."""
+    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == SAVE and code.co_argcount:
+            owner = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(owner, nn.Module) and owner is not module and not is_installed(owner):
+                return owner if any(part is module for part in owner.modules()) else None
+        frame = frame.f_back
+    return None
+
+
+def require_no_edits(module: nn.Module, outer: nn.Module, prefix: str) -> None:
+    """Raises: P581 where edits act. `prefix`: that of the module's names in `outer`."""
+    record, place = installation_of(module), prefix.rstrip(".")
+    acting = [edit for spec in record.specs for edit in spec.edits if not record.choice.is_off(edit)]
+    if acting:
+        message = f"`{place}` of this {type(outer).__name__} has edits (`{acting[0]}`), which its class would not read"
+        help_ = (
+            f"`peftc.save(model.{place}, …)` saves the adapter; inside of `peftc.disabled` this writes the base alone"
+        )
+        raise PeftcError(Diagnostic("P581", message, help=help_))
 
 
 def _load_state_dict(self: Any, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -172,6 +172,41 @@ def test_a_model_in_a_compiled_model(spec: str, tmp_path: Path) -> None:
         assert keys(tmp_path / f"plain{i}") == keys(tmp_path / "base")
 
 
+@pytest.mark.parametrize("spec", [INNER, "edit s at layer[*].ffn { h *= 2 }"])
+def test_a_model_around_a_compiled_one(spec: str, tmp_path: Path) -> None:
+    """Its class reads no edits: it is not saved, but for its base."""
+    build("llama").save_pretrained(tmp_path / "base")
+    model = build("llama")
+    peftc.compile("peft 1\n" + spec, model.model, seed=0)
+    randomise(peftc.parameters(model.model))
+    with pytest.raises(peftc.PeftcError, match=r"P581[\s\S]*`peftc.save\(model.model"):
+        model.save_pretrained(tmp_path / "whole")
+    assert not (tmp_path / "whole" / "model.safetensors").exists()
+    with peftc.disabled(model.model):
+        model.save_pretrained(tmp_path / "off")
+    for file in (tmp_path / "base").iterdir():
+        assert file.read_bytes() == (tmp_path / "off" / file.name).read_bytes(), file.name
+    again = build("llama")
+    peftc.compile("peft 1\n" + spec, again.model, seed=1)
+    again.load_state_dict(model.state_dict())  # of a whole model, all is there
+    inputs = {"input_ids": torch.tensor([[1, 2, 3]])}
+    assert torch.equal(logits(again, inputs), logits(model, inputs))
+    model.model.save_pretrained(tmp_path / "adapter")
+    peftc.remove(model.model)
+    model.save_pretrained(tmp_path / "removed")
+    assert keys(tmp_path / "removed") == keys(tmp_path / "base")
+
+
+def test_trained_values_of_a_part_are_saved_with_the_model_around_it(tmp_path: Path) -> None:
+    model = build("llama")
+    peftc.compile("peft 1\ntrain n = [w] at layer[*].norm\n", model.model, seed=0)
+    randomise(peftc.parameters(model.model))
+    model.save_pretrained(tmp_path)
+    loaded = type(build("llama")).from_pretrained(tmp_path, dtype="auto")
+    inputs = {"input_ids": torch.tensor([[1, 2, 3]])}
+    assert torch.equal(logits(loaded.eval(), inputs), logits(model.eval(), inputs))
+
+
 def test_a_part_without_edits_is_saved(tmp_path: Path) -> None:
     """The encoder of a model whose decoder alone has edits."""
     model: Any = peftc.compile(
