@@ -36,6 +36,7 @@ STAGES = (
     "peftc.observation",
     "peftc.runtime",
     "peftc.planning",
+    "peftc.comparison",
     "peftc.recognition",
     "peftc.rewriting",
     "peftc.specialization",
@@ -64,6 +65,7 @@ TORCH_FREE = (
     "peftc.addressing",
     "peftc.cache",
     "peftc.planning",
+    "peftc.comparison",
 )
 MOST_FILES = 15  # of a package, but for `forms`
 

@@ -131,7 +131,13 @@ VERIFY = (
     ),
     argument("--seed", type=int, default=0, metavar="N", help="seed of initial values and of missing weights"),
 )
+OPTIONAL_SPEC = argument("spec", nargs="?", metavar="SPEC", help="a spec, or - for standard input")
+OPTIONAL_MODEL = argument("--model", metavar="MODEL", help="a hub id, a folder, or a config.json")
+MODELS = argument(
+    "--model", required=True, action="append", metavar="MODEL", help="a hub id, a folder, or a config.json (repeatable)"
+)
 COMPILE = (
+    argument("--plan", metavar="FILE", help="apply the plan of `peftc plan -o FILE`, or say how it would differ now"),
     argument("-o", "--output", metavar="DIR", help="the folder for the generated code, the plan and the spec"),
     argument("--force", action="store_true", help="with -o: overwrite files that were changed since peftc wrote them"),
     argument(
@@ -141,16 +147,29 @@ COMPILE = (
     ),
     argument("--seed", type=int, metavar="N", help="seed of the initial values"),
 )
-ON_VERIFY = (*ON_MODEL, MODEL_FORMAT, *VERIFY, JSON)
+PLAN_FILE = argument("-o", "--output", metavar="FILE", help="a JSON file for the plan, as `compile --plan` reads it")
 MODEL_COMMANDS = (
     ("sites", "print the sites of a model, which edits can name", (MODEL, REMOTE_CODE, NO_CACHE, MODEL_FORMAT, JSON)),
-    ("plan", "print what compiling a spec onto a model would do", (*ON_MODEL, FORMAT, NO_CACHE, JSON, STRICT)),
+    (
+        "plan",
+        "print what compiling a spec onto a model would do",
+        (*ON_MODEL, FORMAT, NO_CACHE, JSON, STRICT, PLAN_FILE),
+    ),
     (
         "verify",
         "compile a spec onto a model and check that it computes what the spec says",
         (*ON_MODEL, MODEL_FORMAT, *VERIFY, JSON),
     ),
-    ("compile", "compile a spec onto a model and write the generated code", (*ON_MODEL, FORMAT, *COMPILE, STRICT)),
+    (
+        "compile",
+        "compile a spec onto a model and write the generated code",
+        (OPTIONAL_SPEC, OPTIONAL_MODEL, *ON_MODEL[2:], FORMAT, *COMPILE, STRICT),
+    ),
+    (
+        "lock",
+        "write what a spec does to some models to SPEC.lock.json",
+        (SPEC, MODELS, *ON_MODEL[2:], MODEL_FORMAT, NO_CACHE),
+    ),
 )
 MERGE = (
     argument("base", metavar="BASE", help="a folder with safetensors, or a hub id"),
@@ -170,6 +189,18 @@ MERGE = (
     FORMS,
     MODEL_FORMAT,
     JSON,
+)
+DIFF = (
+    argument("old", metavar="OLD", help="a spec, git:REVISION:PATH, an adapter's folder, or a file of plans"),
+    argument("new", metavar="NEW", help="the same"),
+    argument("--model", metavar="MODEL", help="compare sites, shapes and counts on this model, too"),
+    argument("--format", choices=("text", "markdown", "json"), default="text", help="of the difference"),
+    argument("--exit-code", action="store_true", help="exit 1 if there is a difference"),
+    REMOTE_CODE,
+    INCLUDE,
+    FORMS,
+    NO_CACHE,
+    MODEL_FORMAT,
 )
 EXPORT = (
     argument("adapter", metavar="ADAPTER", help="a folder that `peftc.save` wrote"),
@@ -211,6 +242,7 @@ HOMES = {
     **dict.fromkeys(("compile", "verify"), "model_commands"),
     "merge": "merge_command",
     **dict.fromkeys(("export", "import", "convert"), "exchange_commands"),
+    **dict.fromkeys(("diff", "lock"), "comparison_commands"),
 }
 
 
@@ -253,6 +285,7 @@ def parser() -> argparse.ArgumentParser:
     add("explain", "explain a diagnostic code or a form; without one, list all codes", CODE, OF_SPEC, FORMS)
     for name, help, arguments in MODEL_COMMANDS:
         add(name, help, *arguments)
+    add("diff", "print what differs between two specs, revisions, adapters or plans", *DIFF)
     add("merge", "merge saved adapters into a safetensors checkpoint, tensor by tensor", *MERGE)
     add("export", "write an adapter in the format of another program", *EXPORT)
     add("convert", "write an adapter as one of LoRA alone", *CONVERT)

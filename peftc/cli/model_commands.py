@@ -11,8 +11,10 @@ from pathlib import Path
 
 from torch import nn
 
+from peftc.cli.comparison_commands import planned_side, require_equal
 from peftc.cli.console import is_report, prose, report, show
-from peftc.cli.spec_files import parse_file
+from peftc.cli.spec_files import Unusable, parse_file
+from peftc.comparison.sides import Side
 from peftc.compiler import compile
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.tensors import fake_mode
@@ -37,13 +39,33 @@ from peftc.verification.verify import duplicate, verify
 
 
 def run_compile(args: Namespace) -> int:
-    """Compiles onto a skeleton, without weights. Raises: as `run_plan`; P304, P4xx."""
+    """Compiles onto a skeleton, without weights. Raises: as `run_plan`; P304, P4xx, P850."""
+    if args.plan is not None:
+        return run_planned(args)
+    if args.spec is None or args.model is None:
+        raise Unusable("name a SPEC and a --model, or a --plan")
     spec = parse_file(args.spec)
     if args.standalone:
         return run_standalone(args, spec)
     flat = expand(spec, parse_settings(args.set), args.include)
+    return write_compiled(args, flat, default_name(spec))
+
+
+def run_planned(args: Namespace) -> int:
+    """Compiles the plan of a file, if it is the same now. Raises: P850, P851."""
+    if args.spec is not None or args.model is not None or args.set or args.tasks or args.standalone:
+        raise Unusable("a --plan has its spec, model, settings and tasks: name none of them, nor --standalone")
+    file, side = planned_side(args.plan)
+    args.model, args.tasks = file.plans[0].model.id, file.tasks or None
+    return write_compiled(args, side.spec, default_name(file.path), side)
+
+
+def write_compiled(args: Namespace, flat: ast.Spec, name: str, side: Side | None = None) -> int:
+    """Compiles an expanded spec, and writes the files. `side`: with the plan that it must have."""
     analysis = analyse_base(args.model, trust_remote_code=args.trust_remote_code)
-    result, files = compile_skeleton(flat, default_name(spec), analysis, args.seed, args.tasks)
+    result, files = compile_skeleton(flat, name, analysis, args.seed, args.tasks)
+    if side is not None:
+        require_equal(side, result, flat)
     show(lambda _: render_plan(result.plan, result.site_edits.representatives), args)
     fails = args.strict and result.warnings
     if fails or not is_report(args):

@@ -133,18 +133,28 @@ def remove_workspace(path: Path, names: Iterable[re.Pattern[str]]) -> None:
 
 
 def replace_text(target: Path, text: str) -> None:
-    """Replaces the content of a file atomically, with the same permissions."""
+    """Writes a file atomically. One that is there keeps its permissions."""
     descriptor, name = tempfile.mkstemp(prefix=PREFIX, dir=target.parent)
     try:
         with open(descriptor, "w", encoding="utf-8", newline="\n") as file:
             file.write(text)
-        shutil.copymode(target, name)
+        if target.exists():
+            shutil.copymode(target, name)
+        else:
+            os.chmod(name, 0o666 & ~_umask())
         flush(Path(name))
         os.replace(name, target)
     except BaseException:
         with suppress(OSError):
             os.unlink(name)
         raise
+
+
+def _umask() -> int:
+    """The permissions that new files of this process do not have. Reading it is setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 class Marker(BaseModel):

@@ -117,7 +117,7 @@ def _statement(statement: ast.Statement, indent: str) -> list[str]:
         case ast.Edit():
             lines = _edit(statement, WIDTH - len(indent))
         case _:
-            lines = [_with_comment(_line(statement), statement.trailing)]
+            lines = [_with_comment(print_line(statement), statement.trailing)]
     return _indented([*_without_extra_blanks(statement.leading), *lines], indent)
 
 
@@ -140,7 +140,8 @@ def _with_comment(line: str, comment: str | None) -> str:
     return f"{line}  {comment}" if comment else line
 
 
-def _line(statement: ast.Statement) -> str:
+def print_line(statement: ast.Statement) -> str:
+    """The text of a statement of one line, without comments."""
     match statement:
         case ast.Equation(target, op, value, condition):
             return f"{target} {op} {print_expression(value)}{_condition(condition)}"
@@ -204,7 +205,7 @@ def _edit(edit: ast.Edit, width: int) -> list[str]:
     tail = " per task" if edit.per_task else ""
     head = f"edit {edit.name} at {print_selector(edit.selector)}{tail}"
     if len(edit.body) <= 1 and not edit.closing and not any(line.leading or line.trailing for line in edit.body):
-        body = "".join(f"{_line(line)} " for line in edit.body)
+        body = "".join(f"{print_line(line)} " for line in edit.body)
         whole = _with_comment(f"{head} {{ {body}}}", edit.trailing)
         if len(whole) <= width:
             return [whole]

@@ -234,7 +234,7 @@ def _edit(edit: PlanEdit, site_edits: Sequence[SiteEdit]) -> RenderableType:
     for label, paths in (("at", [one.path for one in patterns]), ("in", [one.module for one in patterns])):
         lines = [f"{path} × {count}" if count > 1 else path for path, count in compress_paths(paths, counts)]
         table.add_row(label, Text("\n".join(lines)))
-    if shapes := dict.fromkeys(_mapping(instance) for s in site_edits for instance in s.instances):
+    if shapes := dict.fromkeys(mapping_text(instance) for s in site_edits for instance in s.instances):
         table.add_row("shapes", Text("\n".join(shapes)))
     if shared := [s.site.uses for s in site_edits if s.site.shared_with]:
         table.add_row("once for", Text("\n".join(" and ".join(site.path for site in uses) for uses in shared)))
@@ -243,7 +243,7 @@ def _edit(edit: PlanEdit, site_edits: Sequence[SiteEdit]) -> RenderableType:
     return Group(Text(edit.name, "bold"), _indented(table))
 
 
-def _mapping(instance: FormInstance) -> str:
+def mapping_text(instance: FormInstance) -> str:
     """`adapter: […, 1024] -> […, 1024]`"""
     dims = instance.dims
     source = "" if dims.input is None else f"{dims.input} -> "
