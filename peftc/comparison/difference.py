@@ -85,9 +85,9 @@ def difference(labels: tuple[str, str], texts: Texts, plans: Plans | None = None
 
 def _edits(texts: Texts, plans: Plans | None) -> Iterable[EditDifference]:
     old, new = ({edit.name: edit for edit in text.edits} for text in texts)
-    placed = [{edit.name: edit for edit in plan.edits} for plan in plans or ()] or [{}, {}]
+    on_model = [{edit.name: edit for edit in plan.edits} for plan in plans or ()] or [{}, {}]
     for name in dict.fromkeys((*new, *old)):
-        differences = [*_text(old.get(name), new.get(name)), *_on_model(placed[0].get(name), placed[1].get(name))]
+        differences = [*_text(old.get(name), new.get(name)), *_on_model(on_model[0].get(name), on_model[1].get(name))]
         if differences:
             change = "added" if name not in old else "removed" if name not in new else "changed"
             yield EditDifference(name=name, change=change, differences=tuple(differences))
