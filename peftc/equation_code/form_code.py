@@ -13,7 +13,9 @@ from peftc.equation_code import functions
 from peftc.equation_code.code import VARIABLE, Code, Emit, Operation, emit_into
 from peftc.equations.analysis import Place
 from peftc.equations.operands import OUT
+from peftc.equations.words import PERMUTATION
 from peftc.forms.rowwise_module import linear
+from peftc.syntax import ast
 
 Forward = Callable[..., Tensor]
 
@@ -59,7 +61,8 @@ class FormCode:
 
     def _cast(self, name: str, value: fx.Node) -> fx.Node:
         """An input in the dtype of the parameters, heads behind tokens; ids as they are."""
-        first = next(iter(self.place.sizes), None)
+        lines = self.place.parameters
+        first = next((name for name in self.place.sizes if lines[name].value != ast.Name(PERMUTATION)), None)
         if name in self.place.heads_first:
             value = self.emit(torch.transpose, value, 1, 2)
             value.meta[VARIABLE] = name

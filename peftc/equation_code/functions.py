@@ -8,6 +8,9 @@ from torch.nn import functional as F
 
 from peftc.forms.sequence_module import Sequence, selected
 
+# Sylvester's Hadamard matrix; each corner is one, too.
+ORDER_16 = [[float((-1) ** (i & j).bit_count()) for j in range(16)] for i in range(16)]
+
 
 def cast_like(x: Tensor, like: Tensor) -> Tensor:
     """x in the dtype of `like`; ids and other whole numbers have none to give."""
@@ -206,6 +209,30 @@ def circulant_map(x: Tensor, c: Tensor) -> Tensor:
     """circulant(c) x for each token, by the fast Fourier transform: x (…, n), c (n,)."""
     n = len(c)
     return torch.fft.irfft(torch.fft.rfft(upcast(c)) * torch.fft.rfft(upcast(x)), n=n).to(x.dtype)
+
+
+def pad(v: Tensor, n: int) -> Tensor:
+    """A vector with zeros behind it, (n,)."""
+    return F.pad(v, (0, n - len(v)))
+
+
+def permuted(v: Tensor, order: Tensor) -> Tensor:
+    """The entries of a vector in an order (n,)."""
+    return v[order]
+
+
+def walsh(v: Tensor) -> Tensor:
+    """H v, H the Hadamard matrix of n rows, a power of two: (n,) to (n,), in n log n.
+
+    H is the Kronecker product of matrices of at most 16 rows.
+    """
+    n, step = len(v), 1
+    while step < n:
+        order = min(n // step, len(ORDER_16))
+        h = torch.tensor([row[:order] for row in ORDER_16[:order]], dtype=v.dtype, device=v.device)
+        v = (v.view(-1, order) @ h if step == 1 else h @ v.view(-1, order, step)).view(n)
+        step *= order
+    return v
 
 
 def svd(w: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -140,7 +140,8 @@ class EquationModule(Hookable, FormModule):
 
     def fold(self, value: Affine) -> Affine:
         place = self.place
-        parameters = {name: tensor.detach().to(value.dtype) for name, tensor in self.tensors().items()}
+        tensors = {name: tensor.detach() for name, tensor in self.tensors().items()}
+        parameters = {n: t.to(value.dtype) if t.is_floating_point() else t for n, t in tensors.items()}
 
         def constant(node: ast.Expr) -> Tensor:
             return evaluate(place, node, {}, parameters)

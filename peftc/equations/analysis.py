@@ -142,7 +142,7 @@ class Place(Operands):
                 if not isinstance(side, ast.Number) and side != ast.Name(NONE)
             ]
             text = f"`{self.form.name}` requires {print_expression(left)} {op} {print_expression(right)}"
-            is_bound = op in ("<=", "<") and isinstance(left, ast.Name) and left.id in self.numbers
+            is_bound = op in ("<=", "<", ">=", ">") and isinstance(left, ast.Name) and left.id in self.numbers
             help_ = f"use {print_expression(left)} {op} {shown(b)}" if is_bound else None
             raise FormError("P317", f"{text}: {' and '.join(texts)}", line, help_)
 

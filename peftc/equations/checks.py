@@ -12,7 +12,7 @@ from peftc.equations.matrices import DECOMPOSITIONS
 from peftc.equations.operands import OUT, POSITIONS, TOKENS
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS
 from peftc.equations.table import FORMS
-from peftc.equations.words import INITIAL_VALUES, NONE, NUMBERS, RANDOM, SIZES, function_of, words_of
+from peftc.equations.words import INITIAL_VALUES, NONE, NUMBERS, PERMUTATION, RANDOM, SIZES, function_of, words_of
 from peftc.forms.reserved import is_reserved
 from peftc.syntax import ast
 from peftc.syntax.printer import print_expression
@@ -45,6 +45,7 @@ class _FormChecker:
         self.names: dict[str, Span] = {}  # with the place of the definition
         self.conditional: set[str] = set()  # those of lines with conditions
         self.used: set[str] = set()
+        self.orders: set[str] = set()  # names of permutations
         self.words = words_of(form)  # of arguments that are one of several words
 
     def errors(self) -> Iterator[Diagnostic]:
@@ -170,7 +171,11 @@ class _FormChecker:
             yield Diagnostic("P023", message, line.name_span, help="remove it")
         match line.value:
             case ast.Name(name) if name in INITIAL_VALUES and name not in self.names:
-                pass
+                if name == PERMUTATION:
+                    self.orders.add(line.name)
+                    if not line.fixed or len(line.sizes) != 1:
+                        message = f"`{line.name}` is an order of entries, which nothing trains"
+                        yield Diagnostic("P105", message, line.value.span, help="write `fixed order[n] = permutation`")
             case ast.Call(name, args, ()) if name in INITIAL_VALUES:
                 if len(args) > (1 if name in ("normal", "truncated", "uniform") else 0):
                     yield Diagnostic("P108", f"`{name}` is {INITIAL_VALUES[name]}", line.value.span)
@@ -276,6 +281,9 @@ class _FormChecker:
                 yield Diagnostic("P108", f"`{function}` is {SIZES[function]}", at, help=help_)
             self.used |= {arg.id for arg in args if isinstance(arg, ast.Name)}
             return
+        if function == "permuted" and not (isinstance(args[-1], ast.Name) and args[-1].id in self.orders):
+            help_ = "write `fixed order[n] = permutation`, and `permuted(v, order)`"
+            yield Diagnostic("P105", f"`{print_expression(args[-1])}` is no permutation", args[-1].span, help=help_)
         over_tokens = function == "mean" and len(args) == 2 and args[1] == ast.Name(TOKENS)
         ends = [ast.Name(NONE)] if function == POSITIONS else []
         for arg in args[:1] if over_tokens else [arg for arg in args if arg not in ends]:

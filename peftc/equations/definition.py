@@ -14,7 +14,7 @@ from peftc.equations.exports import Export, are_alternatives, export_of, may_hol
 from peftc.equations.operands import POSITIONS
 from peftc.equations.patterns import bottleneck_of
 from peftc.equations.values import NUMBERS_OF_SITES, FormError, SiteNumbers, Value, shape_of
-from peftc.equations.words import NONE, RANDOM, function_of, is_choice, words_of
+from peftc.equations.words import NONE, PERMUTATION, RANDOM, function_of, is_choice, words_of
 from peftc.forms.arguments import DTYPE, SEED
 from peftc.forms.form import Args, Argument, Dims, Form, Parameter, PlacementError, Scope
 from peftc.forms.shapes import Ids, KeyValue, Prompt, Shape, Tokens, Weight
@@ -31,7 +31,7 @@ OWNER = "owner_module"  # the attribute of a module with the module of common pa
 Ends = Literal["", "low", "high", "both"]
 _SWAPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 PARAMETERS = "parameters"  # of the code of a place
-_OF_WHOLE_NUMBERS = ("power", "top_k", "softmax", "corner", "svd", "positions", "reshape", "narrow")
+_OF_WHOLE_NUMBERS = ("power", "pad", "top_k", "softmax", "corner", "svd", "positions", "reshape", "narrow")
 
 
 def inputs_of(form: ast.Form) -> tuple[str, ...]:
@@ -172,7 +172,8 @@ class TextForm(Form):
 
     def _numbers(self, dims: Dims) -> SiteNumbers:
         """What the text asks of a site, so that sites which do not differ in it are one place."""
-        own = {"d_model": dims.d_model, "sites": dims.sites, "site": dims.index}
+        layers, layer = layers_of(dims)
+        own = {"d_model": dims.d_model, "sites": dims.sites, "site": dims.index, "layers": layers, "layer": layer}
         widest = dims.widest if self._is_wide else (0, 0)
         return SiteNumbers(widest, **{name: own[name] for name in self._asked})
 
@@ -269,6 +270,7 @@ class TextForm(Form):
                     place.sizes[name],
                     scope="common" if line.scope else "site",
                     role="state" if name in place.copies else "fixed" if line.fixed else trained,
+                    dtype="int64" if line.value == ast.Name(PERMUTATION) else "",
                 )
                 for name, line in place.parameters.items()
             ]
@@ -365,6 +367,13 @@ def whole_numbers(node: ast.Expr) -> tuple[ast.Expr, ...]:
             return tuple(numbers)
         case _:
             return ()
+
+
+def layers_of(dims: Dims) -> tuple[int, int]:
+    """How many layers have sites, with modules outside of layers, and the number of this one."""
+    homes = [spot.home or spot.layer or spot.part for spot in dims.spots] or [""]
+    layers = list(dict.fromkeys(homes))
+    return len(layers), layers.index(homes[dims.index if dims.spots else 0])
 
 
 def _size_at(place: Place, node: ast.Expr) -> tuple[int, ...]:

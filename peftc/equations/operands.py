@@ -80,6 +80,8 @@ class Operands:
                 return word
             case ast.Call("heads" | "d_head", (ast.Name(state),)) if not self._has_heads(state):
                 return NONE
+            case ast.Call("rows" | "cols", (ast.Name(state),)) if not self._is_weight(state):
+                return NONE
             case _:
                 return self.number(node)
 
@@ -90,6 +92,9 @@ class Operands:
 
     def _has_heads(self, state: str) -> bool:
         return state in self.types and bool(self.types[state].batch) and len(self.types[state].size) == 2
+
+    def _is_weight(self, state: str) -> bool:
+        return state in self.types and not self.types[state].batch and len(self.types[state].size) == 2
 
     # Numbers
 
@@ -282,19 +287,20 @@ class Operands:
         if type_ is None:
             code = "P310" if name in (*self.inputs, OUT) else "P107"
             raise FormError(code, f"`{print_expression(argument)}` has no sizes here", argument)
-        is_weight = not type_.batch and len(type_.size) == 2
         if function == "widest" and len(type_.size) == 1:
             return self.widest.get(name) or type_.size[0]
         match function, type_.size:
             case "d", (d,):
                 return d
+            case ("entries", _) if not type_.batch:
+                return type_.entries
             case ("heads", (heads, _)) if type_.batch:
                 return heads
             case ("d_head", (_, d_head)) if type_.batch:
                 return d_head
-            case ("rows", (d_out, _)) if is_weight:
+            case ("rows", (d_out, _)) if self._is_weight(name):
                 return d_out
-            case ("cols", (_, d_in)) if is_weight:
+            case ("cols", (_, d_in)) if self._is_weight(name):
                 return d_in
             case _:
                 raise FormError("P310", f"`{function}` is {SIZES[function]}, and `{name}` is {type_}", node)

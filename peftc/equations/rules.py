@@ -172,11 +172,36 @@ def narrowed(operands: Types) -> Type:
     return Type((count, *type_.size[1:]))
 
 
-def column(operands: Types) -> Type:
-    type_ = tensor(operands)
+def vector(operands: Types, at: int = 0) -> Type:
+    """A vector that is the same for all tokens. Raises: Mismatch."""
+    type_ = tensor(operands, at)
     if type_.batch or len(type_.size) != 1:
-        raise Mismatch(f"expected a vector, found {type_}", 0)
-    return Type((*type_.size, 1))
+        raise Mismatch(f"expected a vector, found {type_}", at)
+    return type_
+
+
+def padded(operands: Types) -> Type:
+    (own,), n = vector(operands).size, operands[1]
+    if not isinstance(n, int) or isinstance(n, bool) or n < own:
+        raise Mismatch(f"the vector has {own} entries, and cannot be padded to {n}", 1, "P106")
+    return Type((n,))
+
+
+def permuted(operands: Types) -> Type:
+    if vector(operands) != vector(operands, 1):
+        raise Mismatch(f"{operands[0]} has not as many entries as its order, {operands[1]}", 1)
+    return vector(operands)
+
+
+def walsh(operands: Types) -> Type:
+    (n,) = vector(operands).size
+    if n & (n - 1):
+        raise Mismatch(f"there is a Walsh-Hadamard transform of 1, 2, 4, 8, … entries, not of {n}", 0)
+    return vector(operands)
+
+
+def column(operands: Types) -> Type:
+    return Type((*vector(operands).size, 1))
 
 
 def last_of_each(operands: Types) -> Type:
@@ -273,10 +298,8 @@ def solution(operands: Types) -> Type:
 
 
 def circulant(operands: Types) -> Type:
-    type_ = tensor(operands)
-    if type_.batch or len(type_.size) != 1:
-        raise Mismatch(f"expected a vector, found {type_}", 0)
-    return Type((type_.size[0], type_.size[0]))
+    (n,) = vector(operands).size
+    return Type((n, n))
 
 
 def same_matrix(operands: Types) -> Type:

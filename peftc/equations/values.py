@@ -76,15 +76,19 @@ class SiteNumbers(NamedTuple):
         d_model: the features of the residual stream.
         sites: how many sites have parameters in common.
         site: which of them this is.
+        layers: how many layers they are in.
+        layer: which of these this one is in.
     """
 
     widest: tuple[int, int] = (0, 0)
     d_model: int = 0
     sites: int = 0
     site: int = 0
+    layers: int = 0
+    layer: int = 0
 
 
-NUMBERS_OF_SITES = ("d_model", "sites", "site")
+NUMBERS_OF_SITES = ("d_model", "sites", "site", "layers", "layer")
 
 
 class FormError(Exception):

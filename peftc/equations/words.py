@@ -13,6 +13,7 @@ from peftc.syntax import ast
 from peftc.syntax.walk import values, walk
 
 NONE = "none"  # an argument without a value
+PERMUTATION = "permutation"  # a first value that is an order of entries
 RANDOM = "random"  # `let i = random(n)`: one of 0, 1, … n - 1, in each forward while training
 
 # Functions of numbers, and of the shapes of inputs and of `out`, the state that is written.
@@ -22,6 +23,7 @@ NUMBERS: Mapping[str, Callable[..., Any]] = {
     "sqrt": math.sqrt,
     "abs": abs,
     "floor": math.floor,
+    "power_of_two": lambda n: 1 << (n - 1).bit_length(),
     "root_divisor": lambda n: max(m for m in range(1, math.isqrt(n) + 1) if n % m == 0),
 }
 SIZES: Mapping[str, str] = {
@@ -35,6 +37,9 @@ SIZES: Mapping[str, str] = {
     "d_model": "the features of the residual stream",
     "sites": "the sites that have parameters in common",
     "site": "the number of this site among them, from 0",
+    "layers": "the layers of these sites, and the modules outside of layers",
+    "layer": "the number of this site's layer among them, from 0",
+    "entries": "the entries of a weight, or of a vector",
 }
 INITIAL_VALUES: Mapping[str, str] = {
     "zeros": "0",
@@ -45,6 +50,8 @@ INITIAL_VALUES: Mapping[str, str] = {
     "uniform": "uniform in ±bound: uniform(bound)",
     "orthogonal": "orthonormal rows, or columns if there are more rows",
     "identity": "ones on the diagonal",
+    "signs": "1 or -1, each as likely",
+    PERMUTATION: "0, 1, … n - 1 in any order, of a `fixed` vector",
 }
 
 

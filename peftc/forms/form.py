@@ -16,7 +16,7 @@ Args = Mapping[str, ArgumentValue]
 Scope = Literal["group", "edit"]
 FirstValue = float | str | tuple[str, float]
 # The distributions of first values, with the fewest dimensions that each needs.
-DISTRIBUTIONS = {"normal": 0, "truncated": 0, "uniform": 0, "kaiming": 1, "orthogonal": 2, "identity": 2}
+DISTRIBUTIONS = {"normal": 0, "truncated": 0, "uniform": 0, "kaiming": 1, "orthogonal": 2, "identity": 2, "signs": 0}
 ModulePath = str | type  # "package.module:Class", imported when it is needed, or a class
 
 

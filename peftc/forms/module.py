@@ -77,12 +77,10 @@ class FormModule(nn.Module):
     ) -> None:
         super().__init__()
         self.definition, self.scopes = definition, frozenset(scopes)
-        self.form_args = dict(args)
-        self.form_dims = dims
+        self.form_args, self.form_dims = dict(args), dims
         self._options: tuple[torch.dtype, torch.device | str | None] = (dtype, device)
         self.__dict__["owner_module"] = None
-        self.index = 0
-        self.task: str | None = None
+        self.index, self.task = 0, cast(str | None, None)
         self._states: tuple[str, ...] = ()
         for parameter in definition.parameters(args, dims):
             if parameter.scope in self.scopes:
@@ -140,11 +138,7 @@ class FormModule(nn.Module):
 
     def draws(self) -> Mapping[str, Draw]:
         """How the first values of each parameter are drawn, by `Parameter.first`."""
-        return {
-            p.name: draw_of(p.first, p.size)
-            for p in self.definition.parameters(self.form_args, self.form_dims)
-            if p.role in ("trained", "training") and p.size is not None and p.scope in self.scopes
-        }
+        return self._draws_of("trained", "training")
 
     def fix(self, place: str) -> None:
         """Draws what is never trained: it depends on the argument `seed`, the place and the name alone, so that whoever has
@@ -155,11 +149,12 @@ class FormModule(nn.Module):
 
     def fixed_draws(self) -> Mapping[str, Draw]:
         """How each fixed tensor is drawn, by `Parameter.first`."""
-        return {
-            p.name: draw_of(p.first, p.size)
-            for p in self.definition.parameters(self.form_args, self.form_dims)
-            if p.role == "fixed" and p.size is not None and p.scope in self.scopes
-        }
+        return self._draws_of("fixed")
+
+    def _draws_of(self, *roles: str) -> Mapping[str, Draw]:
+        parameters = self.definition.parameters(self.form_args, self.form_dims)
+        own = (p for p in parameters if p.role in roles and p.scope in self.scopes)
+        return {p.name: draw_of(p.first, p.size) for p in own if p.size is not None}
 
     def copier(self) -> Callable[[], FormModule] | None:
         """A function that makes forms like this new one, with uninitialised parameters of their own, in a fraction of the
@@ -378,7 +373,8 @@ def draw_of(first: FirstValue, size: Sequence[int]) -> Draw:
     - a number: all entries are it;
     - normal, truncated (at two deviations), uniform: N(0, a), or U(-a, a); a is 1 without it;
     - kaiming: as the weight of `nn.Linear`, U(-1/√n, 1/√n) for the last dimension n;
-    - orthogonal: rows or columns are orthonormal; identity: ones on the diagonal.
+    - orthogonal: rows or columns are orthonormal; identity: ones on the diagonal;
+    - signs: 1 or -1, each as likely; permutation: 0, 1, … n - 1 in any order.
     """
     if isinstance(first, int | float):
         return lambda values, generator: values.fill_(first)
@@ -396,5 +392,9 @@ def draw_of(first: FirstValue, size: Sequence[int]) -> Draw:
             return lambda values, generator: nn.init.orthogonal_(values, generator=generator)
         case "identity":
             return lambda values, generator: nn.init.eye_(values)
+        case "signs":
+            return lambda values, generator: values.bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+        case "permutation":
+            return lambda values, generator: values.copy_(torch.randperm(len(values), generator=generator))
         case _:
             raise ValueError(f"there is no distribution `{kind}`")

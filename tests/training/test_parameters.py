@@ -193,7 +193,7 @@ def test_places_without_parameters_are_refused(name: str, at: str, message: str)
 
 
 def test_more_factors_than_numbers_are_refused() -> None:
-    with pytest.raises(peftc.PeftcError, match="P316") as result:
+    with pytest.raises(peftc.PeftcError, match="P317") as result:
         peftc.plan(ALL.format("fastfood(d=6, scaled=true)"), zoo.build("gpt2"))
     assert result.value.diagnostics[0].help == "use d > 6"
 
