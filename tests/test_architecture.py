@@ -50,6 +50,7 @@ STAGES = (
     "peftc.exchange",
     "peftc.verification",
     "peftc.standalone",
+    "peftc.checking",
     "peftc",
     "peftc.cli",
     "peftc.__main__",
@@ -66,6 +67,7 @@ TORCH_FREE = (
     "peftc.cache",
     "peftc.planning",
     "peftc.comparison",
+    "peftc.checking",
 )
 MOST_FILES = 15  # of a package, but for `forms`
 

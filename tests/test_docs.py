@@ -22,6 +22,7 @@ import yaml
 from torch import nn
 
 import peftc
+from peftc.checking.configuration import read_configuration
 from peftc.cli.main import main
 from peftc.filesystem import resources
 from peftc.models.catalogue import catalogue
@@ -108,6 +109,14 @@ class Session:
             return
         text = block.text if re.search(r"^peft \d", block.text, re.M) else f"peft 1\n{block.text}"
         assert peftc.plan(text, tiny(block.options.get("model", "bart"))).edits, where
+
+    def run_toml(self, block: Block, where: str) -> None:
+        """A configuration, each key of which is known."""
+        path = self.folder / "configuration" / block.options["file"]
+        for name in ("", "shared"):
+            (path.parent / name).mkdir(parents=True, exist_ok=True)
+        path.write_text(block.text, encoding="utf-8")
+        assert read_configuration(path) is not None, where
 
     def run_sh(self, block: Block, where: str) -> None:
         """Commands that CI runs elsewhere: targets of the Makefile, modules of benchmarks/."""

@@ -34,6 +34,16 @@ def read_table(request: Request) -> SiteTable | None:
     return read(table_key(request), lambda entry: decode_table(entry["table"]))
 
 
+def table_digest(request: Request) -> str | None:
+    """What identifies the entry of a table: it changes with anything that the table depends on."""
+    folder = cache_folder()
+    if folder is None:
+        return None
+    with suppress(OSError, ValueError):
+        return hashlib.sha256(_content(_file(folder, _text(table_key(request))))).hexdigest()
+    return None
+
+
 def write_table(request: Request, table: SiteTable, classes: Iterable[type]) -> None:
     """Keeps the table of a trace. `classes`: of the model's modules and its configuration."""
 

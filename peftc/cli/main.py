@@ -148,6 +148,29 @@ COMPILE = (
     argument("--seed", type=int, metavar="N", help="seed of the initial values"),
 )
 PLAN_FILE = argument("-o", "--output", metavar="FILE", help="a JSON file for the plan, as `compile --plan` reads it")
+CODES = {"type": lambda text: text.split(","), "action": "extend", "metavar": "CODE,…"}
+CHECK = (
+    PATHS,
+    argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="MODEL",
+        help="also check on this model: a hub id, a folder, or a config.json (repeatable)",
+    ),
+    TASKS,
+    argument("--select", **CODES, help="report only these warnings: codes or beginnings of codes"),
+    argument("--ignore", **CODES, default=[], help="do not report these warnings"),
+    argument("--config", metavar="FILE", help="a peftc.toml or pyproject.toml (default: of the nearest folder)"),
+    argument("--isolated", action="store_true", help="read no configuration"),
+    INCLUDE,
+    FORMS,
+    REMOTE_CODE,
+    NO_CACHE,
+    FORMAT,
+    STRICT,
+)
+ON_VERIFY = (*ON_MODEL, MODEL_FORMAT, *VERIFY, JSON)
 MODEL_COMMANDS = (
     ("sites", "print the sites of a model, which edits can name", (MODEL, REMOTE_CODE, NO_CACHE, MODEL_FORMAT, JSON)),
     (
@@ -277,7 +300,7 @@ def parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run_of(name))
         return command
 
-    add("check", "report errors and warnings in specs, without a model", PATHS, INCLUDE, FORMS, FORMAT, STRICT)
+    add("check", "report errors and warnings in specs, alone or on models", *CHECK)
     modes = add("fmt", "format specs", PATHS, UPGRADE).add_mutually_exclusive_group()
     modes.add_argument("--check", action="store_true", help="write nothing; list the files that would change")
     modes.add_argument("--diff", action="store_true", help="write nothing; print the changes")

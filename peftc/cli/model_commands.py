@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import nn
 
+from peftc.checking.suppressions import unsuppressed
 from peftc.cli.comparison_commands import planned_side, require_equal
 from peftc.cli.console import is_report, prose, report, show
 from peftc.cli.spec_files import Unusable, parse_file
@@ -67,13 +68,14 @@ def write_compiled(args: Namespace, flat: ast.Spec, name: str, side: Side | None
     if side is not None:
         require_equal(side, result, flat)
     show(lambda _: render_plan(result.plan, result.site_edits.representatives), args)
-    fails = args.strict and result.warnings
+    warnings = unsuppressed(result.warnings)
+    fails = args.strict and warnings
     if fails or not is_report(args):
-        report(result.warnings, args)
+        report(warnings, args)
     if not fails:
         write(files, args)
         if is_report(args):  # after what may still be refused: stdout is one report
-            report(result.warnings, args)
+            report(warnings, args)
     return int(bool(fails))
 
 

@@ -5,6 +5,7 @@ import sys
 from argparse import Namespace
 from importlib import import_module
 
+from peftc.checking.suppressions import unsuppressed
 from peftc.cli.console import report, show
 from peftc.cli.planning import plan_of, table_of
 from peftc.cli.spec_files import parse_file
@@ -44,8 +45,9 @@ def run_plan(args: Namespace) -> int:
         print(result.plan.model_dump_json(indent=2))
     elif not records_only:
         show(lambda _: render_plan(result.plan, result.site_edits.representatives), args)
-    report((*result.failed_expectations, *result.warnings), args, to_stdout=records_only)
+    warnings = unsuppressed(result.warnings)
+    report((*result.failed_expectations, *warnings), args, to_stdout=records_only)
     if args.output is not None and not result.failed_expectations:
         write = import_module("peftc.cli.comparison_commands").write_plan
         write(args.output, args.spec, flat, result, args.tasks)
-    return 1 if result.failed_expectations or (args.strict and result.warnings) else 0
+    return 1 if result.failed_expectations or (args.strict and warnings) else 0

@@ -37,7 +37,8 @@ def test_examples_in_explanations_give_their_codes(code: str) -> None:
 
 
 ABOUT_FILES = {"P024", "P026", "P027", "P112", "P123", "P124", "P125", "P126"}  # the example would need a file
-OF_COMMANDS = {"P110", "P029"}  # of a setting, and of `fmt --upgrade`
+# Of a setting, of `fmt --upgrade`, and of `peftc check`: comments and the configuration.
+OF_COMMANDS = {"P110", "P029", "P127", "P128", "P129", "P130", "P131", "P132"}
 
 
 def test_every_code_that_the_front_end_raises_is_explained() -> None:
