@@ -170,7 +170,6 @@ CHECK = (
     FORMAT,
     STRICT,
 )
-ON_VERIFY = (*ON_MODEL, MODEL_FORMAT, *VERIFY, JSON)
 MODEL_COMMANDS = (
     ("sites", "print the sites of a model, which edits can name", (MODEL, REMOTE_CODE, NO_CACHE, MODEL_FORMAT, JSON)),
     (
