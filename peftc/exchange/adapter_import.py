@@ -122,12 +122,13 @@ def write_adapter(base: Base, incoming: Incoming, target: Path, name: str) -> Im
     selectors = Selectors(compiled.analysis.table)
     edits = edits_of(incoming.parts, selectors, incoming.name)
     texts = [edit.text for edit in edits] + trained_text(list(incoming.saved), selectors, "saved")
-    text = "\n".join(["peft 2", "", *texts, ""])
+    forms = dict.fromkeys(part.form.strip() for part in incoming.parts if part.form)
+    text = "\n".join(["peft 2", "", *(f"{form}\n" for form in forms), *texts, ""])
     try:
         spec = expand(parse_text(text), include=None)
         planned = compiled.plan(spec, ())
         installed = InstalledSpec(name, spec, planned.plan, 0)
-        finish = partial(_fill, edits=edits, saved=incoming.saved)
+        finish = partial(_fill, edits=edits, saved=incoming.saved, common=incoming.common)
         compiled.add(installed, planned, tasks=(), finish=finish, draw=False)
     except PeftcError as error:
         if error.diagnostics[0].code.startswith(("P5", "P8")):  # of the base, or of the adapter
@@ -140,7 +141,7 @@ def write_adapter(base: Base, incoming: Incoming, target: Path, name: str) -> Im
         record = installation_of(base.module)
         save_as(base.module, target, description=_description(base, record))
         count = len(record.form_modules) and sum(len(part.tensors) for edit in edits for part in edit.parts.values())
-        return ImportedAdapter(str(target), installed.text, count + len(incoming.saved))
+        return ImportedAdapter(str(target), installed.text, count + len(incoming.common) + len(incoming.saved))
     finally:
         compiled.remove()
 
@@ -163,7 +164,9 @@ def _description(base: Base, record: Installation) -> Any:
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, edits: list[IncomingEdit], saved: Mapping[str, Tensor]) -> None:
+def _fill(
+    model: nn.Module, edits: list[IncomingEdit], saved: Mapping[str, Tensor], common: Mapping[str, Tensor]
+) -> None:
     """Gives parameters the tensors themselves, in their dtypes. Raises: P804."""
     record = installation_of(model)
     by_name = {edit.name: edit for edit in edits}
@@ -179,6 +182,10 @@ def _fill(model: nn.Module, edits: list[IncomingEdit], saved: Mapping[str, Tenso
             if place is not None:
                 form = cast(FormModule, model.get_submodule(place))
                 _set(form.get_parameter(attribute), tensor, f"{part.module}.{name}")
+        for instance in site_edit.instances if common else ():
+            place = record.form_modules.get(f"{site_edit.edit}/{instance.owner}/{instance.key}")
+            for name, tensor in common.items() if place is not None else ():
+                _set(model.get_submodule(place).get_parameter(name.partition(".")[2]), tensor, name)  # pyright: ignore[reportArgumentType]
     if left:
         raise unfit(f"`{min(left)[1]}` is not among the modules that the edits change")
     for place in record.trained.values():

@@ -156,7 +156,9 @@ def typed_export(base: Base, folding: Folding) -> tuple[dict[str, Any], dict[str
     config = common_config(base, typed.config, list(saved), modules)
     tensors = typed.tensors | {f"{PREFIX}{n}": t for own in saved.values() for n, t in own.items()}
     exported = (ExportedModule(module=name, rank=typed.ranks.get(name, 0)) for name in typed.modules)
-    return config, tensors, ExportReport(output="", type=typed.type, modules=tuple(exported), saved=tuple(saved))
+    notes = tuple(typed.notes)
+    report = ExportReport(output="", type=typed.type, modules=tuple(exported), saved=tuple(saved), notes=notes)
+    return config, tensors, report
 
 
 def exported_modules(adapter: LoraAdapter) -> list[ExportedModule]:

@@ -15,12 +15,13 @@ _WIDTH = 110  # of a line of the text
 
 @dataclass(frozen=True, eq=False)
 class ModulePart:
-    """What an adapter has at a module. `tensors`: by `form.parameter`. `step`: as in `PeftRow`."""
+    """What an adapter has at a module. `tensors`: by `form.parameter`; others as in `PeftRow`."""
 
     module: str
     equation: str
     tensors: Mapping[str, Tensor]
     step: str = ""
+    form: str = ""
 
 
 @dataclass(frozen=True, eq=False)

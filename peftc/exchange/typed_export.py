@@ -1,32 +1,32 @@
-"""Edits in a type of PEFT's own: DoRA, (IA)³, LoHa, OFT, and LN tuning."""
+"""Edits in a type of PEFT's own, such as DoRA, (IA)³ or VeRA, and LN tuning."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from peftc.exchange.lora_export import no_form
 from peftc.exchange.peft_format.folder import PREFIX
-from peftc.exchange.peft_format.names import pattern_of, target_names
-from peftc.exchange.peft_format.types import TYPES, PeftRow
+from peftc.exchange.peft_format.names import target_names
+from peftc.exchange.peft_format.table import TYPES
+from peftc.exchange.peft_format.types import NoConfig, PeftRow
 from peftc.exchange.selector_text import is_whole
 from peftc.folding.own_forward import base_class
 from peftc.folding.weights import Folding
+from peftc.forms.form import Form
 from peftc.planning.ir import SiteEdit
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
+from peftc.syntax.printer import print_statement
 
-# The keys for modules with other numbers than most.
-PATTERNS = {
-    "LORA": {"r": "rank_pattern", "lora_alpha": "alpha_pattern"},
-    "LOHA": {"r": "rank_pattern", "alpha": "alpha_pattern"},
-}
+_OPTIONS = ("options", "dropout", "neumann", "penalty", "mini")  # in braces of equations
 
 
 @dataclass(eq=False)
@@ -38,6 +38,7 @@ class TypedAdapter:
     tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     modules: list[str] = field(default_factory=list[str])
     ranks: dict[str, int] = field(default_factory=dict[str, int])
+    notes: list[str] = field(default_factory=list[str])
 
 
 def typed_adapter(folding: Folding) -> TypedAdapter | None:
@@ -47,38 +48,71 @@ def typed_adapter(folding: Folding) -> TypedAdapter | None:
     site_edits = list(folding.record.site_edits)
     rows = [_row(site_edit) for site_edit in site_edits]
     types = {row[0] for row in rows if row is not None}
-    if not rows or None in rows or len(types) != 1:
+    modules = [site_edit.site.module for site_edit in site_edits]
+    if not rows or None in rows or len(types) != 1 or len(set(modules)) != len(modules):
         return None
-    adapter, inputs = TypedAdapter(types.pop(), {}), list[str]()
-    patterns: dict[str, dict[str, Any]] = {key: {} for key in PATTERNS.get(adapter.type, {})}
-    for site_edit, own in zip(site_edits, rows, strict=True):
-        assert own is not None
-        module, row = site_edit.site.module, own[1]
-        if module in adapter.modules:
+    (name,) = types
+    own = [(site_edit, row[1]) for site_edit, row in zip(site_edits, rows, strict=True) if row is not None]
+    try:
+        return _adapter(folding, name, own)
+    except _Unfit as error:
+        if TYPES[name].is_lora:
             return None
-        config = dict(_config(row, site_edit))
+        raise no_form(error.edit, error.reason) from error
+
+
+def _adapter(folding: Folding, name: str, edits: Sequence[tuple[SiteEdit, PeftRow]]) -> TypedAdapter:
+    """Raises: _Unfit."""
+    peft_type, adapter, inputs = TYPES[name], TypedAdapter(name, {}), list[str]()
+    numbers, tensors = dict[str, dict[str, Any]](), dict[str, dict[str, Tensor]]()
+    for site_edit, row in edits:
+        module = site_edit.site.module
         cls = base_class(folding.model.get_submodule(module))
         if not issubclass(cls, nn.Linear | Conv1D) or (row.linear_alone and not issubclass(cls, nn.Linear)):
-            raise no_form(site_edit.edit, f"PEFT has no {adapter.type} of a {cls.__name__}, as `{module}` is")
-        for key, values in patterns.items():
-            values[module] = config.pop(key)
-        if adapter.config not in ({}, config):
-            raise no_form(site_edit.edit, f"PEFT has one of each for all modules, and `{module}` has {config}")
-        adapter.config = config
+            raise _Unfit(site_edit.edit, f"PEFT has no {name} of a {cls.__name__}, as `{module}` is")
+        tensors[module] = dict(_tensors(folding, site_edit, row))
+        if row.check is not None and (reason := row.check(tensors[module])):
+            raise _Unfit(site_edit.edit, f"`{module}`: {reason}, where PEFT computes something else")
+        try:
+            numbers[module] = _config(row, site_edit)
+        except NoConfig as error:
+            raise _Unfit(site_edit.edit, str(error)) from error
         adapter.modules.append(module)
         inputs += [module] if row.step else []
-        adapter.tensors |= _tensors(folding, site_edit, row)
-    for key, values in patterns.items():
-        adapter.config[key], adapter.config[PATTERNS[adapter.type][key]] = pattern_of(values)
-    adapter.ranks = patterns.get("r", {})
+        _note_dropout(adapter, numbers[module], site_edit)
+        for key, tensor in _common_tensors(folding, site_edit, row):
+            if key in adapter.tensors and not torch.equal(adapter.tensors[key], tensor):
+                raise _Unfit(site_edit.edit, f"PEFT has one `{key}` for all modules, and `{module}` has another one")
+            adapter.tensors[key] = tensor
+    try:
+        adapter.config = peft_type.config(numbers, tensors)
+    except NoConfig as error:
+        raise _Unfit(", ".join(dict.fromkeys(edit.edit for edit, _ in edits)), str(error)) from error
+    adapter.tensors |= {f"{PREFIX}{module}.{end}": t for module, own in tensors.items() for end, t in own.items()}
+    adapter.ranks = {module: own["r"] for module, own in numbers.items() if isinstance(own.get("r"), int)}
     names = [info.name for info in folding.analysis.table.modules]
-    adapter.config |= {"peft_type": adapter.type, "target_modules": target_names(adapter.modules, names)}
-    classes = {base_class(folding.model.get_submodule(module)) for module in adapter.modules}
-    if adapter.type in ("LORA", "IA3"):
+    adapter.config |= {"peft_type": name, "target_modules": target_names(adapter.modules, names)}
+    if peft_type.has_transposition:
+        classes = {base_class(folding.model.get_submodule(module)) for module in adapter.modules}
         adapter.config["fan_in_fan_out"] = all(issubclass(cls, Conv1D) for cls in classes)
-    if adapter.type == "IA3":
+    if name == "IA3":
         adapter.config |= {"target_modules": adapter.modules, "feedforward_modules": inputs}
     return adapter
+
+
+@dataclass(eq=False)
+class _Unfit(Exception):
+    """Why edits are not those of a type, though they have its equation."""
+
+    edit: str
+    reason: str
+
+
+def _note_dropout(adapter: TypedAdapter, config: Mapping[str, Any], site_edit: SiteEdit) -> None:
+    rates = (one.form.fill(one.args).get("dropout") for one in site_edit.instances)
+    note = f"{adapter.type} has no dropout of what it reads"
+    if any(rates) and not any(key.endswith("dropout") for key in config) and note not in adapter.notes:
+        adapter.notes.append(note)
 
 
 def norms_adapter(folding: Folding, saved: dict[str, dict[str, Tensor]]) -> TypedAdapter:
@@ -102,9 +136,23 @@ def _row(site_edit: SiteEdit) -> tuple[str, PeftRow] | None:
         for row in peft_type.rows:
             if row.config is None or not _is_same(_equation(row.equation), source):
                 continue
+            if row.form and not all(_is_form(row.form, one.form) for one in site_edit.instances):
+                continue
+            if not _parameters(site_edit) <= {*row.tensors.values(), *row.common.values()}:
+                continue
             if step == row.step if row.step else is_whole(site_edit.site):
                 return name, row
     return None
+
+
+def _parameters(site_edit: SiteEdit) -> set[str]:
+    """The trained parameters of the forms of an edit."""
+    return {
+        f"{one.key}.{parameter.name}"
+        for one in site_edit.instances
+        for parameter in one.form.parameters(one.form.fill(one.args), one.dims)
+        if parameter.role == "trained" and parameter.size is not None
+    }
 
 
 def _config(row: PeftRow, site_edit: SiteEdit) -> dict[str, Any]:
@@ -117,13 +165,31 @@ def _tensors(folding: Folding, site_edit: SiteEdit, row: PeftRow) -> Iterator[tu
     for end, name in row.tensors.items():
         form, _, attribute = name.partition(".")
         tensor = modules[form].get_parameter(attribute).detach()
-        shape = (1, -1) if row.step else (-1, 1)
-        yield f"{PREFIX}{site_edit.site.module}.{end}", tensor.reshape(shape) if end == "ia3_l" else tensor
+        yield end, tensor.reshape(row.shapes[end]) if end in row.shapes else tensor
+
+
+def _common_tensors(folding: Folding, site_edit: SiteEdit, row: PeftRow) -> Iterator[tuple[str, Tensor]]:
+    modules = folding.modules(site_edit)
+    for key, name in row.common.items():
+        form, _, attribute = name.partition(".")
+        yield key, getattr(modules[form].owner_module or modules[form], attribute).detach()
+
+
+def _is_form(text: str, form: Form) -> bool:
+    """Whether a form is that of a text, whatever its comments say."""
+    return form.text is not None and _code_of(form.text) == _code_of(text)
+
+
+@cache
+def _code_of(text: str) -> str:
+    (form,) = parse_text(f"peft 2\n{text}").statements
+    lines = (line.partition("#")[0].strip() for line in print_statement(form).splitlines())
+    return "\n".join(line for line in lines if line)
 
 
 @cache
 def _equation(text: str) -> ast.Equation:
-    numbers = defaultdict(lambda: "1", options="", dropout="", neumann="")
+    numbers = defaultdict[str, Any](lambda: "1", dict.fromkeys(_OPTIONS, ""))
     (edit,) = parse_text(f"peft 2\nedit e at layer[*] {{ {text.format_map(numbers)} }}\n").statements
     assert isinstance(edit, ast.Edit)
     (equation,) = edit.body

@@ -67,8 +67,6 @@ CASES = {
         15,
     ),
     "q and v of a fused Linear": ("gpt2", QV, 4, 12),
-    "VeRA": ("llama", "edit a at layer[*].attn.q { h += vera(x, r=5) }", 5, 5),
-    "AdaLoRA": ("llama", "edit a at layer[*].attn.q { h += svd(x, r=3, alpha=6) }", 3, None),
     "an embedding": ("llama", "edit a at embed { h += lora(x, r=2, alpha=4) }", 2, 4),
     "w of an embedding": ("llama", "edit a at embed { w += lowrank(r=2, alpha=4) }", 2, 4),
     "a sub-layer": ("llama", "edit a at layer[*].attn { h += lora(h, r=2, alpha=4) }", 2, 4),

@@ -74,9 +74,13 @@ class PeftConfig:
         return value
 
     def rank(self, module: str) -> int:
-        value = self.number("r", 8, module, "rank_pattern")
+        return self.whole("r", 8, module, "rank_pattern")
+
+    def whole(self, key: str, default: int, module: str = "", pattern: str | None = None) -> int:
+        """A number as `number`, from 1 on."""
+        value = self.number(key, default, module, pattern)
         if value < 1 or value != int(value):
-            raise refusal("r", value, "it is a number from 1 on")
+            raise refusal(key, value, "it is a number from 1 on")
         return int(value)
 
     def one_of(self, key: str, allowed: Collection[Any], reason: str) -> Any:

@@ -7,30 +7,36 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.exchange.peft_format.config import PeftConfig, refusal
 from peftc.exchange.peft_format.folder import PREFIX, damaged
-from peftc.exchange.peft_format.types import TYPES, PeftType
+from peftc.exchange.peft_format.table import type_of
+from peftc.exchange.peft_format.types import PeftType
 from peftc.exchange.places import aliases, places
 from peftc.exchange.spec_text import ModulePart, unfit
 
 
 @dataclass(eq=False)
 class Incoming:
-    """An adapter of another program. `saved`: parameters of the base that it replaces, by name."""
+    """An adapter of another program.
+
+    Attributes:
+        saved: parameters of the base that it replaces, by name.
+        common: tensors that all modules have in common, by `form.parameter`.
+    """
 
     name: str
     parts: list[ModulePart] = field(default_factory=list[ModulePart])
     saved: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    common: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
 def read_peft(config: PeftConfig, tensors: Mapping[str, Tensor], model: nn.Module) -> Incoming:
     """Raises: P802, P803, P804."""
-    peft_type = TYPES.get(config.type)
-    if peft_type is None:
-        raise refusal("peft_type", config.values.get("peft_type"), f"peftc reads {join_names(list(TYPES))}")
+    peft_type = type_of(config)
     if parameters := config.read("target_parameters", None):
         raise refusal("target_parameters", parameters, "peftc has no equation for a LoRA of a parameter")
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -40,9 +46,12 @@ def read_peft(config: PeftConfig, tensors: Mapping[str, Tensor], model: nn.Modul
     present = {_of_base(key.removeprefix(PREFIX)) for key in tensors}
     incoming, own = Incoming(config.type.lower()), defaultdict[str, dict[str, Tensor]](dict)
     ends = sorted({end for row in peft_type.rows for end in row.tensors}, key=len, reverse=True)
+    common = peft_type.common_names()
     for key, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise damaged(f"`{key}` has the dtype {str(tensor.dtype).removeprefix('torch.')}")
+        if key in common:
+            continue
         name = key.removeprefix(PREFIX)
         end = next((end for end in ends if name.endswith(f".{end}")), None)
         if end is not None and (module := name.removesuffix(f".{end}")) in modules:
@@ -55,7 +64,9 @@ def read_peft(config: PeftConfig, tensors: Mapping[str, Tensor], model: nn.Modul
                 copies.add(place)
         else:
             unknown.append(_unknown(key, end, name, list(modules)))
-    incoming.parts += [_part(config, peft_type, one, name, own[name]) for name, one in modules.items() if name in own]
+    own = {name: own[name] for name in modules if name in own and any(map(Tensor.numel, own[name].values()))}
+    incoming.parts += [_part(config, peft_type, modules[name], name, ends) for name, ends in own.items()]
+    incoming.common = _common(config, peft_type, own, tensors, modules)
     if incoming.parts or not peft_type.rows:
         config.finish(peft_type.ignored)
     if unknown:
@@ -65,6 +76,35 @@ def read_peft(config: PeftConfig, tensors: Mapping[str, Tensor], model: nn.Modul
     _check_saved(config.saved, incoming.saved, parameters)
     _check_tied(copies, present, model)
     return incoming
+
+
+def _common(
+    config: PeftConfig,
+    peft_type: PeftType,
+    own: Mapping[str, Mapping[str, Tensor]],
+    tensors: Mapping[str, Tensor],
+    modules: Mapping[str, nn.Module],
+) -> dict[str, Tensor]:
+    """What all modules have in common: of the file, or as PEFT makes it again. Raises: P803."""
+    rows = [row for ends in own.values() if (row := peft_type.row(config, ends)) is not None and row.common]
+    if not rows:
+        return {}
+    names = rows[0].common
+    there = {name: tensors[name] for name in names if name in tensors}
+    if not there and peft_type.common is not None:
+        there = peft_type.common(config, {name: _size(modules[name]) for name in own})
+    if lack := [name for name in names if name not in there]:
+        raise damaged(f"the adapter has no tensor `{lack[0]}`")
+    return {names[name]: tensor for name, tensor in there.items()}
+
+
+def _size(module: nn.Module) -> tuple[int, int]:
+    """(out, in) of a Linear, however it stores its weight. Raises: P804."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
+        raise unfit(f"a {type(module).__name__} is no Linear")
+    first, second = weight.shape
+    return (second, first) if isinstance(module, Conv1D) else (first, second)
 
 
 def _is_in(module: str, ends: Collection[str]) -> bool:
@@ -105,13 +145,13 @@ def _save(incoming: Incoming, name: str, tensor: Tensor) -> None:
 def _part(
     config: PeftConfig, peft_type: PeftType, owner: nn.Module, module: str, tensors: Mapping[str, Tensor]
 ) -> ModulePart:
-    row, own = peft_type.row(tensors), join_names(sorted(tensors))
+    row, own = peft_type.row(config, tensors), join_names(sorted(tensors))
     if row is None and any(set(tensors) < set(row.tensors) for row in peft_type.rows):
         raise damaged(f"of the tensors of `{module}` there is only {own}")
     if row is None:
         raise PeftcError(Diagnostic("P802", f"`{module}` has {own}, for which there is no equation"))
     weight = getattr(owner, "weight", None)
-    most = max(2, weight.ndim if isinstance(weight, Tensor) else 2)
+    most = max(peft_type.dimensions, weight.ndim if isinstance(weight, Tensor) else 2)
     for end, tensor in tensors.items():
         if tensor.ndim > most:
             raise damaged(f"`{module}.{end}` has the shape {list(tensor.shape)}")
@@ -125,8 +165,10 @@ def _part(
         shapes = ", ".join(f"{end} {list(tensor.shape)}" for end, tensor in tensors.items())
         message = f"`{module}` has the rank {rank} by the configuration, and {shapes}"
         raise PeftcError(Diagnostic("P804", message, help="`r` and `rank_pattern` are not those of the tensors"))
+    if row.check is not None and (reason := row.check(tensors)):
+        raise PeftcError(Diagnostic("P802", f"`{module}`: {reason}, which no equation says"))
     named = {row.tensors[end]: tensor for end, tensor in tensors.items()}
-    return ModulePart(module, row.equation.format(**numbers), named, row.step)
+    return ModulePart(module, row.equation.format(**numbers), named, row.step, row.form)
 
 
 def _unknown(key: str, end: str | None, name: str, modules: list[str]) -> Exception:

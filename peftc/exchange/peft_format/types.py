@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from peftc.exchange.peft_format.config import PeftConfig, refusal
+from peftc.exchange.peft_format.config import PeftConfig
+from peftc.exchange.peft_format.names import pattern_of
 
-_SERIES = (0, 18)  # of PEFT, since when the series of OFT is the present one
 Tensors = Mapping[str, Tensor]  # of one module, by the end of their names in PEFT
 Numbers = dict[str, Any]  # for the braces of an equation
-_LORA_INITS = (True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga")  # which leave the base as it is
+Sizes = Mapping[str, tuple[int, int]]  # of the weights (out, in), by module
+
+
+class NoConfig(Exception):
+    """Why no configuration of PEFT says what some modules have."""
 
 
 @dataclass(frozen=True)
@@ -25,18 +27,28 @@ class PeftRow:
     Attributes:
         tensors: the end of PEFT's name, and ours: `form.parameter`.
         equation: at the module, with braces for numbers.
+        form: the text of a form that the equation calls, if it is none of peftc's own.
         step: the site below the module's own sub-layer where the equation stands, if it is not the
             module itself.
         config: the keys of PEFT for the arguments of the forms; None where an edit of such an
             equation leaves as another type.
         linear_alone: whether PEFT has it at no other class.
+        fits: whether a configuration and tensors are those of this row, where others have the same.
+        shapes: of tensors that PEFT stores with a dimension of 1.
+        common: tensors of the whole adapter, by PEFT's name, and ours.
+        check: a reason why PEFT computes something else with these values; None where it does not.
     """
 
     tensors: Mapping[str, str]
     equation: str
+    form: str = ""
     step: str = ""
     config: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     linear_alone: bool = False
+    fits: Callable[[PeftConfig, Tensors], bool] | None = None
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    common: Mapping[str, str] = field(default_factory=dict[str, str])
+    check: Callable[[Tensors], str | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -48,17 +60,49 @@ class PeftType:
         numbers: reads the configuration for a module. Raises: P802.
         ignored: keys that matter for training alone, or together with others.
         flags: keys with which a module has a tensor, and else has none.
+        patterns: the keys of numbers that modules may have of their own, and where PEFT has these.
+        common: makes the tensors of the whole adapter that its files lack.
+        settle: the configuration of all modules, from the keys and the tensors of each, if patterns
+            do not say it all. Raises: NoConfig.
+        is_lora: whether edits that do not fit the type can leave as LoRA.
+        has_transposition: whether its configuration has `fan_in_fan_out`.
+        dimensions: the most that its tensors have.
     """
 
     rows: tuple[PeftRow, ...]
     numbers: Callable[[PeftConfig, str, Tensors], Numbers]
     ignored: Collection[str] = field(default=())
     flags: Mapping[str, str] = field(default_factory=dict[str, str])
+    patterns: Mapping[str, str] = field(default_factory=dict[str, str])
+    common: Callable[[PeftConfig, Sizes], dict[str, Tensor]] | None = None
+    settle: Callable[[Mapping[str, dict[str, Any]], Mapping[str, Tensors]], dict[str, Any]] | None = None
+    is_lora: bool = False
+    has_transposition: bool = False
+    dimensions: int = 2
 
-    def row(self, tensors: Tensors) -> PeftRow | None:
+    def row(self, config: PeftConfig, tensors: Tensors) -> PeftRow | None:
         """The row of a module with these tensors."""
-        step = _reads(tensors)
-        return next((row for row in self.rows if set(row.tensors) == set(tensors) and row.step == step), None)
+        own = (row for row in self.rows if set(row.tensors) == set(tensors))
+        return next((row for row in own if row.fits is None or row.fits(config, tensors)), None)
+
+    def common_names(self) -> set[str]:
+        return {name for row in self.rows for name in row.common}
+
+    def config(self, numbers: Mapping[str, dict[str, Any]], tensors: Mapping[str, Tensors]) -> dict[str, Any]:
+        """The keys of all modules, from those of each. Raises: NoConfig."""
+        return (self.settle or self.alike)(numbers, tensors)
+
+    def alike(self, numbers: Mapping[str, dict[str, Any]], tensors: Mapping[str, Tensors]) -> dict[str, Any]:
+        """Keys that all modules have in common, and patterns of the others. Raises: NoConfig."""
+        config = dict[str, Any]()
+        for module, keys in numbers.items():
+            own = {key: value for key, value in keys.items() if key not in self.patterns}
+            if config not in ({}, own):
+                raise NoConfig(f"PEFT has one of each for all modules, and `{module}` has {own}")
+            config = own
+        for key, pattern in self.patterns.items():
+            config[key], config[pattern] = pattern_of({module: keys[key] for module, keys in numbers.items()})
+        return config
 
 
 def shown(number: float) -> str:
@@ -66,150 +110,12 @@ def shown(number: float) -> str:
     return str(int(number)) if float(number).is_integer() and abs(number) < 2**53 else repr(float(number))
 
 
-def _lora(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
-    config.one_of(
-        "init_lora_weights", _LORA_INITS, "PEFT changes the weights of the base when it loads such an adapter"
-    )
-    rank = config.rank(module)
-    alpha = config.number("lora_alpha", 8, module, "alpha_pattern")
-    rslora, dropout = config.flag("use_rslora"), config.number("lora_dropout", 0.0)
-    if alpha <= 0:
-        raise refusal("lora_alpha", alpha, "it is above 0")
-    options = f", alpha={shown(alpha)}" if alpha != rank or rslora else ""
-    options += ", rslora=true" if rslora else ""
-    return {
-        "r": rank,
-        "options": options,
-        "dropout": f", dropout={shown(dropout)}" if dropout else "",
-        "scale": shown(alpha / (math.sqrt(rank) if rslora else rank)),
-    }
+def dropout_text(config: PeftConfig, key: str) -> str:
+    """`dropout` as an argument of a form, if there is one."""
+    rate = config.number(key, 0.0)
+    return f", dropout={shown(rate)}" if rate else ""
 
 
-def _loha(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
-    rank, alpha = config.rank(module), config.number("alpha", 8, module, "alpha_pattern")
-    return {"r": rank, "alpha": shown(alpha)}
-
-
-def _lokr(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
-    """B is whole where PEFT finds r too large, and the scale is alpha / r all the same."""
-    rank, alpha = config.rank(module), config.number("alpha", 8, module, "alpha_pattern")
-    rows, columns = tensors["lokr_w1"].shape if "lokr_w1" in tensors else (0, 0)
-    return {"rows": rows, "columns": columns, "rank": rank, "alpha": shown(alpha), "scale": shown(alpha / rank)}
-
-
-def _oft(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
-    config.number("r", 0)
-    config.number("oft_block_size", 0)  # the tensor tells
-    terms = int(config.number("num_cayley_neumann_terms", 5))
-    block = (1 + math.isqrt(1 + 8 * tensors["oft_R.weight"].shape[-1])) // 2
-    series = config.read("use_cayley_neumann", True)
-    release = re.match(r"(\d+)\.(\d+)", str(config.values.get("peft_version")))
-    if series and (release is None or tuple(map(int, release.groups())) < _SERIES):
-        reason = "before PEFT 0.18 the series of a rotation was another one; load it with PEFT, and save it again"
-        raise refusal("peft_version", config.values.get("peft_version"), reason)
-    return {"block": block, "neumann": f", neumann={terms}" if series else ""}
-
-
-def _ia3(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
-    config.read("feedforward_modules", None)  # the shape tells
-    return {}
-
-
-def _reads(tensors: Tensors) -> str:
-    """`hidden` for a vector (1, in) of what a Linear reads; those of outputs are (out, 1)."""
-    vector = tensors.get("ia3_l")
-    return "hidden" if vector is not None and vector.ndim == 2 and vector.shape[0] == 1 else ""
-
-
-def _rank_and_alpha(args: Mapping[str, Any]) -> dict[str, Any]:
-    rank, alpha = args["r"], args["alpha"] if args["alpha"] is not None else args["r"]
-    return {"r": rank, "alpha": int(alpha) if float(alpha).is_integer() else alpha}
-
-
-def _dora_config(args: Mapping[str, Any]) -> dict[str, Any]:
-    own = _rank_and_alpha(args)
-    lora = {"r": own["r"], "lora_alpha": own["alpha"], "use_rslora": args["rslora"], "use_dora": True}
-    return {**lora, "lora_dropout": 0.0, "bias": "none"}
-
-
-def _oft_config(args: Mapping[str, Any]) -> dict[str, Any]:
-    terms = args["neumann"]
-    series: dict[str, Any] = {"use_cayley_neumann": terms is not None, "num_cayley_neumann_terms": terms or 5}
-    series["peft_version"] = ".".join(map(str, (*_SERIES, 0)))
-    return {"r": 0, "oft_block_size": args["block"], "coft": False, "block_share": False, **series}
-
-
-_A, _B = "lora_A.weight", "lora_B.weight"
-_LORA_ROWS = (
-    PeftRow({_A: "lora.A", _B: "lora.B"}, "h += lora(x, r={r}{options}{dropout})"),
-    PeftRow(
-        {_A: "lowrank.A", _B: "lowrank.B", "lora_magnitude_vector": "magnitude.m"},
-        "w = magnitude(w + lowrank(r={r}{options}))",
-        config=lambda args: _dora_config(args["lowrank"]),
-    ),
-    PeftRow(
-        {_A: "lora.A", _B: "lora.B", "lora_B.bias": "vector.scale"},
-        "h += {scale} * (lora(x, r={r}{dropout}) + vector(init=0))",
-    ),
-    PeftRow({"lora_embedding_A": "lora.A", "lora_embedding_B": "lora.B"}, "h += lora(x, r={r}{options})"),
-)
-
-TYPES: Mapping[str, PeftType] = {
-    "IA3": PeftType(
-        (
-            PeftRow({"ia3_l": "vector.scale"}, "h *= vector(init=1)", config=lambda args: {}),
-            PeftRow({"ia3_l": "vector.scale"}, "h *= vector(init=1)", "hidden", lambda args: {}),
-        ),
-        _ia3,
-    ),
-    "LN_TUNING": PeftType((), lambda config, module, tensors: {}),
-    "LOHA": PeftType(
-        (
-            PeftRow(
-                {
-                    "hada_w1_b": "hadamard.A",
-                    "hada_w1_a": "hadamard.B",
-                    "hada_w2_b": "hadamard.C",
-                    "hada_w2_a": "hadamard.D",
-                },
-                "w += hadamard(r={r}, alpha={alpha})",
-                config=lambda args: _rank_and_alpha(args["hadamard"]),
-                linear_alone=True,
-            ),
-        ),
-        _loha,
-        ("rank_dropout", "module_dropout", "use_effective_conv2d"),
-    ),
-    "LOKR": PeftType(
-        (
-            PeftRow(
-                {"lokr_w1": "kron.A", "lokr_w2_a": "kron.B_up", "lokr_w2_b": "kron.B_down"},
-                "h += kron(x, rows={rows}, columns={columns}, r={rank}, alpha={alpha})",
-            ),
-            PeftRow(
-                {"lokr_w1": "kron.A", "lokr_w2": "kron.B"},
-                "h += kron(x, rows={rows}, columns={columns}, alpha={scale})",
-            ),
-        ),
-        _lokr,
-        ("rank_dropout", "module_dropout", "rank_dropout_scale", "use_effective_conv2d", "decompose_factor"),
-    ),
-    "OFT": PeftType(
-        (
-            PeftRow(
-                {"oft_R.weight": "orthogonal.Q"},
-                "w = orthogonal(w, block={block}{neumann})",
-                config=lambda args: _oft_config(args["orthogonal"]),
-                linear_alone=True,
-            ),
-        ),
-        _oft,
-        ("module_dropout", "eps"),
-    ),
-    "LORA": PeftType(
-        _LORA_ROWS,
-        _lora,
-        ("qalora_group_size", "loftq_config", "eva_config", "lora_ga_config"),
-        {"use_dora": "lora_magnitude_vector", "lora_bias": "lora_B.bias"},
-    ),
-}
+def whole(number: Any) -> Any:
+    """A number as PEFT writes it."""
+    return int(number) if float(number).is_integer() else number
