@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from peftc.exchange import convert, export, import_adapter
     from peftc.explore import rewrite, trace
     from peftc.folding import fold
+    from peftc.illustration import show
     from peftc.installation.contents import graphs, parameters, specs
     from peftc.installation.disable import disabled, set_enabled
     from peftc.merging import merge
@@ -37,6 +38,7 @@ _HOMES = {
     "peftc.adapters": ("from_pretrained", "fuse", "load", "push", "save", "warm_start"),
     "peftc.exchange": ("convert", "export", "import_adapter"),
     "peftc.folding": ("fold",),
+    "peftc.illustration": ("show",),
     "peftc.merging": ("merge",),
     "peftc.standalone": ("save_standalone",),
 }
@@ -74,6 +76,7 @@ __all__ = [
     "save_standalone",
     "set_enabled",
     "set_task",
+    "show",
     "sites",
     "specs",
     "step",

@@ -18,7 +18,17 @@ from peftc.forms import PYTHON_FORMS
 from tests.matrix import FULL
 
 # Folders whose subject is editing, not analysis: their tests share analyses.
-READ_ONCE = ("adapters", "compatibility", "folding", "laws", "specs_on_models", "tasks", "training", "verification")
+READ_ONCE = (
+    "adapters",
+    "compatibility",
+    "folding",
+    "laws",
+    "pictures",
+    "specs_on_models",
+    "tasks",
+    "training",
+    "verification",
+)
 
 # In CI a failure must be the fault of the change: every run draws the same examples. Elsewhere each
 # run looks for new ones.

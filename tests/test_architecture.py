@@ -37,6 +37,7 @@ STAGES = (
     "peftc.runtime",
     "peftc.planning",
     "peftc.comparison",
+    "peftc.pictures",
     "peftc.recognition",
     "peftc.rewriting",
     "peftc.specialization",
@@ -44,6 +45,7 @@ STAGES = (
     "peftc.compiler",
     "peftc.adapters",
     "peftc.explore",
+    "peftc.illustration",
     "peftc.training",
     "peftc.folding",
     "peftc.merging",
@@ -68,6 +70,7 @@ TORCH_FREE = (
     "peftc.planning",
     "peftc.comparison",
     "peftc.checking",
+    "peftc.pictures",
 )
 MOST_FILES = 15  # of a package, but for `forms`
 

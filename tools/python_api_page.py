@@ -27,6 +27,7 @@ from peftc.forms.selective_module import SelectiveModule
 from peftc.forms.shapes import Shape
 from peftc.installation.contents import InstalledRegion
 from peftc.merging import MergedTensor, MergeReport
+from peftc.pictures.picture import Picture
 from peftc.planning.report import plan
 from peftc.planning.report.design import Design
 from peftc.planning.report.plan_sites import PlanSite, PlanSiteRange, PlanSites
@@ -52,7 +53,7 @@ Errors are a `PeftcError` with one of the codes listed; `peftc explain CODE` say
 
 CHECKPOINTS = ("checkpoint_adapters", "CheckpointCallback")
 FUNCTIONS = {  # every function that peftc exports, by what it is for
-    "Plan and inspect": ("plan", "sites", "design", "parse"),
+    "Plan and inspect": ("plan", "sites", "design", "show", "parse"),
     "Compile": ("compile", "remove", "disabled", "set_enabled", "parameters", "specs"),
     "Train": ("step", "StepCallback", "losses", "calibrate", "fuse", "warm_start", *CHECKPOINTS),
     "Save and load": ("save", "load", "from_pretrained", "push", "save_standalone"),
@@ -93,6 +94,7 @@ RESULTS: dict[str, tuple[type, ...]] = {
     ),
     "Of `sites`": (SiteTable, Site, State, ActivationRef, WeightRef, ModuleInfo, UntracedModule),
     "Of `design`": (Design,),
+    "Of `show`": (Picture,),
     "Of `fold`": (FoldReport, Folded, Refused, Change, dispatch.State),
     "Of `merge`": (MergeReport, MergedTensor),
     "Of `export` and `import_adapter`": (ExportReport, ExportedModule, ImportedAdapter),

@@ -170,6 +170,10 @@ CHECK = (
     FORMAT,
     STRICT,
 )
+SHOW = (
+    argument("-o", "--output", required=True, metavar="FILE", help="ends in .svg, .md (Mermaid) or .dot"),
+    argument("--width", type=int, metavar="PIXELS", help="of layers side by side (default: 560)"),
+)
 MODEL_COMMANDS = (
     ("sites", "print the sites of a model, which edits can name", (MODEL, REMOTE_CODE, NO_CACHE, MODEL_FORMAT, JSON)),
     (
@@ -177,6 +181,7 @@ MODEL_COMMANDS = (
         "print what compiling a spec onto a model would do",
         (*ON_MODEL, FORMAT, NO_CACHE, JSON, STRICT, PLAN_FILE),
     ),
+    ("show", "draw what a spec adds to the layers of a model", (*ON_MODEL, MODEL_FORMAT, *SHOW, NO_CACHE, STRICT)),
     (
         "verify",
         "compile a spec onto a model and check that it computes what the spec says",
@@ -262,6 +267,7 @@ HOMES = {
     "explain": "explain_command",
     **dict.fromkeys(("sites", "plan"), "plan_commands"),
     **dict.fromkeys(("compile", "verify"), "model_commands"),
+    "show": "show_command",
     "merge": "merge_command",
     **dict.fromkeys(("export", "import", "convert"), "exchange_commands"),
     **dict.fromkeys(("diff", "lock"), "comparison_commands"),

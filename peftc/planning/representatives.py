@@ -188,6 +188,10 @@ class SiteEdits(LazySequence[SiteEdit]):
                 groups.append(EditGroup(tuple(one for _, _, one in own), statements, tuple(members), layers))
         return groups
 
+    def places(self, site: Site) -> list[Place]:
+        """The places of all sites that a representative stands for; none for other modules."""
+        return list(self._of.places(site))
+
     def __len__(self) -> int:
         return sum(one.count for one in self.representatives)
 

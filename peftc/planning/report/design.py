@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from peftc.forms.shapes import KeyValue, Tokens
-from peftc.planning.ir import Arithmetic, Concat, Constant, FormCall, FrozenCall, Read, SiteEdit, Term, subterms
+from peftc.planning.ir import Arithmetic, Assign, Concat, Constant, FormCall, FrozenCall, Read, SiteEdit, Term, subterms
 
 Insertion = Literal["sequential", "parallel", "weight", "scaling", "tokens"]
 FACTORS = {"scalar": "s", "gate": "g", "vector": "l"}  # forms that only scale, with the symbols of the paper
@@ -41,22 +41,40 @@ def design_of(site_edits: Sequence[SiteEdit]) -> Design:
     value, state, name = assign.value, assign.state, site_edit.edit
     modified = representation(site_edits)
     calls = [term for term in subterms(value) if isinstance(term, FormCall)]
+    insertion = insertion_of(assign)
     if isinstance(value, Concat):
         functional = calls[0].instance.form.shown("x W_q", calls[0].instance.args, calls[0].instance.dims)
-        if isinstance(value.shape, Tokens):
-            return Design(name, functional, "tokens", modified, "h ← [Δh; h]")
-        return Design(name, functional, "parallel", modified, "h ← (1 − λ)h + λΔh")  # Eq. 7-10
-    main = next((call for call in calls if call.instance.form.name not in FACTORS), None)
+        if insertion == "tokens":
+            return Design(name, functional, insertion, modified, "h ← [Δh; h]")
+        return Design(name, functional, insertion, modified, "h ← (1 − λ)h + λΔh")  # Eq. 7-10
+    main = _main(value)
     if main is None:
         functional = FACTORS.get(calls[0].instance.form.name, "Δh") if calls else show_composition(value, None)
-        return Design(name, functional, "scaling", modified, f"{state} ← {show_composition(value, None)}")
+        return Design(name, functional, insertion, modified, f"{state} ← {show_composition(value, None)}")
     source = "" if main.input is None else show_composition(main.input, None)
-    reads_h = any(isinstance(term, Read) and term.state == "h" for term in subterms(main))
-    insertion: Insertion = "weight" if state in ("w", "b") else "sequential" if reads_h else "parallel"
     composition = f"{state} ← {show_composition(value, main, f'Δ{state}')}"
     instance = main.instance
     functional = instance.form.shown(source, instance.args, instance.dims)
     return Design(name, functional, insertion, modified, composition)
+
+
+def insertion_of(assign: Assign) -> Insertion:
+    """How one equation inserts what it adds."""
+    value, main = assign.value, _main(assign.value)
+    if isinstance(value, Concat):
+        return "tokens" if isinstance(value.shape, Tokens) else "parallel"
+    if main is None:
+        return "scaling"
+    if assign.state in ("w", "b"):
+        return "weight"
+    reads_h = any(isinstance(term, Read) and term.state == "h" for term in subterms(main))
+    return "sequential" if reads_h else "parallel"
+
+
+def _main(value: Term) -> FormCall | None:
+    """The first form that does more than scale."""
+    calls = (term for term in subterms(value) if isinstance(term, FormCall))
+    return next((call for call in calls if call.instance.form.name not in FACTORS), None)
 
 
 def table(designs: Iterable[tuple[str, Design]]) -> str:
