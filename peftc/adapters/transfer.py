@@ -25,8 +25,8 @@ from peftc.adapters.loading import (
 from peftc.adapters.metadata import Adapter
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
+from peftc.equation_code.buffer_module import BufferModule
 from peftc.equations.table import FORMS, with_built_in
-from peftc.forms.fusion_module import FusionModule
 from peftc.installation.builder import shared_name
 from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.completeness import active_installation
@@ -188,7 +188,7 @@ def fuse(
     sites = [(site_edit, instance) for site_edit, instance in fusions if site_edit.edit in names]
     task = None if task is None else record.task.of(task)
     modules = (name for site in sites for name in fusion_modules(record, *site, task))
-    targets = {name: Target(cast(FusionModule, model.get_submodule(name))) for name in modules}
+    targets = {name: Target(cast(BufferModule, model.get_submodule(name))) for name in modules}
     for site_edit, instance in sites:
         if instance.args["n"] != len(paths):
             message = f"`{site_edit.edit}` mixes {instance.args['n']} adapters, but there are {len(paths)} directories"
@@ -221,7 +221,7 @@ def fusion_modules(
 class Target:
     """A fusion module with the tensors of its adapters, and their names in the files."""
 
-    module: FusionModule
+    module: BufferModule
     adapters: list[Mapping[str, Tensor]] = field(default_factory=list[Mapping[str, Tensor]])
     names: list[str] = field(default_factory=list[str])
 

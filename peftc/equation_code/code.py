@@ -299,6 +299,10 @@ class Code:
                 return operations[0]
             case "token_mean":
                 return self.emit(functions.token_mean, operations[0], len(self._type(args[0]).size))
+            case "reshape" if self._type(args[0]).batch:
+                return self.emit(
+                    functions.reshape_features, operations[0], len(self._type(args[0]).size), operations[1:]
+                )
             case "dropout":
                 value, p = operations
                 is_active = self.training is not False and p != 0 and self._type(args[0]).batch != "ids"

@@ -39,7 +39,7 @@ class FormCode:
         training: fx.Node,
         linear: Callable[..., Tensor] = F.linear,
     ) -> None:
-        self.emit, self.module, self.owners = emit, module, owners
+        self.emit, self.module, self.owners, self.training = emit, module, owners, training
         self.parameters: dict[str, fx.Node] = {}
         self.owner_nodes: dict[str, fx.Node] = {}
         self.place = place
@@ -53,7 +53,9 @@ class FormCode:
                 if owner not in self.owner_nodes:
                     self.owner_nodes[owner] = self.emit(getattr, module, owner)
                 module = self.owner_nodes[owner]
-            self.parameters[name] = self.emit(getattr, module, name)
+            is_buffer = name in self.place.buffers
+            own = (functions.filled_buffer, module, name, self.training) if is_buffer else (getattr, module, name)
+            self.parameters[name] = self.emit(*own)
         return self.parameters[name]
 
     def attribute(self, name: str) -> fx.Node:

@@ -1,12 +1,15 @@
 """Functions of the primitives that torch does not have under one name."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peftc.forms.sequence_module import Sequence, selected
+from peftc.forms.sequence_module import Sequence as Positions
+from peftc.forms.sequence_module import selected
 
 # Sylvester's Hadamard matrix; each corner is one, too.
 ORDER_16 = [[float((-1) ** (i & j).bit_count()) for j in range(16)] for i in range(16)]
@@ -93,6 +96,19 @@ def reshape(a: Tensor, *sizes: int) -> Tensor:
     return a.reshape(sizes)
 
 
+def reshape_features(x: Tensor, dimensions: int, sizes: Sequence[int]) -> Tensor:
+    """The last `dimensions` of a tensor, with other sizes."""
+    flat = x if dimensions == 1 else x.flatten(-dimensions)
+    return flat if len(sizes) == 1 else flat.unflatten(-1, tuple(sizes))
+
+
+def filled_buffer(form: Any, name: str, training: bool) -> Tensor:
+    """A buffer of a form. Raises: P544 while training, if no command has filled it."""
+    if training:
+        form.require_ready()
+    return getattr(form, name)
+
+
 def narrow(a: Tensor, start: int, count: int) -> Tensor:
     """So many of the first dimension, from `start` on."""
     return a.narrow(0, start, count)
@@ -130,7 +146,7 @@ def ratio(a: Tensor, b: Tensor) -> Tensor:
 
 
 def at_positions(
-    x: Tensor, sequence: Sequence | None, first: int | None, last: int | None, token: int | None = None
+    x: Tensor, sequence: Positions | None, first: int | None, last: int | None, token: int | None = None
 ) -> Tensor:
     """x at the first and last tokens of each sequence and from `token` on, else 0. Raises: P423."""
     return x.masked_fill(~selected(first, last, token, sequence, x), 0.0)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from peftc.equation_code.code import evaluate
+from peftc.equation_code.code import evaluate, evaluate_all
 from peftc.equation_code.fold import Fold
 from peftc.equation_code.form_code import forward_of
 from peftc.equation_code.initial_values import draw_at, write_initial
@@ -44,9 +44,10 @@ class EquationModule(Hookable, FormModule):
     def setup(self) -> None:
         place, own = self.place, self.own_names()
         self.arity = len(place.inputs)
-        self._fixed = tuple(name for name in own if place.parameters[name].fixed)
+        states = (*place.copies, *place.buffers)
+        self._fixed = tuple(name for name in own if place.parameters[name].fixed and name not in states)
         # Those whose first values follow from the base's weight.
-        self._computed = tuple(name for name in own if name not in (*self._draws(), *place.copies))
+        self._computed = tuple(name for name in own if name not in (*self._draws(), *states))
         self._owners = tuple((name, OWNER) for name in place.parameters if name not in own)
         if self.differs_by_site:  # which is called, also by compiled code
             self.prepare()
@@ -118,7 +119,8 @@ class EquationModule(Hookable, FormModule):
         """How parameters and fixed values are drawn, the same for all forms at alike places."""
         key = "draws", self.scopes
         if key not in self.place.code:
-            own = (name for name in self.own_names() if name not in self.place.copies)
+            states = (*self.place.copies, *self.place.buffers)
+            own = (name for name in self.own_names() if name not in states)
             draws = ((name, draw_at(self.place, name)) for name in own)
             self.place.code[key] = {name: draw for name, draw in draws if draw is not None}
         return self.place.code[key]
@@ -137,6 +139,12 @@ class EquationModule(Hookable, FormModule):
 
     def sets_values(self) -> bool:
         return bool(self._fixed or self._computed or self.place.copies)
+
+    def penalties(self) -> Mapping[str, Tensor]:
+        """The lines `loss_NAME = …` of the text, by name."""
+        place = self.place
+        values = evaluate_all(place, tuple(place.losses.values()), {}, self.tensors()) if place.losses else ()
+        return {name: value.reshape(()) for name, value in zip(place.losses, values, strict=True)}
 
     def fold(self, value: Affine) -> Affine:
         place = self.place

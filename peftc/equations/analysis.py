@@ -14,7 +14,7 @@ from peftc.equations.bindings import write_out
 from peftc.equations.operands import OUT, Operands
 from peftc.equations.products import Products
 from peftc.equations.values import FormError, Number, SiteNumbers, Type, Value, real, shown, type_of
-from peftc.equations.words import INITIAL_VALUES, NONE, function_of
+from peftc.equations.words import BUFFER, INITIAL_VALUES, NONE, function_of
 from peftc.forms.form import DISTRIBUTIONS, Args
 from peftc.forms.shapes import KeyValue, Rows, Shape, Tokens, Vector, Weight
 from peftc.syntax import ast
@@ -22,6 +22,7 @@ from peftc.syntax.numbers import COMPARISONS
 from peftc.syntax.printer import print_expression
 from peftc.syntax.walk import names_in, walk
 
+LOSS = "loss_"  # begins the names of terms of the loss
 _MOST_ENTRIES = 2**32  # of a parameter
 
 
@@ -33,6 +34,7 @@ class Place(Operands):
     writes_pair: bool = False  # of keys and values
     is_written_out: bool = False  # whether parts of the text stand for other expressions
     saved: dict[str, ast.Expr] | None = None  # the tensors of the form that is saved in its place
+    losses: dict[str, ast.Expr] = field(default_factory=dict[str, ast.Expr])  # terms of the loss
     code: dict[object, Any] = field(default_factory=dict[object, Any])  # the functions that compute it
 
     @property
@@ -89,6 +91,8 @@ class Place(Operands):
                         raise FormError("P111", "the conditions of two lines `save` hold here", line)
                     values = {k.name: self._written_out(k.value) for k in call.kwargs}
                     self.saved = {name: value for name, value in values.items() if self._is_tensor(value)}
+                case ast.Equation(target, value=value) if target.startswith(LOSS):
+                    self._add_loss(line, target.removeprefix(LOSS), self._written_out(value))
                 case ast.Equation(target, value=value):
                     if self.result is not None:
                         self._raise_twice(line, target)
@@ -100,13 +104,29 @@ class Place(Operands):
         self.product  # noqa: B018  # known before an edit is made: it may be nested too deeply
         return self
 
+    @cached_property
+    def buffers(self) -> tuple[str, ...]:
+        """The tensors that a command fills."""
+        return tuple(name for name, line in self.parameters.items() if line.value == ast.Name(BUFFER))
+
+    def _add_loss(self, line: ast.Equation, name: str, value: ast.Expr) -> None:
+        """Raises: FormError if a term of the loss is not one number of the parameters."""
+        operand = self.operand(value)
+        if not isinstance(operand, Value) or operand.varies or operand.type.entries != 1:
+            what = operand.type if isinstance(operand, Value) else shown(operand)
+            raise FormError("P301", f"a term of the loss is one number of the parameters, here {what}", value)
+        if name in self.losses:
+            self._raise_twice(line, f"{LOSS}{name}")
+        self.losses[name] = value
+
     def holds(self, condition: ast.Condition | None) -> bool:
         """Whether a line is there. Raises: FormError."""
         if condition is None:
             return True
         name = condition.left.id if isinstance(condition.left, ast.Name) else ""
-        if condition.right is None and (name in self.sizes or name in self.absent):
-            return name in self.sizes
+        if name in self.sizes or name in self.absent:
+            wanted = condition.right.value if isinstance(condition.right, ast.Boolean) else True
+            return (name in self.sizes) == (wanted == (condition.op != "!="))
         left = self.argument(condition.left)
         if condition.right is None:
             return bool(left) and left != NONE

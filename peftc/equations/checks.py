@@ -6,13 +6,24 @@ from collections.abc import Iterable, Iterator
 
 from peftc.diagnostics import Diagnostic, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
+from peftc.equations.analysis import LOSS
 from peftc.equations.bindings import BINDERS, INITIAL
 from peftc.equations.definition import RESULT, inputs_of
 from peftc.equations.matrices import DECOMPOSITIONS
 from peftc.equations.operands import OUT, POSITIONS, TOKENS
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS
 from peftc.equations.table import FORMS
-from peftc.equations.words import INITIAL_VALUES, NONE, NUMBERS, PERMUTATION, RANDOM, SIZES, function_of, words_of
+from peftc.equations.words import (
+    BUFFER,
+    INITIAL_VALUES,
+    NONE,
+    NUMBERS,
+    PERMUTATION,
+    RANDOM,
+    SIZES,
+    function_of,
+    words_of,
+)
 from peftc.forms.reserved import is_reserved
 from peftc.syntax import ast
 from peftc.syntax.printer import print_expression
@@ -69,6 +80,8 @@ class _FormChecker:
                     results.append(line)
                     for part in children(line.value) if isinstance(line.value, ast.Pair) else (line.value,):
                         yield from self._expression(part)
+                case ast.Equation(target) if target.startswith(LOSS) and len(target) > len(LOSS) and line.op == "=":
+                    yield from self._expression(line.value)
                 case ast.Equation(target):
                     help_ = f"write `let {target} = …` for a part, and `{RESULT} = …` for the value of the form"
                     yield Diagnostic("P107", f"a form assigns `{RESULT}` alone", line.target_span, help=help_)
@@ -171,13 +184,16 @@ class _FormChecker:
             yield Diagnostic("P023", message, line.name_span, help="remove it")
         match line.value:
             case ast.Name(name) if name in INITIAL_VALUES and name not in self.names:
+                if name == BUFFER and not line.fixed:
+                    message = f"`{line.name}` is filled by a command, and nothing trains it"
+                    yield Diagnostic("P105", message, line.value.span, help=f"write `fixed {line.name} … = buffer`")
                 if name == PERMUTATION:
                     self.orders.add(line.name)
                     if not line.fixed or len(line.sizes) != 1:
                         message = f"`{line.name}` is an order of entries, which nothing trains"
                         yield Diagnostic("P105", message, line.value.span, help="write `fixed order[n] = permutation`")
             case ast.Call(name, args, ()) if name in INITIAL_VALUES:
-                if len(args) > (1 if name in ("normal", "truncated", "uniform") else 0):
+                if len(args) > (1 if name in ("normal", "truncated", "uniform", "identity") else 0):
                     yield Diagnostic("P108", f"`{name}` is {INITIAL_VALUES[name]}", line.value.span)
                 yield from (error for arg in args for error in self._expression(arg))
             case value:

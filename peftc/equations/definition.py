@@ -13,8 +13,8 @@ from peftc.equations.bindings import is_written_out
 from peftc.equations.exports import Export, are_alternatives, export_of, may_hold
 from peftc.equations.operands import POSITIONS
 from peftc.equations.patterns import bottleneck_of
-from peftc.equations.values import NUMBERS_OF_SITES, FormError, SiteNumbers, Value, shape_of
-from peftc.equations.words import NONE, PERMUTATION, RANDOM, function_of, is_choice, words_of
+from peftc.equations.values import NUMBERS_OF_SITES, FormError, SiteNumbers, Value, numbers_of, shape_of
+from peftc.equations.words import BUFFER, NONE, PERMUTATION, RANDOM, function_of, is_choice, words_of
 from peftc.forms.arguments import DTYPE, SEED
 from peftc.forms.form import Args, Argument, Dims, Form, Parameter, PlacementError, Scope
 from peftc.forms.shapes import Ids, KeyValue, Prompt, Shape, Tokens, Weight
@@ -25,6 +25,7 @@ from peftc.syntax.vocabulary import STATES
 from peftc.syntax.walk import names_in, values, walk
 
 MODULE = "peftc.equation_code.module:EquationModule"
+BUFFER_MODULE = "peftc.equation_code.buffer_module:BufferModule"
 RANDOM_MODULE = "peftc.equation_code.random_module:RandomModule"
 RESULT = "f"
 OWNER = "owner_module"  # the attribute of a module with the module of common parameters
@@ -44,7 +45,7 @@ class TextForm(Form):
 
     def __init__(self, form: ast.Form, source: Source | None) -> None:
         self.form, self.source = form, source
-        lines = [line for line in form.body if isinstance(line, ast.Equation)]
+        lines = [line for line in form.body if isinstance(line, ast.Equation) and line.target == RESULT]
         scopes = set(map(scope_of, self._lines()))
         self.name = form.name
         self.equation = f"{RESULT} = {print_expression(lines[-1].value)}" if lines else ""
@@ -61,7 +62,8 @@ class TextForm(Form):
         parts = [part for value in values(form) for part in walk(value)]
         self._calls = [part for part in parts if isinstance(part, ast.Call)]
         functions = {call.function for call in self._calls}
-        self.module = RANDOM_MODULE if RANDOM in functions else MODULE
+        has_buffers = any(line.value == ast.Name(BUFFER) for line in self._lines())
+        self.module = RANDOM_MODULE if RANDOM in functions else BUFFER_MODULE if has_buffers else MODULE
         self._is_wide = "widest" in functions
         self._asked = functions.intersection(NUMBERS_OF_SITES)
         self._is_written_out = any(map(is_written_out, parts))
@@ -110,7 +112,7 @@ class TextForm(Form):
                 case value:
                     doc = doc if param.trailing or value == ast.Name(NONE) else f"{doc}; {print_expression(value)}"
                     yield Argument(name, kind, doc, None, False, low, high, open_ends)
-        if any(isinstance(line, ast.Parameter) and line.fixed for line in self.form.body):
+        if any(line.fixed and line.value != ast.Name(BUFFER) for line in self._lines()):
             yield SEED
 
     def _range(self, name: str, low: float | None) -> tuple[float | None, float | None, Ends]:
@@ -160,7 +162,11 @@ class TextForm(Form):
         """The form at a place. Raises: PlacementError, with the part of the text that is wrong."""
         try:
             shapes = (dims.target, dims.input, dims.second)
-            return self.place(tuple(sorted(args.items(), key=lambda item: item[0])), shapes, self._numbers(dims))
+            return self.place(
+                tuple(sorted(args.items(), key=lambda item: item[0])),
+                shapes,
+                numbers_of(dims, self._asked, self._is_wide),
+            )
         except FormError as error:
             raise self.illegal(error, args) from None
         except RecursionError:
@@ -169,13 +175,6 @@ class TextForm(Form):
     def differs_by_site(self, args: Args) -> bool:
         """Whether sites that share parameters have values of their own."""
         return "site" in self._asked and self.common(self.fill(args)) is not None
-
-    def _numbers(self, dims: Dims) -> SiteNumbers:
-        """What the text asks of a site, so that sites which do not differ in it are one place."""
-        layers, layer = layers_of(dims)
-        own = {"d_model": dims.d_model, "sites": dims.sites, "site": dims.index, "layers": layers, "layer": layer}
-        widest = dims.widest if self._is_wide else (0, 0)
-        return SiteNumbers(widest, **{name: own[name] for name in self._asked})
 
     def illegal(self, error: FormError, args: Args | None = None) -> PlacementError:
         label = "this line of the form" if error.code == "P317" else error.message
@@ -269,7 +268,7 @@ class TextForm(Form):
                     name,
                     place.sizes[name],
                     scope="common" if line.scope else "site",
-                    role="state" if name in place.copies else "fixed" if line.fixed else trained,
+                    role="state" if name in (*place.copies, *place.buffers) else "fixed" if line.fixed else trained,
                     dtype="int64" if line.value == ast.Name(PERMUTATION) else "",
                 )
                 for name, line in place.parameters.items()
@@ -367,13 +366,6 @@ def whole_numbers(node: ast.Expr) -> tuple[ast.Expr, ...]:
             return tuple(numbers)
         case _:
             return ()
-
-
-def layers_of(dims: Dims) -> tuple[int, int]:
-    """How many layers have sites, with modules outside of layers, and the number of this one."""
-    homes = [spot.home or spot.layer or spot.part for spot in dims.spots] or [""]
-    layers = list(dict.fromkeys(homes))
-    return len(layers), layers.index(homes[dims.index if dims.spots else 0])
 
 
 def _size_at(place: Place, node: ast.Expr) -> tuple[int, ...]:

@@ -384,7 +384,7 @@ class Operands:
         choice = f" with `{name}={self.function(name)}`" if self.function(name) != name else ""
         match primitive.affinity:
             case "linear" | "sum":
-                return None
+                return f"`{text}` is no map of one matrix" if primitive.name == "reshape" else None
             case "product":
                 return f"`{text}` multiplies two values that depend on the input" if sum(varying) > 1 else None
             case "quotient":

@@ -158,9 +158,17 @@ def reshaped(operands: Types) -> Type:
     """A tensor of the same entries with other dimensions."""
     type_, sizes = tensor(operands), operands[1:]
     numbers = tuple(n for n in sizes if isinstance(n, int) and not isinstance(n, bool) and n > 0)
-    if type_.batch or len(numbers) < len(sizes) or math.prod(numbers) != type_.entries:
+    if type_.batch == "ids" or len(numbers) < len(sizes) or math.prod(numbers) != type_.entries:
         raise Mismatch(f"{type_} cannot have the dimensions {', '.join(map(str, sizes))}", 0)
-    return Type(numbers)
+    return Type(numbers, type_.batch)
+
+
+def one(operands: Types) -> Type:
+    """One number of a tensor that is the same for all tokens."""
+    type_ = tensor(operands)
+    if type_.batch:
+        raise Mismatch(f"{type_} has values for each token; expected a parameter", 0)
+    return Type(())
 
 
 def narrowed(operands: Types) -> Type:
@@ -300,10 +308,6 @@ def solution(operands: Types) -> Type:
 def circulant(operands: Types) -> Type:
     (n,) = vector(operands).size
     return Type((n, n))
-
-
-def same_matrix(operands: Types) -> Type:
-    return matrix(operands)
 
 
 def left_vectors(operands: Types) -> Type:

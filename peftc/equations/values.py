@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from math import prod
 from typing import Literal, NamedTuple
 
 from peftc.diagnostics.record import record
+from peftc.forms.form import Dims
 from peftc.forms.shapes import Heads, Ids, Prompt, Rows, Scalar, Shape, Tokens, Vector, Weight
 from peftc.syntax import ast
 from peftc.syntax.printer import print_expression
@@ -89,6 +91,20 @@ class SiteNumbers(NamedTuple):
 
 
 NUMBERS_OF_SITES = ("d_model", "sites", "site", "layers", "layer")
+
+
+def numbers_of(dims: Dims, names: Collection[str], is_wide: bool) -> SiteNumbers:
+    """The numbers of these names, so that sites which do not differ in them are one place."""
+    layers, layer = layers_of(dims)
+    own = {"d_model": dims.d_model, "sites": dims.sites, "site": dims.index, "layers": layers, "layer": layer}
+    return SiteNumbers(dims.widest if is_wide else (0, 0), **{name: own[name] for name in names})
+
+
+def layers_of(dims: Dims) -> tuple[int, int]:
+    """How many layers have sites, with modules outside of layers, and the number of this one."""
+    homes = [spot.home or spot.layer or spot.part for spot in dims.spots] or [""]
+    layers = list(dict.fromkeys(homes))
+    return len(layers), layers.index(homes[dims.index if dims.spots else 0])
 
 
 class FormError(Exception):

@@ -13,6 +13,7 @@ from peftc.syntax import ast
 from peftc.syntax.walk import values, walk
 
 NONE = "none"  # an argument without a value
+BUFFER = "buffer"  # a first value of what a command fills
 PERMUTATION = "permutation"  # a first value that is an order of entries
 RANDOM = "random"  # `let i = random(n)`: one of 0, 1, … n - 1, in each forward while training
 
@@ -49,8 +50,9 @@ INITIAL_VALUES: Mapping[str, str] = {
     "truncated": "normal, cut at two deviations: truncated(std)",
     "uniform": "uniform in ±bound: uniform(bound)",
     "orthogonal": "orthonormal rows, or columns if there are more rows",
-    "identity": "ones on the diagonal",
+    "identity": "ones on the diagonal, identity(x) with x beside it",
     "signs": "1 or -1, each as likely",
+    BUFFER: "0, of a `fixed` tensor that a command fills and an adapter keeps, as `peftc.fuse` does",
     PERMUTATION: "0, 1, … n - 1 in any order, of a `fixed` vector",
 }
 

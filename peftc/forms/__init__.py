@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from peftc.forms import (
-    fusion,
     hyper,
     ladder,
     layer_attention,
@@ -40,7 +39,6 @@ __all__ = [
     "PlacementError",
     "Scope",
     "SelectiveModule",
-    "fusion",
     "hyper",
     "ladder",
     "layer_attention",

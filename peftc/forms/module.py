@@ -373,7 +373,7 @@ def draw_of(first: FirstValue, size: Sequence[int]) -> Draw:
     - a number: all entries are it;
     - normal, truncated (at two deviations), uniform: N(0, a), or U(-a, a); a is 1 without it;
     - kaiming: as the weight of `nn.Linear`, U(-1/√n, 1/√n) for the last dimension n;
-    - orthogonal: rows or columns are orthonormal; identity: ones on the diagonal;
+    - orthogonal: rows or columns are orthonormal; identity: ones on the diagonal, and a or 0 beside it;
     - signs: 1 or -1, each as likely; permutation: 0, 1, … n - 1 in any order.
     """
     if isinstance(first, int | float):
@@ -391,7 +391,7 @@ def draw_of(first: FirstValue, size: Sequence[int]) -> Draw:
         case "orthogonal":
             return lambda values, generator: nn.init.orthogonal_(values, generator=generator)
         case "identity":
-            return lambda values, generator: nn.init.eye_(values)
+            return lambda values, generator: nn.init.eye_(values).masked_fill_(values == 0, number * (kind != first))
         case "signs":
             return lambda values, generator: values.bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
         case "permutation":

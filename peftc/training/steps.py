@@ -81,7 +81,8 @@ def losses(
       PEFT.
     - `<edit>.l0` of a `masked`: penalty · the expected number of nonzero entries, until
       `peftc.calibrate` prunes.
-    - `<edit>.identity` of a `fusion`: penalty · Σ ‖I − V‖².
+    - `<edit>.NAME` of a form with a line `loss_NAME = …`, such as the `identity` of a `fusion`:
+      penalty · Σ ‖I − V‖².
     - `consistency` of all forms with random numbers, such as `mixture`: (KL(p‖p') + KL(p'‖p)) / 2
       of `logits` and those of a second forward with other numbers. It needs both arguments.
 

@@ -9,10 +9,10 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
+from peftc.equation_code.buffer_module import BufferModule
 from peftc.equations.table import FORMS
 from peftc.forms import Args, Dims, Form
 from peftc.forms.form import Spot
-from peftc.forms.fusion_module import FusionModule
 from peftc.forms.module import FormModule, build, build_of_all, build_owner, member
 from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Shape, Tokens, Vector, Weight
 
@@ -198,7 +198,7 @@ def initialised(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:
     module = owner(case, dtype)
     module.initialise(seeded, base(case, dtype))
     module.fix("a")
-    if isinstance(module, FusionModule):
+    if isinstance(module, BufferModule):
         fill(module)
     if case.in_part:
         common = build_owner(case, dtype=dtype)
@@ -212,7 +212,7 @@ def initialised(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:
     return member(module, case.sites - 1) if case.grouped else module
 
 
-def fill(module: FusionModule) -> None:
+def fill(module: BufferModule) -> None:
     """Gives a fusion its adapters."""
     for name in module.adapter():
         buffer = module.get_buffer(name)

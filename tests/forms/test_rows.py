@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 
+from peftc.equation_code.buffer_module import BufferModule
 from peftc.equations.table import FORMS
 from peftc.forms import Args, Dims, PlacementError
 from peftc.forms.arguments import ACTIVATIONS
 from peftc.forms.bottleneck_module import ACTIVATION
-from peftc.forms.fusion_module import FusionModule
 from peftc.forms.masked_module import MaskedSites
 from peftc.forms.module import build
 from peftc.forms.shapes import Heads, KeyValue, Scalar, Shape, Tokens, Vector, Weight
@@ -56,7 +56,7 @@ def test_stored_count_is_the_count_after_collapsing(case: Case) -> None:
         assert count.stored == case.sites * sum(rows.numel() for rows in initialised(case).collapsed().values())
     else:
         module = owner(case)
-        others = [module.get_buffer(name) for name in module.adapter()] if isinstance(module, FusionModule) else []
+        others = [module.get_buffer(name) for name in module.adapter()] if isinstance(module, BufferModule) else []
         assert count.stored == count.trained + sum(tensor.numel() for tensor in others)
 
 
@@ -174,8 +174,8 @@ REFUSED = [
     ("masked", {"density": 0.1}, None, T, "P310", None),
     ("layer_attention", {}, Tokens(4), T, "P301", "input"),
     ("reft", {"r": 2}, Tokens(4), T, "P317", "input"),
-    ("fusion", {"n": 2}, T, T, "P312", None),
-    ("fusion", {"n": 2, "r": 2}, Tokens(4), T, "P301", "input"),
+    ("fusion", {"n": 2}, T, T, "P317", "r"),
+    ("fusion", {"n": 2, "r": 2}, Tokens(4), T, "P317", "input"),
     ("lines", {"density": 0.1}, None, T, "P310", None),
     ("lines", {"density": 0.1, "by": "column"}, None, Vector(8), "P310", "by"),
 ]
