@@ -9,7 +9,7 @@ from peftc.diagnostics import Diagnostic, PeftcError, PeftcWarning
 if TYPE_CHECKING:
     from peftc.adapters import from_pretrained, fuse, load, push, save, warm_start
     from peftc.compiler import compile, design, parse, plan, remove, sites
-    from peftc.exchange import convert, export, import_adapter
+    from peftc.exchange import convert, export, import_adapter, inspect
     from peftc.explore import rewrite, trace
     from peftc.folding import fold
     from peftc.illustration import show
@@ -36,7 +36,7 @@ _HOMES = {
     "peftc.training.steps": ("StepCallback", "losses", "step"),
     "peftc.verification": ("verify",),
     "peftc.adapters": ("from_pretrained", "fuse", "load", "push", "save", "warm_start"),
-    "peftc.exchange": ("convert", "export", "import_adapter"),
+    "peftc.exchange": ("convert", "export", "import_adapter", "inspect"),
     "peftc.folding": ("fold",),
     "peftc.illustration": ("show",),
     "peftc.merging": ("merge",),
@@ -63,6 +63,7 @@ __all__ = [
     "fuse",
     "graphs",
     "import_adapter",
+    "inspect",
     "load",
     "losses",
     "merge",

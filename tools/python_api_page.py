@@ -17,7 +17,14 @@ import peftc
 from peftc import forms
 from peftc.addressing.sites import ActivationRef, ModuleInfo, Site, SiteTable, State, UntracedModule, WeightRef
 from peftc.diagnostics.diagnostic import Source, Span
-from peftc.exchange import ExportedModule, ExportReport, ImportedAdapter
+from peftc.exchange import (
+    EditInspection,
+    ExportedModule,
+    ExportReport,
+    ImportedAdapter,
+    Inspection,
+    LayerInspection,
+)
 from peftc.explore import TracedRegion
 from peftc.folding import dispatch
 from peftc.folding.report import Change, Folded, FoldReport, Refused
@@ -56,7 +63,7 @@ FUNCTIONS = {  # every function that peftc exports, by what it is for
     "Plan and inspect": ("plan", "sites", "design", "show", "parse"),
     "Compile": ("compile", "remove", "disabled", "set_enabled", "parameters", "specs"),
     "Train": ("step", "StepCallback", "losses", "calibrate", "fuse", "warm_start", *CHECKPOINTS),
-    "Save and load": ("save", "load", "from_pretrained", "push", "save_standalone"),
+    "Save and load": ("save", "load", "from_pretrained", "push", "inspect", "save_standalone"),
     "Fold": ("fold", "merge"),
     "Exchange with other programs": ("export", "import_adapter", "convert"),
     "Tasks": ("task", "set_task", "tasks", "add_task", "drop_task"),
@@ -97,6 +104,7 @@ RESULTS: dict[str, tuple[type, ...]] = {
     "Of `show`": (Picture,),
     "Of `fold`": (FoldReport, Folded, Refused, Change, dispatch.State),
     "Of `merge`": (MergeReport, MergedTensor),
+    "Of `inspect`": (Inspection, EditInspection, LayerInspection),
     "Of `export` and `import_adapter`": (ExportReport, ExportedModule, ImportedAdapter),
     "Of `verify`": (Verification, VerifiedEdit, NotWitnessed, Check, Finding),
     "Of `trace` and `graphs`": (TracedRegion, InstalledRegion),

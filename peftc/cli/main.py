@@ -229,6 +229,14 @@ DIFF = (
     NO_CACHE,
     MODEL_FORMAT,
 )
+INSPECT = (
+    argument("adapter", metavar="ADAPTER", help="a folder that `peftc.save` wrote"),
+    BASE_MODEL,
+    REMOTE_CODE,
+    FORMS,
+    MODEL_FORMAT,
+    JSON,
+)
 EXPORT = (
     argument("adapter", metavar="ADAPTER", help="a folder that `peftc.save` wrote"),
     argument("--to", choices=("peft", "vllm"), default="peft", help="the format (default: peft)"),
@@ -271,6 +279,7 @@ HOMES = {
     "merge": "merge_command",
     **dict.fromkeys(("export", "import", "convert"), "exchange_commands"),
     **dict.fromkeys(("diff", "lock"), "comparison_commands"),
+    "inspect": "inspect_command",
 }
 
 
@@ -314,6 +323,7 @@ def parser() -> argparse.ArgumentParser:
     for name, help, arguments in MODEL_COMMANDS:
         add(name, help, *arguments)
     add("diff", "print what differs between two specs, revisions, adapters or plans", *DIFF)
+    add("inspect", "print a saved adapter: its spec, base and counts, and how much each edit changes", *INSPECT)
     add("merge", "merge saved adapters into a safetensors checkpoint, tensor by tensor", *MERGE)
     add("export", "write an adapter in the format of another program", *EXPORT)
     add("convert", "write an adapter as one of LoRA alone", *CONVERT)
