@@ -131,19 +131,38 @@ class BaseModel:
         )
 
     @contextmanager
-    def loaded(self, names: Iterable[str]) -> Generator[dict[str, Tensor]]:
-        """Inside of the block these parameters are in memory. Yields the tensors read, by key."""
+    def loaded(self, names: Iterable[str], part: KeyGroup | None = None) -> Generator[dict[str, Tensor]]:
+        """Inside of the block these parameters are in memory. Yields the tensors read, by key.
+
+        `part`: makes slices of the parameters, which are there in place of these.
+        """
         read = dict[str, Tensor]()
         before: list[tuple[nn.Parameter, Tensor]] = []
         try:
             for name, parameter in {n: p for n in names if (p := self.parameters.get(n)) is not None}.items():
                 first = self.first(name)
                 assert first is not None
-                group = self.groups[first]
+                group = part or self.groups[first]
                 read |= {key: self.checkpoint.read(key) for key in group.keys if key not in read}
                 if id(parameter) not in self.own_values:
                     before.append((parameter, parameter.data))
                     parameter.data = group.values(read)[first]
+            yield read
+        finally:
+            for parameter, data in before:
+                parameter.data = data
+
+    @contextmanager
+    def loaded_slices(self, names: Iterable[str], index: int, count: int) -> Generator[dict[str, Tensor]]:
+        """As `loaded`, with one of `count` slices of each parameter along its first dimension."""
+        read = dict[str, Tensor]()
+        before: list[tuple[nn.Parameter, Tensor]] = []
+        try:
+            for name in names:
+                (group,), parameter = self.keys(name).values(), self.parameters[name]
+                read[group.keys[0]] = self.checkpoint.read_slice(group.keys[0], index, count)
+                before.append((parameter, parameter.data))
+                parameter.data = read[group.keys[0]]
             yield read
         finally:
             for parameter, data in before:

@@ -128,6 +128,15 @@ class Checkpoint:
             read_into(self.descriptor(entry.file), bytes_of(tensor), entry.start, entry.file)
         return tensor
 
+    def read_slice(self, key: str, index: int, count: int) -> Tensor:
+        """One of `count` equal parts of a tensor along its first dimension."""
+        entry = self.entries[key]
+        tensor = torch.empty((entry.shape[0] // count, *entry.shape[1:]), dtype=DTYPES[entry.dtype])
+        if entry.size:
+            start = entry.start + index * tensor.nbytes
+            read_into(self.descriptor(entry.file), bytes_of(tensor), start, entry.file)
+        return tensor
+
     def sample(self, key: str) -> Tensor:
         """A tensor of zeros, but for the entries that adapters keep of their base.
 

@@ -8,9 +8,9 @@ transformers' own, and run here on one group at a time.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,6 +65,38 @@ class KeyGroup:
         if len(result) < len(self.keys) or len(inner) > len(self.keys):
             raise ValueError("the conversion has no inverse")
         return result
+
+
+def split(group: KeyGroup, count: int, shapes: Mapping[str, Tensor]) -> list[KeyGroup] | None:
+    """A group for each of `count` experts, whose tensors make the slices (1, …) of the parameters;
+    None where conversions of experts by themselves are not what they are of all.
+    """
+    keys: dict[str, list[int]] = defaultdict(list)
+    for i, pattern in enumerate(group.patterns):
+        keys[pattern].append(i)
+    if any(len(own) != count for own in keys.values()):
+        return None
+    inner = tuple(group.inner[own[0]] for own in keys.values())  # each is the first of its own slices
+    groups = list[KeyGroup]()
+    for i in range(count):
+        own = tuple(group.keys[numbers[i]] for numbers in keys.values())
+        groups.append(replace(group, keys=own, patterns=tuple(keys), inner=inner))
+    return groups if all(_is_slice(group, groups, i, shapes) for i in {0, count - 1}) else None
+
+
+def _is_slice(group: KeyGroup, groups: Sequence[KeyGroup], index: int, shapes: Mapping[str, Tensor]) -> bool:
+    """Whether a part makes a slice of each parameter: by shapes, and by values of small tensors."""
+    own = groups[index]
+    generator = torch.Generator().manual_seed(0)
+    small = {key: torch.rand([4] * shapes[key].ndim, generator=generator) for key in group.keys}
+    try:
+        whole, part = group.values(shapes), own.values(shapes)
+        fits = all(part[name].shape == (1, *whole[name].shape[1:]) for name in group.names)
+        fits &= all(len(whole[name]) == len(groups) for name in group.names) and has_inverse(own, shapes)
+        values, slices = group.values(small), own.values(small)
+        return fits and all(torch.equal(values[name][index], slices[name][0]) for name in group.names)
+    except Exception:  # whatever a conversion of transformers raises
+        return False
 
 
 def converted(

@@ -279,8 +279,10 @@ def one_thread() -> Generator[None]:
         torch.set_num_threads(before)
 
 
-def write_later(submit: Callable[[Callable[[], int]], object], writer: Writer, key: str, tensor: Tensor) -> None:
-    submit(functools.partial(writer.write, key, tensor))
+def write_later(
+    submit: Callable[[Callable[[], int]], object], writer: Writer, key: str, tensor: Tensor, at: int = 0
+) -> None:
+    submit(functools.partial(writer.write, key, tensor, at))
 
 
 def in_order(

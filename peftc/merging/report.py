@@ -14,7 +14,7 @@ class MergedTensor(Record):
     """One tensor of the new checkpoint that differs from the base's, by parameter.
 
     Attributes:
-        parameter: its dotted name in the model.
+        parameter: its dotted name in the model; of an expert by itself, `name[number]`.
         keys: of the tensors of the checkpoint that hold it.
         dtype: as it is stored.
         edits: those that were folded into it.
@@ -36,9 +36,9 @@ class MergedTensor(Record):
     unchanged: float
 
     @classmethod
-    def of(cls, change: Change, keys: tuple[str, ...]) -> MergedTensor:
+    def of(cls, change: Change, keys: tuple[str, ...], expert: int | None = None) -> MergedTensor:
         return cls(
-            parameter=change.parameter,
+            parameter=change.parameter if expert is None else f"{change.parameter}[{expert}]",
             keys=keys,
             dtype=change.dtype,
             edits=change.edits,

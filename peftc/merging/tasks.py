@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from peftc.addressing.sites import parameter_name
+from peftc.addressing.sites import WeightRef, parameter_name
 from peftc.folding.computed_weight import is_computed, stored_values
 from peftc.folding.ffn_width import HiddenUnits, WiderFfn
 from peftc.folding.module_folds import combine
@@ -18,9 +19,14 @@ from peftc.folding.rounding import rounded_change
 from peftc.folding.unrounded_parameters import NEW_KEY, CannotFold, Fold
 from peftc.folding.weights import Folding
 from peftc.merging.base_model import BaseModel
-from peftc.merging.keys import KeyGroup
+from peftc.merging.keys import KeyGroup, split
 from peftc.merging.report import MergedTensor
-from peftc.planning.foldability.affine import NotAffine, affine_structure, is_table, linear_states
+from peftc.planning.foldability.affine import FoldTarget, NotAffine, affine_structure, is_table, linear_states
+
+
+class Write(Protocol):
+    def __call__(self, key: str, tensor: Tensor, at: int = 0, /) -> object:
+        """Writes a tensor, or a part of one from byte `at` on. The parts of one come in order."""
 
 
 @dataclass(eq=False)
@@ -35,6 +41,8 @@ class Task:
         units: new hidden units, by the path of their ffn.
         groups: the tensors of the checkpoint that hold them.
         unedited: keys of tensors that are computed as they are read, and change no further.
+        expert: the number of the one expert whose slices of the parameters these are.
+        experts: the folds of each expert, where all experts lie in one tensor.
     """
 
     folds: dict[str, list[Fold]] = field(default_factory=dict[str, list[Fold]])
@@ -43,6 +51,8 @@ class Task:
     units: dict[str, list[HiddenUnits]] = field(default_factory=dict[str, list[HiddenUnits]])
     groups: dict[KeyGroup, None] = field(default_factory=dict[KeyGroup, None])
     unedited: tuple[str, ...] = ()
+    expert: int | None = None
+    experts: list[list[Fold]] = field(default_factory=list[list[Fold]])
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -66,7 +76,7 @@ def tasks_of(
         tasks.append(Task(names=dict.fromkeys(names), units={path: own}))
     for task in tasks:
         _complete(base, task)
-    tasks = _joined(tasks)
+    tasks = [part for task in _joined(tasks) for part in _split(base, task)]
     edited = {key for task in tasks for key in task.keys}
     tasks += [Task(unedited=(key,)) for key in base.checkpoint.computed() if key not in edited]
     return sorted(tasks, key=lambda task: _position(base, task))
@@ -124,15 +134,76 @@ def _joined(tasks: Sequence[Task]) -> list[Task]:
     return list(result.values())
 
 
+def _split(base: BaseModel, task: Task) -> list[Task]:
+    """A task for each expert, where each has tensors of its own that are stacked as a parameter:
+    those of all experts at once may be a hundred times as large as any tensor of the checkpoint.
+    Of tensors that hold all experts it is one task, which goes through their slices.
+    """
+    if len(task.folds) != 1 or task.trained or task.units:
+        return [task]
+    ((module, folds),) = task.folds.items()
+    if experts := _stacked(base, task, folds):
+        return [replace(task, experts=experts)]
+    tasks: dict[tuple[KeyGroup, int], Task] = {}
+    parts: dict[KeyGroup, list[KeyGroup] | None] = {}
+    for fold in folds:
+        slices = {ref.stacked_slice for ref in fold.target.refs}
+        groups = {g for ref in fold.target.refs for g in base.keys(parameter_name(ref)).values()}
+        if len(groups) != 1 or len(slices) != 1:
+            return [task]
+        (group,), (expert,) = groups, slices
+        if expert is not None and group.converter is not None and group not in parts:
+            parts[group] = split(group, expert.count, base.shapes)
+        if expert is None or (own := parts.get(group)) is None:
+            return [task]
+        names, groups = dict.fromkeys(group.names), dict.fromkeys([own[expert.index]])
+        new = tasks.setdefault((group, expert.index), Task({module: []}, names, groups=groups, expert=expert.index))
+        new.folds[module].append(replace(fold, target=_alone(fold.target)))
+    return list(tasks.values())
+
+
+def _stacked(base: BaseModel, task: Task, folds: Collection[Fold]) -> list[list[Fold]]:
+    """The folds by expert, where all tensors of the task hold the slices of all experts."""
+    slices = [ref.stacked_slice for fold in folds for ref in fold.target.refs]
+    counts = {0 if one is None else one.count for one in slices}
+    count = counts.pop() if len(counts) == 1 else 0
+    entries = [base.checkpoint.entries[key] for key in task.keys]
+    is_plain = all(group.converter is None for group in task.groups)
+    is_plain = is_plain and not any(entry.key in base.checkpoint.computed() for entry in entries)
+    if not count or not is_plain or any(not e.shape or e.shape[0] % count for e in entries):
+        return []
+    experts: list[list[Fold]] = [[] for _ in range(count)]
+    for fold in folds:
+        indices = {ref.stacked_slice.index for ref in fold.target.refs if ref.stacked_slice is not None}
+        if len(indices) != 1:
+            return []
+        experts[indices.pop()].append(replace(fold, target=_alone(fold.target)))
+    return experts
+
+
+def _alone(target: FoldTarget) -> FoldTarget:
+    """A target in the slice of its expert."""
+
+    def alone(ref: WeightRef | None) -> WeightRef | None:
+        if ref is None or ref.stacked_slice is None:
+            return ref
+        return replace(ref, stacked_slice=replace(ref.stacked_slice, count=1, index=0))
+
+    return replace(target, weight=alone(target.weight), bias=alone(target.bias))
+
+
 def _position(base: BaseModel, task: Task) -> tuple[str, int]:
     entries = (base.checkpoint.entries[key] for key in task.keys)
     return min((entry.file, entry.start) for entry in entries)
 
 
-def run(base: BaseModel, task: Task, write: Callable[[str, Tensor], object]) -> list[MergedTensor]:
+def run(base: BaseModel, task: Task, write: Write) -> list[MergedTensor]:
     """Computes the tensors of a task and writes each, by key. Raises: CannotFold, P530."""
+    if task.experts:
+        numbers = range(len(task.experts))
+        return [one for expert in numbers for one in _run_expert(base, task, expert, write)]
     new = set[str]()
-    with base.loaded(task.names) as read:
+    with base.loaded(task.names, None if task.expert is None else next(iter(task.groups))) as read:
         values, changes = _values(base, task, read)
         written = set[str]()
         for group in task.groups:
@@ -147,8 +218,28 @@ def run(base: BaseModel, task: Task, write: Callable[[str, Tensor], object]) -> 
                 write(key, read[key])
     for key in task.unedited:
         write(key, base.checkpoint.read(key))
+    if task.expert is not None:
+        return [MergedTensor.of(change, tuple(k for k in task.keys if k in new), task.expert) for change in changes]
     keys = {c.parameter: [k for g in base.keys(c.parameter).values() for k in g.keys if k in new] for c in changes}
     return [MergedTensor.of(change, tuple(keys[change.parameter])) for change in changes]
+
+
+def _run_expert(base: BaseModel, task: Task, expert: int, write: Write) -> list[MergedTensor]:
+    """The slices of one expert in the tensors of all."""
+    count, (module,), merged = len(task.experts), task.folds, list[MergedTensor]()
+    with base.loaded_slices(task.names, expert, count) as read:
+        values = dict[str, tuple[Tensor, Change]]()
+        if task.experts[expert]:
+            values = combine(base.model, module, task.experts[expert], new_biases=False)
+        for group in task.groups:
+            (key,), before = group.keys, read[group.keys[0]]
+            pairs = [pair for name in base.aliases(group.names[0]) if (pair := values.get(name)) is not None]
+            stored = pairs[0][0].contiguous() if pairs else before
+            write(key, stored, expert * before.nbytes)
+            for _, change in pairs:
+                keys = () if same_bits(stored, before) else (key,)
+                merged.append(MergedTensor.of(change, keys, expert))
+    return merged
 
 
 def _values(base: BaseModel, task: Task, read: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Change]]:

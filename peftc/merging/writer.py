@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -24,12 +25,12 @@ class Writer:
     """The open files of a folder, with their headers.
 
     Args: `files`: those that this process writes; tensors of others are dropped. `hashed`: keeps
-    the sha256 of each tensor in `digests`.
+    the sha256 of each tensor, for `digests`.
     """
 
     def __init__(self, folder: Path, layout: Layout, files: Collection[str], hashed: bool = False) -> None:
         self.folder, self.layout, self.hashed = folder, layout, hashed
-        self.digests: dict[str, str] = {}
+        self.hashes: dict[str, Any] = {}
         self.files: dict[str, int] = {}
         for file in files:
             shard = layout.shards[file]
@@ -48,17 +49,22 @@ class Writer:
         start_writing(target, copy.to, copy.size)
         return copy.size
 
-    def write(self, key: str, tensor: Tensor) -> int:
+    def write(self, key: str, tensor: Tensor, at: int = 0) -> int:
+        """A tensor, or a part of one from byte `at` on. The parts of one come in order."""
         entry = self.layout.entries[key]
-        assert tuple(tensor.shape) == entry.shape
+        assert tuple(tensor.shape) == entry.shape or at + tensor.nbytes <= entry.size
         if entry.file not in self.files:
             return 0
         data = bytes_of(tensor.contiguous())
         if self.hashed:
-            self.digests[key] = hashlib.sha256(data).hexdigest()
-        write_all(self.files[entry.file], data, entry.start)
-        start_writing(self.files[entry.file], entry.start, entry.size)
-        return entry.size
+            self.hashes.setdefault(key, hashlib.sha256()).update(data)
+        write_all(self.files[entry.file], data, entry.start + at)
+        start_writing(self.files[entry.file], entry.start + at, len(data))
+        return len(data)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        return {key: sha.hexdigest() for key, sha in self.hashes.items()}
 
     def flush(self) -> None:
         for descriptor in self.files.values():
