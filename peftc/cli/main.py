@@ -212,6 +212,9 @@ MERGE = (
     argument("--dry-run", action="store_true", help="say what would be merged, and write nothing"),
     argument("--verify", action="store_true", help="read the new files again, and compare, before they appear"),
     argument("--jobs", type=int, default=1, metavar="N", help="processes on this machine"),
+    argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where sums are computed (default: auto)"
+    ),
     REMOTE_CODE,
     FORMS,
     MODEL_FORMAT,

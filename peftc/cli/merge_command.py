@@ -22,6 +22,7 @@ def run_merge(args: Namespace) -> int:
             widen=args.widen,
             untie=args.untie,
             dequantize=args.dequantize,
+            device=args.device,
             other_weights=args.other_weights,
             trust_remote_code=args.trust_remote_code,
             dry_run=args.dry_run,

@@ -35,9 +35,9 @@ def combine(
     Raises: P530 (NaN or infinite entries), CannotFold (the module has no place for a bias, or has a
     forward of its own that computes something else).
     """
-    parameters = unrounded(model, module, folds, new_biases)
     edits = tuple(dict.fromkeys(fold.site_edit.edit for fold in sorted(folds, key=lambda fold: fold.position)))
-    values = dict(parameters.rounded(edits))
+    with whole_products():
+        values = dict(unrounded(model, module, folds, new_biases).rounded(edits))
     for name, (value, _) in values.items():
         owner, _, attribute = name.rpartition(".")
         own = model.get_submodule(owner)
@@ -49,6 +49,17 @@ def combine(
             way_out = "; a plain parameter can take its place only where all edits fold" if has_plain else ""
             raise CannotFold(edits[-1], reason + way_out)
     return values
+
+
+@shielded
+def whole_products() -> Generator[None]:
+    """Inside of the block products are those of float32, whatever the process has chosen."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def unrounded(model: nn.Module, module: str, folds: Sequence[Fold], new_biases: bool = True) -> UnroundedParameters:

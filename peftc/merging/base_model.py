@@ -57,6 +57,7 @@ class BaseModel:
         for name, parameter in self.parameters.items():
             self.names[id(parameter)].append(name)
         self.own_values = set[int]()  # parameters with values of their own
+        self.device = torch.device("cpu")  # where sums are computed
         self.assign()
 
     def assign(self) -> None:
@@ -144,9 +145,9 @@ class BaseModel:
                 assert first is not None
                 group = part or self.groups[first]
                 read |= {key: self.checkpoint.read(key) for key in group.keys if key not in read}
-                if id(parameter) not in self.own_values:
-                    before.append((parameter, parameter.data))
-                    parameter.data = group.values(read)[first]
+                before.append((parameter, parameter.data))
+                has_own = id(parameter) in self.own_values
+                parameter.data = (parameter.data if has_own else group.values(read)[first]).to(self.device)
             yield read
         finally:
             for parameter, data in before:
@@ -162,7 +163,7 @@ class BaseModel:
                 (group,), parameter = self.keys(name).values(), self.parameters[name]
                 read[group.keys[0]] = self.checkpoint.read_slice(group.keys[0], index, count)
                 before.append((parameter, parameter.data))
-                parameter.data = read[group.keys[0]]
+                parameter.data = read[group.keys[0]].to(self.device)
             yield read
         finally:
             for parameter, data in before:

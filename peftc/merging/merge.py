@@ -25,7 +25,7 @@ from peftc.merging.dequantization import DenseCheckpoint
 from peftc.merging.destination import check_destination, destination, unwritable
 from peftc.merging.layout import Changes, Copy, Layout, layout_of
 from peftc.merging.other_files import CONFIGURATION, REPORT, change_configuration, copy_files, other_files
-from peftc.merging.processes import Counter, Ranks, check_jobs, in_processes, ranks, work_folder
+from peftc.merging.processes import Counter, Ranks, check_jobs, device_of, in_processes, ranks, work_folder
 from peftc.merging.report import MergedTensor, MergeReport
 from peftc.merging.rest import save_rest
 from peftc.merging.tasks import Task, lacking_biases, run, tasks_of
@@ -49,6 +49,7 @@ def merge(
     widen: bool = False,
     untie: bool = False,
     dequantize: bool = False,
+    device: str = "auto",
     progress: Callable[[int, int], object] | None = None,
 ) -> MergeReport:
     """Merges saved adapters into a safetensors checkpoint, and writes the result as a new folder.
@@ -79,6 +80,8 @@ def merge(
             library that quantised them (bitsandbytes, torchao, compressed-tensors, fp8 of
             transformers), and folded into; the configuration says so. They have the dtype that the
             configuration names, or that the library gives.
+        device: where sums are computed: "cpu", "cuda", or "auto", a GPU if there is one and `jobs`
+            is 1. One weight at a time is on it.
         progress: is called with the bytes written so far, and those in all.
 
     Returns:
@@ -96,11 +99,12 @@ def merge(
         raise PeftcError(Diagnostic("P545", "`merge` writes a checkpoint", help="name its folder as `output`"))
     if target is not None:
         check_destination(target)
+    place = device_of(device, check_jobs(jobs))
     with ranks() as rank:
         opened = open_base(base, trust_remote_code, dequantize)
         try:
             load_adapters(opened, paths, other_weights)
-            options = Options(partial, widen, verify, check_jobs(jobs), rank, progress or (lambda done, total: None))
+            options = Options(partial, widen, verify, jobs, rank, progress or (lambda done, total: None), place)
             checkpoint = opened.checkpoint
             changes = checkpoint.changes() if isinstance(checkpoint, DenseCheckpoint) else Changes()
             if untie:
@@ -117,7 +121,9 @@ def trained_names(model: nn.Module) -> set[str]:
 
 @dataclass(frozen=True)
 class Options:
-    """`partial`: some edits may stay. `widen`: or widen an ffn. `tell`: is told of bytes."""
+    """`partial`: some edits may stay. `widen`: or widen an ffn. `tell`: is told of bytes. `device`:
+    of the sums.
+    """
 
     partial: bool
     widen: bool
@@ -125,6 +131,7 @@ class Options:
     jobs: int
     ranks: Ranks
     tell: Callable[[int, int], object]
+    device: torch.device
 
 
 class Merge:
@@ -170,13 +177,30 @@ class Merge:
         layout = layout_of(base, self.changes)
         with destination(target) if ranks.rank == 0 else nullcontext() as own:
             work = work_folder(ranks, own)
-            parts = ranks.all(lambda: self.write_tensors(target, work, layout, tasks))
+            with self.on_device():
+                parts = ranks.all(lambda: self.write_tensors(target, work, layout, tasks))
             tensors = {one.parameter: one for part in parts for one in part.tensors}
             report = self.report(folded, tasks, target, tensors.values())
             digests = {key: text for part in parts for key, text in part.digests.items()}
             ranks.all(lambda: own is not None and self.finish(target, work, layout, report, digests))
         ranks.first(True)  # all wait until the folder is there
         return report
+
+    @contextmanager
+    def on_device(self) -> Generator[None]:
+        """Inside of the block sums are computed on the device, where parameters of edits are."""
+        own = [form for edit in self.folding.record.site_edits for form in self.folding.modules(edit).values()]
+        forms = [form for one in own for form in (one, one.owner_module) if form is not None]
+        before = self.base.device
+        try:
+            self.base.device = self.options.device
+            for form in forms:
+                form.to(self.base.device)
+            yield
+        finally:
+            self.base.device = before
+            for form in forms:
+                form.to(before)
 
     def finish(self, target: Path, work: Path, layout: Layout, report: MergeReport, digests: Mapping[str, str]) -> None:
         """Writes what is no weight, and verifies all."""

@@ -24,6 +24,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 
 T = TypeVar("T")
 POLL = 0.2  # seconds
+DEVICES = ("auto", "cpu", "cuda")
 _work: list[Callable[[int], Any]] = []  # of the forked processes, which inherit it
 
 
@@ -87,6 +88,29 @@ def check_jobs(jobs: int) -> int:
     if jobs > 1 and "fork" not in multiprocessing.get_all_start_methods():
         raise PeftcError(Diagnostic("P545", "this system cannot fork processes", help="leave out `jobs`"))
     return jobs
+
+
+def device_of(name: str, jobs: int) -> torch.device:
+    """Where sums are computed: "auto" is a GPU if there is one, of `torchrun` that of the rank.
+
+    Raises: P545 for a device that is not there, or that forked processes cannot use.
+    """
+    if name == "auto":
+        name = "cuda" if jobs == 1 and torch.cuda.is_available() else "cpu"
+    if name not in DEVICES[1:]:
+        raise PeftcError(Diagnostic("P545", f"`device` is {', '.join(DEVICES)}, not {name!r}"))
+    if name == "cpu":
+        return torch.device(name)
+    if not torch.cuda.is_available():
+        raise PeftcError(
+            Diagnostic("P545", "this machine has no CUDA device", help='leave out `device`, or name "cpu"')
+        )
+    if jobs > 1:
+        message = "forked processes cannot use a GPU"
+        raise PeftcError(
+            Diagnostic("P545", message, help="leave out `jobs`; `torchrun` starts one process for each GPU")
+        )
+    return torch.device(name, int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,7 @@ def run(base: BaseModel, task: Task, write: Write) -> list[MergedTensor]:
         written = set[str]()
         for group in task.groups:
             for key, tensor in _tensors(base, group, values, read).items():
-                stored = tensor.to(read[key].dtype).contiguous()
+                stored = tensor.to(read[key].dtype).cpu().contiguous()
                 if group.converter is None or not same_bits(stored, read[key]):
                     new.add(key)
                 write(key, stored)
@@ -234,7 +234,7 @@ def _run_expert(base: BaseModel, task: Task, expert: int, write: Write) -> list[
         for group in task.groups:
             (key,), before = group.keys, read[group.keys[0]]
             pairs = [pair for name in base.aliases(group.names[0]) if (pair := values.get(name)) is not None]
-            stored = pairs[0][0].contiguous() if pairs else before
+            stored = pairs[0][0].cpu().contiguous() if pairs else before
             write(key, stored, expert * before.nbytes)
             for _, change in pairs:
                 keys = () if same_bits(stored, before) else (key,)
@@ -265,7 +265,7 @@ def _values(base: BaseModel, task: Task, read: Mapping[str, Tensor]) -> tuple[di
         if name not in values:
             values[name] = base.parameters[name].data
         if name not in seen:
-            before = _before(base, name, read)
+            before = _before(base, name, read).to(values[name].device)
             changes.append(rounded_change(name, before, values[name], (edit,))[1])
     return values, changes
 
