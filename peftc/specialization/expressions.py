@@ -5,6 +5,7 @@ import itertools
 import keyword
 import math
 import operator
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -180,7 +181,7 @@ def call_arguments(signature: inspect.Signature, values: Iterable[str] | None = 
 
 
 def wrapped(line: str) -> list[str]:
-    """`line`, or the lines of a call longer than `WIDTH`, with one argument a line."""
+    """`line`, or the lines of a call or sum longer than `WIDTH`, with one argument a line."""
     if len(line) <= WIDTH or not line.endswith(")"):
         return [line]
     depth, cuts = 0, [len(line) - 1]  # positions of the call's brackets and commas, the last first
@@ -191,7 +192,9 @@ def wrapped(line: str) -> list[str]:
         if depth == 0:
             break
     parts = [line[start + 1 : stop].strip() for start, stop in itertools.pairwise(reversed(cuts))]
-    return [line[: cuts[-1] + 1], *(f"    {p}," for p in parts), ")"]
+    is_call = re.search(r"[\w\])]$", line[: cuts[-1]]) is not None
+    comma = "," if is_call or len(parts) > 1 else ""  # else it would make a tuple of a value in brackets
+    return [line[: cuts[-1] + 1], *(f"    {p}{comma}" for p in parts), ")"]
 
 
 def write_dispatch(choices: list[tuple[tuple[str, ...], str]]) -> list[str]:
