@@ -7,9 +7,10 @@ OLDEST := .venv-oldest/ready
 FOREIGN := .venv-foreign/ready
 WORKFLOWS := .venv-workflows/ready
 QUANTIZED := .venv-quantized/ready
+ADAPTERHUB := .venv-adapterhub/ready
 CORE := tests/models tests/tracing tests/observation tests/recognition tests/rewriting tests/specialization tests/adapters/test_saved.py tests/adapters/test_saved_refusals.py tests/test_compiler.py --ignore tests/specialization/test_variants.py
 
-.PHONY: demo test test-full oldest lint format types tables package check benchmarks coverage adversarial interrupts verify mutants suite docs foreign workflows quantized clean
+.PHONY: demo test test-full oldest lint format types tables package check benchmarks coverage adversarial interrupts verify mutants suite docs foreign workflows quantized adapterhub adapterhub-recorded clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -112,6 +113,14 @@ workflows: $(WORKFLOWS)
 quantized: $(QUANTIZED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/merging/test_dequantization.py
 
+# The adapters of tests/exchange/adapterhub in AdapterHub's own library: its outputs are those that are recorded.
+adapterhub: $(ADAPTERHUB)
+	OMP_NUM_THREADS=1 .venv-adapterhub/bin/python -m tests.exchange.adapterhub.record --check tests/exchange/adapterhub/recorded
+
+# Records them anew.
+adapterhub-recorded: $(ADAPTERHUB)
+	OMP_NUM_THREADS=1 .venv-adapterhub/bin/python -m tests.exchange.adapterhub.record
+
 # Each finds in .venv what it does not have itself.
 define beside
 $(BIN)/python -m venv --clear $(1)
@@ -135,6 +144,10 @@ $(WORKFLOWS): $(READY) constraints-workflows.txt
 
 $(QUANTIZED): $(READY) constraints-quantized.txt
 	$(PIP) install --quiet --no-deps --upgrade --target .venv-quantized/packages -r constraints-quantized.txt
+	touch $@
+
+$(ADAPTERHUB): $(READY) constraints-adapterhub.txt
+	$(call beside,.venv-adapterhub,constraints-adapterhub.txt)
 	touch $@
 
 clean:

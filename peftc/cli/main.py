@@ -254,7 +254,7 @@ EXPORT = (
     JSON,
 )
 IMPORT = (
-    argument("source", metavar="DIR|HUB_ID", help="a folder that PEFT's save_pretrained wrote, or a hub id"),
+    argument("source", metavar="DIR|HUB_ID", help="a folder that PEFT or AdapterHub wrote, or a hub id"),
     argument("-o", "--output", required=True, metavar="ADAPTER", help="a new folder for the adapter"),
     BASE_MODEL,
     REMOTE_CODE,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -18,6 +18,10 @@ from peftc.adapters.files import path_of
 from peftc.adapters.loading import check_tensors, notify_forms
 from peftc.adapters.saving import save_as
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.exchange.adapterhub import folder as hub_folder
+from peftc.exchange.adapterhub.folder import HubAdapter
+from peftc.exchange.adapterhub.reading import read_parts
+from peftc.exchange.adapterhub.site_parts import fill_sites, site_edits_of
 from peftc.exchange.edited_model import Base, Model, open_model
 from peftc.exchange.peft_format import folder as peft_folder
 from peftc.exchange.peft_format.config import PeftConfig
@@ -39,14 +43,16 @@ class ImportedAdapter(NamedTuple):
         output: the folder of the adapter.
         spec: its text.
         tensors: how many it has.
+        notes: what of the source matters while training alone, and did not come.
     """
 
     output: str
     spec: str
     tensors: int
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.spec.rstrip()}\n\nwrote {self.output} ({self.tensors} tensors)"
+        return "\n".join((self.spec, *self.notes, f"wrote {self.output} ({self.tensors} tensors)"))
 
 
 def import_adapter(
@@ -56,14 +62,15 @@ def import_adapter(
     model: Model | None = None,
     trust_remote_code: bool = False,
 ) -> ImportedAdapter:
-    """Writes an adapter of PEFT as one of peftc's, with the same function and bits.
+    """Writes an adapter of PEFT or AdapterHub as one of peftc's, with the same function and bits.
 
-    The spec has the equations of PEFT's type at the modules for which there are tensors; modules
-    that PEFT saves whole are in `train` statements. `load` compiles it as any other.
+    The spec has the equations of the adapter's type at the modules for which there are tensors;
+    modules that are saved whole are in `train` statements. `load` compiles it as any other.
 
     Args:
-        source: a folder with adapter_config.json and adapter_model.safetensors, or a hub id. A
-            pickle (adapter_model.bin) is read as tensors alone, which runs no code.
+        source: a folder with adapter_config.json and tensors, that PEFT or the library `adapters`
+            wrote, or a hub id. A pickle (adapter_model.bin, pytorch_adapter.bin) is read as
+            tensors alone, which runs no code.
         output: a new folder, or one with an adapter, which is replaced.
         model: the base, by default the one that the configuration names. Its weights need not be
             there; where they are, the adapter has samples of them, as `save` takes them.
@@ -78,11 +85,36 @@ def import_adapter(
             that do not fit the base). After an error nothing is written.
     """
     folder = source_folder(source)
-    values, tensors = peft_folder.read(folder)
+    values = peft_folder.read_config(folder / peft_folder.CONFIG)
+    if hub_folder.is_of_adapterhub(values):
+        return _import_from_adapterhub(hub_folder.read_hub_adapter(folder, values), model, trust_remote_code, output)
+    tensors = peft_folder.read_tensors(folder, peft_folder.TENSORS, peft_folder.PICKLED)
     config = PeftConfig(values)
-    base = open_base_of(config, model, trust_remote_code)
+    base = open_base_of(config.base, model, trust_remote_code)
     try:
         return write_adapter(base, read_peft(config, tensors, base.module), path_of(output), output_name(output))
+    finally:
+        base.close()
+
+
+def _import_from_adapterhub(
+    adapter: HubAdapter, model: Model | None, trust_remote_code: bool, output: str | PathLike[str]
+) -> ImportedAdapter:
+    base = open_base_of(adapter.base, model, trust_remote_code)
+    try:
+        compiled = CompiledModel.active(base.module)
+        read = read_parts(adapter, compiled.analysis.table, base.module)
+        selectors = Selectors(compiled.analysis.table)
+        edits = site_edits_of(read.parts, selectors)
+        texts = [edit.text for edit in edits] + trained_text(list(read.heads), selectors, "head")
+
+        def finish(module: nn.Module) -> None:
+            fill_sites(module, edits)
+            _fill_saved(module, read.heads)
+
+        count = len({id(tensor) for part in read.parts for tensor in part.tensors.values()}) + len(read.heads)
+        result = write_text(base, compiled, texts, finish, path_of(output), output_name(output), count)
+        return result._replace(notes=tuple(adapter.notes))
     finally:
         base.close()
 
@@ -96,13 +128,13 @@ def source_folder(source: str | PathLike[str]) -> Path:
     if name.count("/") != 1 or path.exists():
         raise peft_folder.damaged(f"there is no folder {name}, and it is no hub id")
     try:
-        return Path(snapshot_download(name, allow_patterns=list(peft_folder.FILES)))
+        return Path(snapshot_download(name, allow_patterns=[*peft_folder.FILES, *hub_folder.FILES]))
     except (OSError, HFValidationError) as error:
         raise peft_folder.damaged(f"the hub did not return `{name}`", error_summary(error)) from error
 
 
-def open_base_of(config: PeftConfig, model: Model | None, trust_remote_code: bool) -> Base:
-    chosen = config.base if model is None else model
+def open_base_of(named: str | None, model: Model | None, trust_remote_code: bool) -> Base:
+    chosen = named if model is None else model
     if chosen is None:
         raise PeftcError(Diagnostic("P545", "the configuration names no base", help="name it: `--model`, or `model=`"))
     if is_installed(chosen):
@@ -123,12 +155,27 @@ def write_adapter(base: Base, incoming: Incoming, target: Path, name: str) -> Im
     edits = edits_of(incoming.parts, selectors, incoming.name)
     texts = [edit.text for edit in edits] + trained_text(list(incoming.saved), selectors, "saved")
     forms = dict.fromkeys(part.form.strip() for part in incoming.parts if part.form)
-    text = "\n".join(["peft 2", "", *(f"{form}\n" for form in forms), *texts, ""])
+    texts = [*(f"{form}\n" for form in forms), *texts]
+    count = sum(len(part.tensors) for part in incoming.parts) + len(incoming.common) + len(incoming.saved)
+    finish = partial(_fill, edits=edits, saved=incoming.saved, common=incoming.common)
+    return write_text(base, compiled, texts, finish, target, name, count)
+
+
+def write_text(
+    base: Base,
+    compiled: CompiledModel,
+    texts: list[str],
+    finish: Callable[[nn.Module], None],
+    target: Path,
+    name: str,
+    count: int,
+) -> ImportedAdapter:
+    """Compiles statements onto the base, lets `finish` fill `count` tensors, and saves them."""
+    text = "\n".join(["peft 2", "", *texts, ""])
     try:
         spec = expand(parse_text(text), include=None)
         planned = compiled.plan(spec, ())
         installed = InstalledSpec(name, spec, planned.plan, 0)
-        finish = partial(_fill, edits=edits, saved=incoming.saved, common=incoming.common)
         compiled.add(installed, planned, tasks=(), finish=finish, draw=False)
     except PeftcError as error:
         if error.diagnostics[0].code.startswith(("P5", "P8")):  # of the base, or of the adapter
@@ -140,8 +187,7 @@ def write_adapter(base: Base, incoming: Incoming, target: Path, name: str) -> Im
     try:
         record = installation_of(base.module)
         save_as(base.module, target, description=_description(base, record))
-        count = len(record.form_modules) and sum(len(part.tensors) for edit in edits for part in edit.parts.values())
-        return ImportedAdapter(str(target), installed.text, count + len(incoming.common) + len(incoming.saved))
+        return ImportedAdapter(str(target), installed.text, count)
     finally:
         compiled.remove()
 
@@ -188,12 +234,18 @@ def _fill(
                 _set(model.get_submodule(place).get_parameter(name.partition(".")[2]), tensor, name)  # pyright: ignore[reportArgumentType]
     if left:
         raise unfit(f"`{min(left)[1]}` is not among the modules that the edits change")
-    for place in record.trained.values():
+    _fill_saved(model, saved)
+    notify_forms(model)
+
+
+@torch.no_grad()
+def _fill_saved(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Gives parameters of the base the tensors themselves. Raises: P804."""
+    for place in installation_of(model).trained.values():
         name = next((name for name in _aliases(model, place) if name in saved), None)
         if name is None:
             raise unfit(f"`{place}` would be trained, and the adapter has no values for it")
         _set(model.get_parameter(place), saved[name], place)
-    notify_forms(model)
 
 
 def _aliases(model: nn.Module, name: str) -> list[str]:

@@ -42,7 +42,7 @@ def edits_of(parts: Iterable[ModulePart], selectors: Selectors, name: str) -> li
     for number, ((equation, step), own) in enumerate(groups.items(), 1):
         arms = _selector(selectors, list(own), step)
         edit = name if len(groups) == 1 else f"{name}_{number}"
-        edits.append(IncomingEdit(edit, _statement(f"edit {edit} at ", arms, f" {{ {equation} }}"), own))
+        edits.append(IncomingEdit(edit, statement(f"edit {edit} at ", arms, f" {{ {equation} }}"), own))
     return edits
 
 
@@ -60,7 +60,7 @@ def trained_text(parameters: Sequence[str], selectors: Selectors, name: str) -> 
     texts = list[str]()
     for number, (states, own) in enumerate(groups.items(), 1):
         train = name if len(groups) == 1 else f"{name}_{number}"
-        texts.append(_statement(f"train {train} = [{', '.join(states)}] at ", _selector(selectors, own, ""), ""))
+        texts.append(statement(f"train {train} = [{', '.join(states)}] at ", _selector(selectors, own, ""), ""))
     return texts
 
 
@@ -71,7 +71,8 @@ def _selector(selectors: Selectors, modules: list[str], step: str) -> list[str]:
     return text.split(" | ")
 
 
-def _statement(head: str, arms: Sequence[str], tail: str) -> str:
+def statement(head: str, arms: Sequence[str], tail: str) -> str:
+    """A statement on one line, or with its arms on lines of their own."""
     line = head + " | ".join(arms) + tail
     return line if len(line) <= _WIDTH else head + "\n    | ".join(arms) + tail
 

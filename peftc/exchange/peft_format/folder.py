@@ -35,11 +35,6 @@ def write(target: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
             raise unwritable(target, error if isinstance(error, OSError) else OSError(str(error))) from error
 
 
-def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Raises: P026, P027 (no regular file, too large), P803 (missing or damaged)."""
-    return read_config(folder / CONFIG), read_tensors(folder, TENSORS, PICKLED)
-
-
 def read_config(path: Path) -> dict[str, Any]:
     """A JSON object. Raises: P026, P027, P803."""
     try:

@@ -1,0 +1,1 @@
+"""The files, names and configurations of AdapterHub's library, `adapters`."""

@@ -1,0 +1,100 @@
+"""Where AdapterHub's library keeps the parts of an adapter, and the sites that these are at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+from torch import nn
+
+from peftc.addressing.sites import Site, SiteTable
+from peftc.diagnostics.suggestions import did_you_mean
+from peftc.exchange.spec_text import unfit
+
+# The dictionaries of a layer, for sub-layers whose residual sum is code of the layer itself. A
+# module of its own for the sum has them as `adapters`.
+LAYER_NAMES = {"self": "attention_adapters", "cross": "cross_attention_adapters", "ffn": "output_adapters"}
+_OUTPUTS = {"self": "o", "cross": "o", "ffn": "down"}
+
+
+class HubPlaces:
+    """The sites of a model by the names of AdapterHub's library."""
+
+    def __init__(self, table: SiteTable, model: nn.Module) -> None:
+        self.sites = {site.path: site for site in table.sites}
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.prefix = getattr(model, "base_model_prefix", "")
+
+    @cached_property
+    def sublayers(self) -> list[Site]:
+        """Attentions and ffns inside of layers, in the order of the model."""
+        return [site for site in self.sites.values() if site.steps_in_layer and site.steps[-1][0] in _OUTPUTS]
+
+    def module(self, name: str) -> str:
+        """The module of that name, with a head around the model or without. Raises: P804."""
+        names = [name, f"{self.prefix}.{name}", name.removeprefix(f"{self.prefix}."), name.partition(".")[2]]
+        own = next((one for one in names if one in self.modules), None)
+        if own is None:
+            near = did_you_mean(name, list(self.modules))
+            raise unfit(f"the model has no module `{name}`", *((near,) if near else ()))
+        return own
+
+    def sublayer(self, owner: str) -> Site:
+        """The sub-layer whose parts a module has. Raises: P804."""
+        parent, _, last = owner.rpartition(".")
+        kind = next((kind for kind, name in LAYER_NAMES.items() if name == last), None)
+        module = self.module(owner if kind is None else parent)
+        inside = [site for site in self.sublayers if self._has_output(module, site)]
+        chosen = inside if len(inside) == 1 else [site for site in inside if site.steps[-1][0] == kind]
+        if len(chosen) != 1:
+            raise unfit(f"`{owner}` is not of one attention or ffn of the model")
+        return chosen[0]
+
+    def _has_output(self, module: str, site: Site) -> bool:
+        output = self.sites.get(f"{site.path}.{_OUTPUTS[site.steps[-1][0]]}")
+        return output is not None and f"{output.module}.".startswith(f"{module}.")
+
+    def attention(self, module: str) -> Site:
+        """The attention that a module computes. Raises: P804."""
+        for site in self.sublayers:
+            query = self.sites.get(f"{site.path}.q")
+            if query is not None and site.steps[-1][0] != "ffn" and f"{query.module}.".startswith(f"{module}."):
+                return site
+        raise unfit(f"`{module}` is no attention of the model")
+
+    def has_relative_positions(self, site: Site) -> bool:
+        """Whether trained numbers of the distance of tokens are added to the scores."""
+        first = next(other for other in self.sublayers if other.group == site.group)
+        return any(isinstance(one, nn.Embedding) for one in self.modules[first.module].modules())
+
+    def projections(self, module: str) -> list[Site]:
+        """The sites of a Linear; q, k and v of a fused one."""
+        own = (site for site in self.sites.values() if site.module == module and "w" in site.states)
+        return [site for site in own if "x" in site.states]
+
+    def layer_number(self, site: Site) -> int:
+        """As the library counts: those of an encoder first, those of a decoder behind them."""
+        number = next(number for name, number in site.steps if name == "layer")
+        assert number is not None
+        if site.steps[0][0] != "decoder":
+            return number
+        return number + len({other.steps[:2] for other in self.sublayers if other.steps[0][0] == "encoder"})
+
+    def is_behind_norm(self, site: Site) -> bool:
+        """Whether the layer normalises the sum with the residual stream, as BERT does."""
+        norm, add = (self.sites.get(f"{site.path}.{name}") for name in ("norm", "add"))
+        if norm is None or add is None:
+            return False
+        return norm.states["x"].activation == add.states["h"].activation
+
+    def shares_residual(self, site: Site) -> bool:
+        """Whether another sub-layer of the layer is added to the same residual stream."""
+        return any(other.states["res"] == site.states["res"] for other in self._beside(site))
+
+    def _beside(self, site: Site) -> Iterator[Site]:
+        depth = len(site.steps) - len(site.steps_in_layer)
+        return (
+            other
+            for other in self.sublayers
+            if other.path != site.path and other.steps[:depth] == site.steps[:depth] and "res" in other.states
+        )

@@ -1,0 +1,98 @@
+"""The parts of an adapter by site, the edits of a spec that they make, and their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from peftc.adapters.loading import check_tensors
+from peftc.addressing.sites import Site
+from peftc.exchange.selector_text import Selectors
+from peftc.exchange.spec_text import statement, unfit
+from peftc.installation.record import installation_of
+
+
+@dataclass(frozen=True, eq=False)
+class SitePart:
+    """What an adapter has at a site. `tensors`: by `form.parameter`."""
+
+    kind: str
+    site: Site
+    equations: tuple[str, ...]
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class SiteEdits:
+    """An edit of a spec, with its parts by the paths of their sites."""
+
+    name: str
+    text: str
+    parts: Mapping[str, SitePart]
+
+
+def site_edits_of(parts: Iterable[SitePart], selectors: Selectors) -> list[SiteEdits]:
+    """One edit for each equation. Raises: P804 for sites that no selector selects alone."""
+    groups: dict[tuple[str, tuple[str, ...]], list[SitePart]] = {}
+    for part in parts:
+        groups.setdefault((part.kind, part.equations), []).append(part)
+    edits = list[SiteEdits]()
+    for (kind, equations), own in groups.items():
+        same = [one for one in groups if one[0] == kind]
+        name = kind if len(same) == 1 else f"{kind}_{same.index((kind, equations)) + 1}"
+        arms = [arm for step, modules in _by_step(own).items() for arm in _arms(selectors, modules, step)]
+        body = equations[0] if len(equations) == 1 else "\n    ".join(("", *equations)) + "\n"
+        tail = f" {{ {body} }}" if len(equations) == 1 else f" {{{body}}}"
+        edits.append(SiteEdits(name, statement(f"edit {name} at ", arms, tail), {p.site.path: p for p in own}))
+    return edits
+
+
+def _by_step(parts: Iterable[SitePart]) -> dict[str, list[str]]:
+    steps: dict[str, list[str]] = {}
+    for part in parts:
+        steps.setdefault(part.site.steps[-1][0], []).append(part.site.module)
+    return steps
+
+
+def _arms(selectors: Selectors, modules: list[str], step: str) -> list[str]:
+    text = selectors.text(modules, step)
+    if text is None:
+        raise unfit(f"no selector names `{modules[0]}` and the others like it alone")
+    return text.split(" | ")
+
+
+@torch.no_grad()
+def fill_sites(model: nn.Module, edits: list[SiteEdits]) -> int:
+    """Gives the parameters of forms the tensors themselves, in their dtypes. Raises: P804.
+
+    Returns: how many tensors the parts have.
+    """
+    record, filled = installation_of(model), set[str]()
+    parts = {(edit.name, path): part for edit in edits for path, part in edit.parts.items()}
+    for site_edit in record.site_edits:
+        part = parts.pop((site_edit.edit, site_edit.site.path), None)
+        if part is None:
+            raise unfit(f"`{site_edit.edit}` is at `{site_edit.site.path}`, for which the adapter has no tensors")
+        for instance in site_edit.instances:
+            for owner in dict.fromkeys((site_edit.owner_path, instance.owner)):
+                place = record.form_modules.get(f"{site_edit.edit}/{owner}/{instance.key}")
+                for name, parameter in model.get_submodule(place).named_parameters() if place is not None else ():
+                    tensor = part.tensors.get(f"{instance.key}.{name}")
+                    if tensor is None:
+                        raise unfit(f"`{site_edit.site.path}` has no tensor for `{instance.key}.{name}`")
+                    assign(parameter, tensor, f"{site_edit.site.path}/{instance.key}.{name}")
+                    filled.add(f"{site_edit.edit}/{owner}/{instance.key}.{name}")
+    if parts:
+        raise unfit(f"`{next(iter(parts))[1]}` is not among the sites that the edits change")
+    return len(filled)
+
+
+def assign(parameter: nn.Parameter, tensor: Tensor, name: str) -> None:
+    """Raises: P561 for infinite or NaN values, P804 for another shape."""
+    if parameter.numel() != tensor.numel():
+        raise unfit(f"`{name}` is {list(tensor.shape)} in the adapter, and {list(parameter.shape)} is expected")
+    check_tensors({name: tensor}, {name: tensor})
+    parameter.data = tensor.detach().reshape(parameter.shape).contiguous().clone()
