@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from peftc.compiler import plan_edits, sites, warn_of_unplaced
 from peftc.concurrency.garbage_collection import paused_gc
+from peftc.fakes.tensors import fake_mode
+from peftc.installation.compiled_model import CompiledModel, analyse_base, plan_on
+from peftc.installation.record import InstalledSpec
+from peftc.installation.spec_names import task_names
 from peftc.models.samples import joint_sample
+from peftc.pictures.code import GeneratedCode, Variant
 from peftc.pictures.panels import diagram_of
 from peftc.pictures.picture import Picture
 from peftc.recognition.analysis import ModelLike
 from peftc.semantics.files import Include
 from peftc.semantics.spec_argument import Settings, SpecLike, flat_spec
+from peftc.specialization.generated_class import GeneratedClass, captions
+from peftc.specialization.own_source import own_source
+from peftc.syntax import ast
+from peftc.syntax.printer import print_spec
 
 
 def show(
@@ -45,8 +55,8 @@ def show(
         cache: as in `plan`.
 
     Returns:
-        A picture, which notebooks show, and which `save` writes as `.svg`, `.md` (Mermaid) or
-        `.dot` (Graphviz).
+        A picture, which notebooks show, and which `save` writes as `.svg`, `.html`, `.md` (Mermaid)
+        or `.dot` (Graphviz).
 
     Raises:
         PeftcError: as `plan`.
@@ -62,4 +72,40 @@ def show(
         planned = plan_edits(flat, model, one, tasks, trust_remote_code, cache)
         warn_of_unplaced(planned)
         table = sites(model, sample=one, trust_remote_code=trust_remote_code, cache=cache)
-        return Picture(diagram_of(table, planned.plan, planned.site_edits, flat, planned.warnings))
+        diagram = diagram_of(table, planned.plan, planned.site_edits, flat, planned.warnings)
+        listing = partial(generated_code, flat, model, one, tasks, trust_remote_code)
+        return Picture(diagram, planned.plan, table, print_spec(flat), listing=listing)
+
+
+def generated_code(
+    flat: ast.Spec,
+    model: ModelLike,
+    sample: Mapping[str, Any] | None = None,
+    tasks: Sequence[str] | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[GeneratedCode, ...]:
+    """What compiling an expanded spec generates, beside the model's code. No weight is read.
+
+    Raises: as `peftc.compile`.
+    """
+    analysis, names = analyse_base(model, sample, trust_remote_code), task_names(tasks)
+    planned, skeleton = plan_on(analysis, flat, names), analysis.structure.model
+    with fake_mode(skeleton):
+        compiled = CompiledModel(skeleton, analysis=analysis)
+        compiled.add(InstalledSpec("page", flat, planned.plan, 0), planned, tasks=names)
+        try:
+            return tuple(_listings(compiled))
+        finally:
+            compiled.remove()
+
+
+def _listings(compiled: CompiledModel) -> Iterator[GeneratedCode]:
+    modules: dict[int, list[str]] = {}
+    kinds: dict[int, GeneratedClass] = {}
+    for name, kind in compiled.installation.regions:
+        kinds[id(kind)] = kind
+        modules.setdefault(id(kind), []).append(name)
+    for key, kind in kinds.items():
+        forward, pairs = own_source(kind), zip(captions(kind.variants), kind.variants, strict=True)
+        variants = tuple(Variant(one.name, caption, tuple(one.source.splitlines())) for caption, one in pairs)
+        yield GeneratedCode(kind.name, tuple(modules[key]), forward.name, tuple(forward.lines), variants)

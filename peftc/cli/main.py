@@ -171,7 +171,7 @@ CHECK = (
     STRICT,
 )
 SHOW = (
-    argument("-o", "--output", required=True, metavar="FILE", help="ends in .svg, .md (Mermaid) or .dot"),
+    argument("-o", "--output", required=True, metavar="FILE", help="ends in .svg, .html, .md (Mermaid) or .dot"),
     argument("--width", type=int, metavar="PIXELS", help="of layers side by side (default: 560)"),
 )
 MODEL_COMMANDS = (

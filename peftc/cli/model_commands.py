@@ -1,9 +1,7 @@
 """The commands that change a model: `compile` and `verify`. They import torch."""
 
 import difflib
-import inspect
 import re
-import textwrap
 from argparse import Namespace
 from collections.abc import Sequence
 from itertools import count
@@ -33,6 +31,7 @@ from peftc.runtime import respecialize
 from peftc.semantics.expand import expand
 from peftc.semantics.spec_argument import default_name, parse_settings
 from peftc.specialization.generated_class import GeneratedClass, captions
+from peftc.specialization.own_source import own_source
 from peftc.standalone import save_standalone
 from peftc.syntax import ast
 from peftc.verification.report import render_verification
@@ -182,12 +181,9 @@ def forward_file(kind: GeneratedClass, modules: list[str]) -> str:
 
 def forward_diff(kind: GeneratedClass, file: str) -> str:
     """A unified diff from the model's own forward to each variant; empty without its source."""
-    forward = inspect.unwrap(kind.base.forward)
-    try:
-        own = textwrap.dedent(inspect.getsource(forward)).splitlines()
-    except (OSError, TypeError):
+    own, before = own_source(kind).lines, own_source(kind).name
+    if not own:
         return ""
-    before = f"{forward.__module__}.{forward.__qualname__}"
     lines: list[str] = []
     for caption, variant in zip(captions(kind.variants), kind.variants, strict=True):
         after = f"{file} {variant.name} ({caption})"

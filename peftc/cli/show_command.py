@@ -1,6 +1,7 @@
 """`show`: pictures. It imports torch only where `plan` does."""
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -8,10 +9,12 @@ from pathlib import Path
 from peftc.cli.console import report
 from peftc.cli.planning import plan_of, table_of
 from peftc.cli.spec_files import parse_file
+from peftc.pictures.code import GeneratedCode
 from peftc.pictures.panels import diagram_of
 from peftc.pictures.picture import Picture, check_format
 from peftc.semantics.expand import expand
 from peftc.semantics.spec_argument import parse_settings
+from peftc.syntax.printer import print_spec
 
 
 def run_show(args: Namespace) -> int:
@@ -22,7 +25,13 @@ def run_show(args: Namespace) -> int:
     options = {"trust_remote_code": args.trust_remote_code, "cache": args.cache}
     result = plan_of(flat, args.model, args.tasks, **options)
     table = table_of(args.model, **options) or import_module("peftc.compiler").sites(args.model, **options)
-    picture = Picture(diagram_of(table, result.plan, result.site_edits, flat, result.warnings))
+    diagram = diagram_of(table, result.plan, result.site_edits, flat, result.warnings)
+
+    def listing() -> Sequence[GeneratedCode]:
+        code = import_module("peftc.illustration").generated_code
+        return code(flat, args.model, tasks=args.tasks, trust_remote_code=args.trust_remote_code)
+
+    picture = Picture(diagram, result.plan, table, print_spec(flat), listing=listing)
     if args.width is not None:
         picture = replace(picture, width=args.width)
     report((*result.failed_expectations, *result.warnings), args)

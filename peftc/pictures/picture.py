@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from os import PathLike, fspath
 from pathlib import Path
 
+from peftc.addressing.sites import SiteTable
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names
 from peftc.filesystem.atomic import replace_text
 from peftc.filesystem.bounded_read import printable_path
+from peftc.pictures.code import GeneratedCode
 from peftc.pictures.dot import to_dot
 from peftc.pictures.graph import Diagram
 from peftc.pictures.mermaid import to_markdown
+from peftc.pictures.page import notebook_html, to_page
 from peftc.pictures.svg import WIDEST_ROW, to_svg
+from peftc.planning.report.plan import Plan
 
-FORMATS = (".svg", ".md", ".dot")
+FORMATS = (".svg", ".html", ".md", ".dot")
 
 
 @dataclass(frozen=True)
@@ -24,11 +29,18 @@ class Picture:
 
     Attributes:
         diagram: what is drawn, before it has places.
+        plan: the plan of the spec.
+        table: the sites of the model.
+        spec: the text of the expanded spec.
         width: how wide panels side by side may be, in pixels.
     """
 
     diagram: Diagram = field(repr=False)
+    plan: Plan = field(repr=False)
+    table: SiteTable = field(repr=False)
+    spec: str = field(repr=False)
     width: float = WIDEST_ROW
+    listing: Callable[[], Sequence[GeneratedCode]] = field(default=tuple, repr=False, compare=False)
 
     def svg(self) -> str:
         """The picture alone, for light and dark backgrounds.
@@ -46,11 +58,21 @@ class Picture:
         """A graph in the language of Graphviz."""
         return to_dot(self.diagram)
 
+    def html(self) -> str:
+        """A page that stands alone: also the sites, and the generated code beside the model's.
+
+        Raises:
+            PeftcError: P590 (pygraphviz is not installed); P4xx (the code cannot be generated).
+        """
+        return to_page(self.diagram, self.plan, self.table, self.spec, self.listing())
+
     def text(self, suffix: str) -> str:
         """The picture in the format of a file's ending. Raises: P590, P591."""
         match suffix.lower():
             case ".svg":
                 return self.svg()
+            case ".html":
+                return self.html()
             case ".md":
                 return self.markdown()
             case ".dot":
@@ -59,7 +81,7 @@ class Picture:
                 raise unknown_format(suffix)
 
     def save(self, path: str | PathLike[str]) -> Path:
-        """Writes the picture in the format of the file's ending: `.svg`, `.md` or `.dot`.
+        """Writes the picture in the format of the file's ending: `.svg`, `.html`, `.md` or `.dot`.
 
         Args:
             path: of the file. A file that is there is replaced.
@@ -73,6 +95,9 @@ class Picture:
 
     def _repr_svg_(self) -> str | None:
         return svg_or_none(self)
+
+    def _repr_html_(self) -> str | None:
+        return html_or_none(self.diagram)
 
     def __str__(self) -> str:
         return self.diagram.description
@@ -93,6 +118,16 @@ def svg_or_none(picture: Picture) -> str | None:
     """None without pygraphviz: a notebook then shows what else there is."""
     try:
         return picture.svg()
+    except PeftcError as error:
+        if error.diagnostics[0].code != "P590":
+            raise
+        return None
+
+
+def html_or_none(diagram: Diagram) -> str | None:
+    """A figure and a table of the edits for a notebook; None without pygraphviz."""
+    try:
+        return notebook_html(diagram)
     except PeftcError as error:
         if error.diagnostics[0].code != "P590":
             raise

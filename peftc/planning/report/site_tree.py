@@ -58,10 +58,15 @@ def network_groups(sites: Sequence[Site], depth: int) -> dict[Steps, NetworkGrou
     return groups
 
 
+def site_rows(table: SiteTable) -> list[Row]:
+    """Every site, once for all layers that have the same sites. Blanks show how deep it is."""
+    return _Tree(table).rows()
+
+
 def render_sites(table: SiteTable, width: int = 80) -> RenderableType:
     """Every site, once for all layers that have the same sites: `layer[0..11] × 12`."""
     header = Text.assemble((table.model_id, "bold"), f"  ({table.model_type}, {table.parameters:,} parameters)")
-    rows = _Tree(table).rows()
+    rows = site_rows(table)
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("site", "module", "shape"):
         grid.add_column(name, no_wrap=True)
