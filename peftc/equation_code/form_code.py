@@ -11,12 +11,14 @@ from torch.nn import functional as F
 
 from peftc.equation_code import functions
 from peftc.equation_code.code import VARIABLE, Code, Emit, Operation, emit_into
+from peftc.equation_code.functions import add_linear, add_to
 from peftc.equations.analysis import Place
 from peftc.equations.operands import OUT
 from peftc.equations.words import PERMUTATION
 from peftc.forms.rowwise_module import linear
 from peftc.syntax import ast
 
+STATE = "_state"  # that a form is added to; no name of a text
 Forward = Callable[..., Tensor]
 
 
@@ -113,20 +115,40 @@ def forward_of(place: Place, owners: tuple[tuple[str, str], ...]) -> Forward:
     return place.code[owners]
 
 
-def _forward(place: Place, owners: Mapping[str, str]) -> Forward:
+def sum_of(place: Place, owners: tuple[tuple[str, str], ...]) -> Forward:
+    """`forward(self, h, *inputs)`, which adds the value of the form to h."""
+    key = STATE, owners
+    function = place.code.get(key)
+    if function is None:
+        function = place.code[key] = _forward(place, dict(owners), adds=True)
+    return function
+
+
+def _forward(place: Place, owners: Mapping[str, str], adds: bool = False) -> Forward:
     graph = fx.Graph()
     emit = emit_into(graph)
     module = graph.placeholder("self")
+    state = graph.placeholder(STATE) if adds else None
     inputs = [graph.placeholder(name) for name in place.inputs or ("like",)]
     training = emit(getattr, module, "training")
     form = FormCode(place, emit, module, owners, inputs, training, linear)
     of_ids = bool(place.inputs) and place.types[place.inputs[0]].batch == "ids"
-    graph.output(form.value() if of_ids else form.value_like(inputs[0]))
+    if state is not None:
+        graph.output(_sum(emit, state, *form.product()))
+    else:
+        graph.output(form.value() if of_ids else form.value_like(inputs[0]))
     graph.eliminate_dead_code()
     code = graph.python_code("self", verbose=False)
     names = dict(code.globals)
     exec(compile(code.src, "<form>", "exec"), names)  # of the graph, not of the text
     return cast(Forward, names["forward"])
+
+
+def _sum(emit: Emit, state: fx.Node, value: Operation, factor: float) -> fx.Node:
+    scale = () if factor == 1 else (factor,)
+    if isinstance(value, fx.Node) and value.target is linear and len(value.args) == 2:
+        return emit(add_linear, state, *value.args, *scale)
+    return emit(add_to, state, value, *scale)
 
 
 def code_text(place: Place) -> str:

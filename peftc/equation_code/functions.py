@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from peftc.forms.rowwise_module import linear
 from peftc.forms.sequence_module import Sequence as Positions
 from peftc.forms.sequence_module import selected
 
@@ -23,6 +24,18 @@ def cast_like(x: Tensor, like: Tensor) -> Tensor:
 def add_to(h: Tensor, f: Tensor, factor: float = 1.0) -> Tensor:
     """h + factor · f, in the dtype of h."""
     return torch.add(h, f, alpha=factor) if f.dtype == h.dtype else h + (f * factor).to(h.dtype)
+
+
+def add_linear(h: Tensor, x: Tensor, weight: Tensor, factor: float = 1.0) -> Tensor:
+    """h + factor · x Wᵀ, in the dtype of h; one operation for rows with parameters of their own."""
+    if (
+        weight.ndim == h.ndim == 3
+        and h.shape[:2] == x.shape[:2]
+        and h.dtype is x.dtype
+        and not torch._C._is_any_autocast_enabled()  # pyright: ignore[reportPrivateUsage]
+    ):
+        return torch.baddbmm(h, x, weight.mT, alpha=factor)
+    return add_to(h, linear(x, weight), factor)
 
 
 def dropout(x: Tensor, p: float, training: bool) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from peftc.equation_code.code import evaluate, evaluate_all
 from peftc.equation_code.fold import Fold
-from peftc.equation_code.form_code import forward_of
+from peftc.equation_code.form_code import forward_of, sum_of
 from peftc.equation_code.initial_values import draw_at, write_initial
 from peftc.equations.definition import OWNER, TextForm
 from peftc.equations.patterns import bottleneck_of, takes_rows
@@ -78,6 +78,9 @@ class EquationModule(Hookable, FormModule):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return forward_of(self.place, self._owners)(self, *inputs[: self.arity or 1])
+
+    def added_to(self, h: Tensor, *inputs: Tensor) -> Tensor:
+        return sum_of(self.place, self._owners)(self, h, *inputs[: self.arity or 1])
 
     def value_at(self, index: int, like: Tensor) -> Tensor | Pair:
         return forward_of(self.place_at(index), self._owners)(self, like) if self.differs_by_site else self(like)

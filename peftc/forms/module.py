@@ -177,6 +177,10 @@ class FormModule(nn.Module):
 
         return copy
 
+    def added_to(self, h: Tensor, *inputs: Tensor) -> Tensor:
+        """h plus the value, which is a tensor."""
+        return h + cast(Tensor, self(*inputs))
+
     def takes_rows(self) -> bool:
         """Whether the equation also holds for parameters with one value for each row of the batch (`rowwise_module`)."""
         return False
@@ -236,7 +240,7 @@ class FormModule(nn.Module):
 
 
 class Member(Hookable, FormModule):
-    """The place of one site among those that share all the parameters of `owner`."""
+    """The place of one site, numbered `index`, among those that share all the parameters of `owner`."""
 
     owner_module: FormModule  # pyright: ignore[reportIncompatibleVariableOverride]  # a member always has one
 
@@ -310,11 +314,6 @@ def _class_of_user(form: Form, path: ModulePath) -> type[FormModule]:
         message = f"the module of the Python form `{form.name}`, `{path}`, is no `peftc.forms.FormModule`"
         raise PeftcError(Diagnostic("P574", message))
     return cls
-
-
-def member(owner: FormModule, index: int) -> Member:
-    """The module that stands at the site numbered `index` (`Instance.index`)."""
-    return Member(owner, index)
 
 
 def parameter_dtype(args: Args, base: torch.dtype) -> torch.dtype:

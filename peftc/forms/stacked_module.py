@@ -13,6 +13,7 @@ from torch.func import functional_call
 from peftc.concurrency.context import Rows
 from peftc.forms.module import FormModule, Member, Pair
 from peftc.forms.rowwise_module import spread, stack
+from peftc.modules.form_hooks import HOOKED_FORMS, is_hooked
 
 Where = slice | Tensor
 
@@ -24,8 +25,9 @@ COPIED_ON_ACCELERATORS = 1 << 22
 class Groups:
     """The rows of each task of a batch."""
 
-    def __init__(self, tasks: Sequence[int]) -> None:
+    def __init__(self, tasks: Sequence[int], names: Sequence[str]) -> None:
         self.tasks = tasks  # of each row, by number
+        self.names = [names[task] for task in tasks]
         self.by_task: dict[int, list[int]] = {}
         for row, task in enumerate(tasks):
             self.by_task.setdefault(task, []).append(row)
@@ -53,7 +55,7 @@ class Groups:
 def groups_of(rows: Rows, repeats: int) -> Groups:
     """The groups of a batch that has each row as often. Computed once, for all sites and forwards."""
     if repeats not in rows.groups:
-        rows.groups[repeats] = Groups([task for task in rows.numbers.tolist() for _ in range(repeats)])
+        rows.groups[repeats] = Groups([task for task in rows.numbers.tolist() for _ in range(repeats)], rows.names)
     return rows.groups[repeats]
 
 
@@ -82,24 +84,33 @@ class StackedForms:
 
     def is_cheap(self, groups: Groups, like: Tensor) -> bool:
         """Whether copying parameters for each row costs less than a call for each task: in time, and in memory."""
-        most = COPIED.get(like.device.type, COPIED_ON_ACCELERATORS)
-        return len(groups.tasks) * self.size <= max(len(groups.by_task) * most, like.numel())
+        copied = len(groups.tasks) * self.size
+        if copied <= like.numel():
+            return True
+        return copied <= len(groups.by_task) * COPIED.get(like.device.type, COPIED_ON_ACCELERATORS)
 
-    def applies(self, forms: Sequence[FormModule], like: Tensor) -> bool:
+    def applies(self, owners: Sequence[FormModule], like: Tensor) -> bool:
         """Whether the state has room for a dimension of rows, and the forms compute as those of their class (not parametrized)."""
-        return like.ndim > self.most_dimensions and all(
-            type(owner_of_values(form)) is self.owner_class for form in forms
-        )
+        return like.ndim > self.most_dimensions and set(map(type, owners)) == {self.owner_class}
 
-    def call(self, forms: Sequence[FormModule], like: Tensor) -> Tensor | Pair:
-        """The value of each row by its own form."""
-        owners = [owner_of_values(form) for form in forms]
-        values = {name: stack([value_of(owner, name) for owner in owners], like.ndim) for name in self.names}
-        return owners[0].with_values(values).forward(like)
+    def joined(self, forms: Sequence[FormModule], like: Tensor) -> FormModule | None:
+        """A form with the parameters of each row's own form; None where this does not apply, or one has hooks of its own."""
+        owners = owners_of_values(forms)
+        if not self.applies(owners, like) or (HOOKED_FORMS and any(map(is_hooked, (*forms, *owners)))):
+            return None
+        tables = [vars(owner)["_parameters"] for owner in owners]  # faster than `getattr` of a module
+        values: dict[str, Tensor] = {}
+        for name in self.names:
+            try:
+                each = [table[name] for table in tables]
+            except KeyError:  # of a replica (`nn.DataParallel`): tensors in place of parameters
+                each = [getattr(owner, name) for owner in owners]
+            values[name] = stack(each, like.ndim)
+        return owners[0].with_values(values)
 
     def gather(self, forms: Sequence[FormModule], numbers: Tensor, like: Tensor) -> Tensor | Pair:
-        """The same for rows that are known by a tensor of numbers only, in a graph that serves all batches."""
-        owners: list[Any] = [owner_of_values(form) for form in forms]
+        """Their value for rows that are known by a tensor of numbers only, in a graph that serves all batches."""
+        owners: list[Any] = owners_of_values(forms)
         values: dict[str, Tensor] = {}
         for name in self.names:
             stacked = torch.stack([getattr(owner, name) for owner in owners])
@@ -112,10 +123,9 @@ def owner_of_values(form: FormModule) -> FormModule:
     return form.owner_module if isinstance(form, Member) else form
 
 
-def value_of(owner: FormModule, name: str) -> Tensor:
-    """A parameter of a form; of a replica (`nn.DataParallel`), the tensor in its place."""
-    value = vars(owner)["_parameters"].get(name)  # faster than `getattr` of a module
-    return getattr(owner, name) if value is None else value
+def owners_of_values(forms: Sequence[FormModule]) -> list[FormModule]:
+    """The same for forms of one site, which are all members or none."""
+    return [owner_of_values(form) for form in forms] if isinstance(forms[0], Member) else list(forms)
 
 
 def is_like(first: FormModule, shapes: Mapping[str, torch.Size]) -> Any:

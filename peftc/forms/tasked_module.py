@@ -17,7 +17,8 @@ from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms.module import FormModule, Pair, has_values
 from peftc.forms.sequence_module import Sequence as Positions
 from peftc.forms.shapes import Vector, Weight
-from peftc.forms.stacked_module import Groups, StackedForms, Where, groups_of
+from peftc.forms.stacked_module import Groups, StackedForms, Where, groups_of, owners_of_values
+from peftc.modules.form_hooks import Hookable
 
 
 @dataclass
@@ -78,7 +79,7 @@ class Chosen:
         return Rows(tasks.long(), self.names)
 
 
-class Tasked(FormModule):
+class Tasked(Hookable, FormModule):
     """The form of the present task; in a batch of several, each row goes through that of its own.
 
     Owns the forms under `tasks.<task>`.
@@ -109,20 +110,44 @@ class Tasked(FormModule):
 
     def forward(self, like: Tensor, *second: Tensor) -> Tensor | Pair:
         present = self.chosen.present
-        if isinstance(present, str):
-            return self.form(present)(like, *second)
-        if present is not None:
+        if isinstance(present, Rows):
             return self.mixed(present, like, *second)
-        if len(self.tasks) > 1 and has_values(like):
+        return self.of_task(present, like)(like, *second)
+
+    def added_to(self, h: Tensor, *inputs: Tensor) -> Tensor:
+        """h plus the value; rows of several tasks take one operation less than for the value alone."""
+        if is_dynamo_compiling():
+            return super().added_to(h, *inputs)
+        present, like = self.chosen.present, inputs[0]
+        if not isinstance(present, Rows):
+            return self.of_task(present, like).added_to(h, *inputs)
+        groups = groups_of(present, self.repeats(present, like))
+        form = self.of_rows(groups, like)
+        return h + cast(Tensor, self.task_by_task(groups, *inputs)) if form is None else form.added_to(h, *inputs)
+
+    def of_task(self, present: str | None, like: Tensor) -> FormModule:
+        """The form of the present task."""
+        if present is None and len(self.tasks) > 1 and has_values(like):
             help_ = f'with peftc.task(model, "{self.chosen.names[0]}"): …'
             message = f"the model has parameters for {len(self.tasks)} tasks, and none is chosen"
             raise PeftcError(Diagnostic("P533", message, help=help_))
-        return self.form(self.chosen.names[0])(like, *second)
+        return self.form(present or self.chosen.names[0])
 
     def mixed(self, rows: Rows, like: Tensor, *second: Tensor) -> Tensor | Pair:
-        """Rows of different tasks.
+        """The value of rows of different tasks."""
+        repeats = self.repeats(rows, like)
+        if is_dynamo_compiling():
+            return self.mixed_in_graph(rows, repeats, like, *second)
+        groups = groups_of(rows, repeats)
+        if len(groups.by_task) == 1:
+            return self.form(groups.names[0])(like, *second)
+        form = self.of_rows(groups, like)
+        return self.task_by_task(groups, like, *second) if form is None else form.forward(like, *second)
 
-        Parameters are stacked, one for each row, where that is cheaper than a call of the form for each task of the batch.
+    def repeats(self, rows: Rows, like: Tensor) -> int:
+        """How often the batch has each example.
+
+        Raises: P536 for a batch of other examples, or where the edit is of a weight.
         """
         if isinstance(self.form_dims.target, Weight | Vector):
             message = "a batch of several tasks has one weight: an edit of `w` or `b` cannot differ between its rows"
@@ -131,23 +156,24 @@ class Tasked(FormModule):
         if not count or like.shape[0] % count:
             message = f"task_ids are for {count} examples, and the batch has {like.shape[0]}"
             raise PeftcError(Diagnostic("P536", message))
-        repeats = like.shape[0] // count
-        if is_dynamo_compiling():
-            return self.mixed_in_graph(rows, repeats, like, *second)
-        groups = groups_of(rows, repeats)
+        return like.shape[0] // count
+
+    def of_rows(self, groups: Groups, like: Tensor) -> FormModule | None:
+        """One form for all rows: that of their task, or of parameters stacked, one for each row.
+
+        None where the forms do not allow it, or a call of the form for each task is cheaper.
+        """
+        forms = vars(self.tasks)["_modules"]
         if len(groups.by_task) == 1:
-            return self.form(self.chosen.names[groups.tasks[0]])(like, *second)
-        if self.stacked is not None and self.stacked.is_cheap(groups, like):
-            names, tasks = self.chosen.names, vars(self.tasks)["_modules"]
-            forms = [tasks[names[task]] for task in groups.tasks]
-            if self.stacked.applies(forms, like):
-                return self.stacked.call(forms, like)
-        return self.task_by_task(groups, like, *second)
+            return forms[groups.names[0]]
+        if self.stacked is None or not self.stacked.is_cheap(groups, like):
+            return None
+        return self.stacked.joined([forms[name] for name in groups.names], like)
 
     def mixed_in_graph(self, rows: Rows, repeats: int, like: Tensor, *second: Tensor) -> Tensor | Pair:
         """The same under `torch.compile`. A graph should serve all batches: it takes the tasks of the rows as a tensor."""
         forms = [self.form(name) for name in self.chosen.names]
-        if self.stacked is None or not self.stacked.applies(forms, like):
+        if self.stacked is None or not self.stacked.applies(owners_of_values(forms), like):
             return task_by_task(self, rows, repeats, like, *second)
         numbers = rows.numbers.to(like.device).repeat_interleave(repeats)
         return self.stacked.gather(forms, numbers, like)
@@ -157,7 +183,7 @@ class Tasked(FormModule):
         places, order = groups.on(like)
         values: list[tuple[int, Tensor | Pair]] = []
         for (task, rows), where in zip(groups.by_task.items(), places, strict=True):
-            with self.of_rows(where):
+            with self.at_rows(where):
                 inputs = [one[where] for one in (like, *second)]
                 values.append((len(rows), self.form(self.chosen.names[task])(*inputs)))
         if isinstance(values[0][1], tuple):
@@ -165,7 +191,7 @@ class Tasked(FormModule):
             return key, value
         return self.joined(cast("list[tuple[int, Tensor]]", values), order, like.ndim)
 
-    def of_rows(self, where: Where) -> AbstractContextManager[None]:
+    def at_rows(self, where: Where) -> AbstractContextManager[None]:
         return nullcontext() if self.sequence is None else self.sequence.narrowed(where)
 
     def joined(self, parts: list[tuple[int, Tensor]], order: Tensor | None, ndim: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.equation_code.module import EquationModule as EquationModule  # imported before a model is compiled
-from peftc.forms.module import FormModule, build, build_of_all, build_owner, member, seeded
+from peftc.forms.module import FormModule, Member, build, build_of_all, build_owner, seeded
 from peftc.forms.sequence_module import Sequence
 from peftc.forms.tasked_module import Tasked
 from peftc.installation.base_weights import BaseWeights
@@ -285,7 +285,7 @@ class InstallationBuilder:
         owner = None if owner_name is None else self.shared_form(owner_name, at)
         if owner is not None and not at.instance.has_site_parameters:
             self.attach_sequence(owner, at)
-            own = member(owner, at.instance.index)
+            own = Member(owner, at.instance.index)
             self.attach_sequence(own, at)
             return own
         form = present or self.new_form(build, name, at, at.site_edit.owner_path)

@@ -15,7 +15,7 @@ from peftc.diagnostics.diagnostic import printable
 from peftc.equation_code.form_code import code_text
 from peftc.equations.analysis import Place
 from peftc.equations.definition import OWNER, TextForm, scope_of
-from peftc.forms.shapes import KeyValue, Prompt, Scalar
+from peftc.forms.shapes import KeyValue, Prompt, Scalar, Tokens
 from peftc.modules.new_modules import module_with
 from peftc.modules.torch_attributes import TABLES
 from peftc.planning import ir
@@ -135,6 +135,12 @@ def is_inline(instance: ir.FormInstance) -> bool:
     """
     form = instance.form
     return isinstance(form, TextForm) and not form.differs_by_site(instance.args) and not instance.tasks
+
+
+def has_sum(form: ir.FormCall) -> bool:
+    """Whether the module of a form of tasks also computes its sum with a state (`added_to`)."""
+    is_text = isinstance(form.instance.form, TextForm) and bool(form.instance.tasks)
+    return is_text and all(type(term.shape) is Tokens for term in (form, *form.inputs))
 
 
 def place_of(instance: ir.FormInstance) -> Place:

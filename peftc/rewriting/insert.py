@@ -27,6 +27,7 @@ from peftc.rewriting.edits import (
     RegionState,
     contains_state,
     equation_comment,
+    has_sum,
     is_inline,
     owners_of,
     place_of,
@@ -341,6 +342,9 @@ class EquationInserter(NodeBuilder):
 
     def sum_with_form(self, op: str, state: fx.Node, form: ir.FormCall, factor: float) -> fx.Node:
         """A state plus, or minus, a form times a factor."""
+        if has_sum(form) and op == "+" and factor == 1 and not self.inserter.calls_forms:
+            module = self.add(self.graph.get_attr(self.form_name(form)))
+            return self.method("added_to", module, state, *self.inputs_of(form, None))
         value, own = self.equation(form)
         factor *= own if op == "+" else -own
         return self.function(add_to, state, value, *(() if factor == 1 else (factor,)))
@@ -349,13 +353,11 @@ class EquationInserter(NodeBuilder):
         return is_inline(instance) and not self.inserter.calls_forms
 
     def scaled_form(self, term: ir.Term) -> tuple[ir.FormCall, float] | None:
-        """A form whose operations stand in the code, and the number that multiplies it; None for
-        other terms.
-        """
+        """A form that a sum computes, and the number that multiplies it; None for other terms."""
         match term:
             case _ if id(term) in self.memo:
                 return None
-            case ir.FormCall(instance=instance) if is_inline(instance):
+            case ir.FormCall(instance=instance) if is_inline(instance) or has_sum(term):
                 return term, 1.0
             case ir.Arithmetic(op="*", left=ir.Constant() as number, right=right):
                 return None if (form := self.scaled_form(right)) is None else (form[0], self.term(number) * form[1])

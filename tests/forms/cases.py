@@ -13,7 +13,7 @@ from peftc.equation_code.buffer_module import BufferModule
 from peftc.equations.table import FORMS
 from peftc.forms import Args, Dims, Form
 from peftc.forms.form import Spot
-from peftc.forms.module import FormModule, build, build_of_all, build_owner, member
+from peftc.forms.module import FormModule, Member, build, build_of_all, build_owner
 from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Shape, Tokens, Vector, Weight
 
 BATCH, TOKENS = 3, 5
@@ -209,7 +209,7 @@ def initialised(case: Case, dtype: torch.dtype = torch.float64) -> FormModule:
             everywhere = build_of_all(case, dtype=dtype)
             everywhere.initialise(seeded, base(case, dtype))
             common.join(everywhere, 0)
-    return member(module, case.sites - 1) if case.grouped else module
+    return Member(module, case.sites - 1) if case.grouped else module
 
 
 def fill(module: BufferModule) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from peftc.equation_code.module import EquationModule
-from peftc.forms.module import build, build_owner, member
+from peftc.forms.module import Member, build, build_owner
 from peftc.forms.shapes import KeyValue, Tokens
 from tests.forms.cases import Case, seeded
 
@@ -25,7 +25,7 @@ class Model(nn.Module):
         super().__init__()
         self.owner = build_owner(case, dtype=torch.float64)
         self.owner.initialise(seeded, {})
-        self.layers = nn.ModuleList(member(self.owner, i) for i in range(case.sites))
+        self.layers = nn.ModuleList(Member(self.owner, i) for i in range(case.sites))
 
     def forward(self, like: Tensor) -> Tensor:
         values = [layer(like) for layer in self.layers]

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from peftc.concurrency.context import Choice, ChoiceVar
+from peftc.equations.definition import TextForm
 from peftc.forms.module import FormModule
-from peftc.forms.shapes import Vector, Weight
+from peftc.forms.shapes import Tokens, Vector, Weight
 from peftc.forms.stacked_module import StackedForms
 from peftc.forms.tasked_module import Chosen, Tasked
 from tests.forms.cases import CASES, Case, seeded, shaken
@@ -29,17 +31,19 @@ PER_ROW = [
 TASK_BY_TASK = {"kron", "phm", "mixture", "fusion", "hyper", "sparse_adapter"}
 
 
-def tasked(case: Case, dtype: torch.dtype = torch.float64, rows: tuple[int, ...] = ROWS) -> Tasked:
-    """Forms of four tasks with different values, in a context with these rows."""
-    forms = {name: shaken(case, dtype) for name in TASKS}
-    first = forms["a"]
+def tasked(
+    case: Case, dtype: torch.dtype = torch.float64, rows: tuple[int, ...] = ROWS, names: tuple[str, ...] = TASKS
+) -> Tasked:
+    """Forms of tasks with different values, in a context with these rows."""
+    forms = {name: shaken(case, dtype) for name in names}
+    first = forms[names[0]]
     for task, form in forms.items():
         if case.in_part:  # tasks have this part in common
             form.__dict__["owner_module"] = first.owner_module
         for name, parameter in own_parameters(form).items():
             with torch.no_grad():
                 parameter.add_(torch.randn(parameter.shape, generator=seeded(task + name)).to(dtype))
-    chosen = Chosen(TASKS)
+    chosen = Chosen(names)
     chosen.variable = ChoiceVar(Choice(task=chosen.rows(rows)))
     return Tasked(chosen, forms).eval()
 
@@ -122,7 +126,8 @@ def test_many_parameters_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None
     assert form.stacked is not None
     x = LORA.like(batch=len(ROWS))
     calls: list[int] = []
-    monkeypatch.setattr(StackedForms, "call", lambda *_: calls.append(1) or x.new_zeros(()))
+    joined = StackedForms.joined
+    monkeypatch.setattr(StackedForms, "joined", lambda *args: calls.append(1) or joined(*args))
     form(x)
     assert calls == [1]
     vars(form)["stacked"] = replace(form.stacked, size=1 << 17)
@@ -201,6 +206,102 @@ def test_forms_that_are_not_stacked_break_the_graph() -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported, match="cannot be stacked"):
         torch.compile(form, backend="eager", fullgraph=True)(x)
     torch._dynamo.reset()
+
+
+PLAIN = (Tokens, type(None))
+ADDED = [c for c in PER_ROW if isinstance(c.form, TextForm) and {type(c.target), type(c.input)} <= {*PLAIN}]
+ADDED = [c for c in ADDED if c.name != "prompt"]  # whose value is joined to a state, not added
+
+
+@pytest.mark.parametrize("way", ["stacked", "task by task", "one task"])
+@pytest.mark.parametrize("case", ADDED, ids=str)
+def test_added_to_a_state(case: Case, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StackedForms, "is_cheap", lambda *_: way == "stacked")
+    rows = (1,) * len(ROWS) if way == "one task" else ROWS
+    form, x = tasked(case, rows=rows), case.like(batch=len(ROWS)).requires_grad_()
+    if way == "one task":
+        form.chosen.variable.default = Choice(task="b")
+    value = form(x)
+    assert isinstance(value, Tensor)
+    h = torch.randn(*x.shape[:-1], value.shape[-1], generator=seeded("h"), dtype=x.dtype)
+    got, want = form.added_to(h, x), h + value
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    wanted, own = gradients(form, (want,), x), gradients(form, (got,), x)
+    for name, gradient in wanted.items():
+        value = own[name]
+        assert (value is None) == (gradient is None), name
+        if value is not None:
+            torch.testing.assert_close(value, gradient, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("of_h", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("of_x", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_sum_has_the_dtype_of_the_state(of_h: torch.dtype, of_x: torch.dtype, autocast: bool) -> None:
+    form, x = tasked(LORA, torch.float32), LORA.like(of_x, batch=len(ROWS))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        value = form(x)
+        assert isinstance(value, Tensor)
+        h = torch.randn(value.shape, generator=seeded("h")).to(of_h)
+        got = form.added_to(h, x)
+    assert got.dtype == of_h
+    torch.testing.assert_close(got.float(), h.float() + value.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_a_state_with_more_tokens_than_the_input() -> None:
+    form, x = tasked(LORA), LORA.like(batch=len(ROWS))[:, :1]
+    value = form(x)
+    assert isinstance(value, Tensor)
+    h = torch.randn(len(ROWS), 5, value.shape[-1], generator=seeded("h"), dtype=x.dtype)
+    torch.testing.assert_close(form.added_to(h, x), h + value, rtol=0, atol=1e-12)
+
+
+class Operations(TorchDispatchMode):
+    """The names of all operations, but for views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_forward_has_as_few_operations_for_many_tasks_as_for_few() -> None:
+    """A copy of each parameter of the rows, and two products, of which the second adds."""
+    x = LORA.like(batch=len(ROWS))
+    for count in (4, 64):
+        form = tasked(LORA, names=tuple(f"t{i}" for i in range(count)))
+        h = x.new_zeros(form(x).shape)  # type: ignore[union-attr]
+        with torch.no_grad(), Operations() as operations:
+            form.added_to(h, x)
+        assert sorted(operations.names) == ["baddbmm", "bmm", "stack", "stack"]
+
+
+@pytest.mark.parametrize("case", PER_ROW, ids=str)
+def test_no_forward_waits_for_a_device(case: Case) -> None:
+    """After a first forward, no operation gives Python a number of a tensor, or a size by one."""
+    form, x = tasked(case), case.like(batch=len(ROWS))
+    form(x)
+    with torch.no_grad(), Operations() as operations:
+        form(x)
+    waits = {"_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "equal", "unique_dim", "_unique2"}
+    assert not waits & set(operations.names)
+
+
+@pytest.mark.parametrize("rows", [ROWS, (1,) * len(ROWS)])
+def test_hooks_see_the_rows_of_their_task(rows: tuple[int, ...]) -> None:
+    form, x = tasked(LORA, rows=rows), LORA.like(batch=len(ROWS))
+    want = form(x)
+    assert isinstance(want, Tensor)
+    seen: list[Tensor] = []
+    with form.form("b").register_forward_hook(lambda module, args, value: seen.append(args[0]) or 2 * value):
+        got = form(x)
+    of_b = torch.tensor([task == TASKS.index("b") for task in rows])
+    assert torch.equal(torch.cat(seen), x[of_b])
+    torch.testing.assert_close(got, torch.where(of_b[:, None, None], 2 * want, want), rtol=0, atol=1e-12)
 
 
 def test_parametrized_forms_are_called_by_themselves() -> None:

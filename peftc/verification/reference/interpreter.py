@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from peftc.addressing.sites import Slice, WeightRef
-from peftc.forms.module import FormModule, member
+from peftc.forms.module import FormModule, Member
 from peftc.forms.tasked_module import Tasked
 from peftc.installation.record import Installation
 from peftc.planning import ir
@@ -47,7 +47,7 @@ class FormModules:
     def _member(self, instance: ir.FormInstance, task: str | None) -> FormModule:
         owner = instance.owner_of(task)
         assert owner is not None
-        return member(cast(FormModule, self.model.get_submodule(self.owners[owner])), instance.index)
+        return Member(cast(FormModule, self.model.get_submodule(self.owners[owner])), instance.index)
 
 
 @dataclass(frozen=True)
