@@ -218,10 +218,12 @@ def _fill(
     by_name = {edit.name: edit for edit in edits}
     left = {(edit.name, module) for edit in edits for module in edit.parts}
     for site_edit in record.site_edits:
-        part = by_name[site_edit.edit].parts.get(site_edit.site.module)
+        parts = by_name[site_edit.edit].parts
+        module = "" if "" in parts else site_edit.site.module
+        part = parts.get(module)
         if part is None:
             raise unfit(f"`{site_edit.edit}` is at `{site_edit.site.module}`, for which the adapter has no tensors")
-        left.discard((site_edit.edit, site_edit.site.module))
+        left.discard((site_edit.edit, module))
         for name, tensor in part.tensors.items():
             key, _, attribute = name.partition(".")
             place = record.form_modules.get(f"{site_edit.edit}/{site_edit.owner_path}/{key}")

@@ -27,6 +27,7 @@ from peftc.folding.weights import Folding
 from peftc.installation.completeness import active_installation
 from peftc.installation.contents import parameters
 from peftc.merging.destination import check_destination
+from peftc.planning.ir import Concat
 
 Target = Literal["peft", "vllm"]
 TARGETS = ("peft", "vllm")
@@ -110,7 +111,9 @@ def check_model(model: nn.Module) -> None:
         name = next((one.edit for one in record.site_edits), edits)
         raise no_form(name, "the model has an adapter of PEFT already", "merge it into the base: `merge_and_unload()`")
     for site_edit in record.site_edits:
-        module = site_edit.site.module
+        module, step = site_edit.site.module, site_edit.assigns[-1].value
+        if isinstance(step, Concat):  # PEFT calls the model with the rows, and changes no module
+            continue
         if len(own := places(model, model.get_submodule(module))) > 1:
             raise no_form(site_edit.edit, f"`{own[0]}` and `{own[1]}` are one module, of which PEFT changes one")
     for place in record.trained.values():
@@ -153,6 +156,8 @@ def typed_export(base: Base, folding: Folding) -> tuple[dict[str, Any], dict[str
     if typed is None:
         return None
     modules = [info.name for info in folding.analysis.table.modules]
+    if saved and typed.type == "PROMPT_TUNING":
+        raise no_form(", ".join(saved), "PEFT has no modules that are saved whole beside a prompt of a language model")
     config = common_config(base, typed.config, list(saved), modules)
     tensors = typed.tensors | {f"{PREFIX}{n}": t for own in saved.values() for n, t in own.items()}
     exported = (ExportedModule(module=name, rank=typed.ranks.get(name, 0)) for name in typed.modules)

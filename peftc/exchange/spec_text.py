@@ -15,13 +15,17 @@ _WIDTH = 110  # of a line of the text
 
 @dataclass(frozen=True, eq=False)
 class ModulePart:
-    """What an adapter has at a module. `tensors`: by `form.parameter`; others as in `PeftRow`."""
+    """What an adapter has at a module. `tensors`: by `form.parameter`; others as in `PeftRow`.
+
+    `place`: the selector of the place where it stands instead, whose module has no name here.
+    """
 
     module: str
     equation: str
     tensors: Mapping[str, Tensor]
     step: str = ""
     form: str = ""
+    place: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +44,8 @@ def edits_of(parts: Iterable[ModulePart], selectors: Selectors, name: str) -> li
         groups.setdefault((part.equation, part.step), {})[part.module] = part
     edits = list[IncomingEdit]()
     for number, ((equation, step), own) in enumerate(groups.items(), 1):
-        arms = _selector(selectors, list(own), step)
+        (place, *_) = {part.place for part in own.values()}
+        arms = [place] if place else _selector(selectors, list(own), step)
         edit = name if len(groups) == 1 else f"{name}_{number}"
         edits.append(IncomingEdit(edit, statement(f"edit {edit} at ", arms, f" {{ {equation} }}"), own))
     return edits

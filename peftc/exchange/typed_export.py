@@ -15,13 +15,16 @@ from transformers.pytorch_utils import Conv1D
 from peftc.exchange.lora_export import no_form
 from peftc.exchange.peft_format.folder import PREFIX
 from peftc.exchange.peft_format.names import target_names
+from peftc.exchange.peft_format.prompt_types import PROMPT, TASKS, prompt_config
 from peftc.exchange.peft_format.table import TYPES
+from peftc.exchange.peft_format.task_types import task_type
 from peftc.exchange.peft_format.types import NoConfig, PeftRow
 from peftc.exchange.selector_text import is_whole
 from peftc.folding.own_forward import base_class
 from peftc.folding.weights import Folding
 from peftc.forms.form import Form
 from peftc.planning.ir import SiteEdit
+from peftc.planning.selection.selectors import resolve
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_statement
@@ -51,6 +54,8 @@ def typed_adapter(folding: Folding) -> TypedAdapter | None:
     modules = [site_edit.site.module for site_edit in site_edits]
     if not rows or None in rows or len(types) != 1 or len(set(modules)) != len(modules):
         return None
+    if "PROMPT_TUNING" in types:
+        return prompt_adapter(folding, bool(getattr(folding.model.config, "is_encoder_decoder", False)))
     (name,) = types
     own = [(site_edit, row[1]) for site_edit, row in zip(site_edits, rows, strict=True) if row is not None]
     try:
@@ -113,6 +118,29 @@ def _note_dropout(adapter: TypedAdapter, config: Mapping[str, Any], site_edit: S
     note = f"{adapter.type} has no dropout of what it reads"
     if any(rates) and not any(key.endswith("dropout") for key in config) and note not in adapter.notes:
         adapter.notes.append(note)
+
+
+def prompt_adapter(folding: Folding, is_encoder_decoder: bool) -> TypedAdapter | None:
+    """One prompt before the tokens of the input, whatever makes it; None for other edits."""
+    site_edits, place = folding.record.site_edits, TYPES["PROMPT_TUNING"].place
+    if len(site_edits) != 1 or (row := _row(site_edits[0])) is None or row[0] != "PROMPT_TUNING":
+        return None
+    (site_edit,) = site_edits
+    (edit,) = parse_text(f"peft 2\nedit e at {place} {{ h = h }}\n").statements
+    assert isinstance(edit, ast.Edit)
+    if site_edit.site.path not in [site.path for site in resolve(edit.selector, folding.analysis.table)]:
+        raise no_form(site_edit.edit, f"PEFT has a prompt at `{place}` alone, and this is `{site_edit.site.path}`")
+    (form,) = folding.modules(site_edit).values()
+    cls = base_class(folding.model)
+    if task_type(cls, ()) != TASKS[is_encoder_decoder]:
+        raise no_form(site_edit.edit, f"PEFT reads the result of a {cls.__name__} at another place")
+    is_made = form.definition.saved_as(form.form_args) is not None
+    tokens = form.collapsed()["tokens"] if is_made else form.get_parameter("tokens")
+    config = prompt_config(tokens.shape[0], is_encoder_decoder)
+    adapter = TypedAdapter("PROMPT_TUNING", config, {PROMPT: tokens.detach()}, [site_edit.site.module])
+    if not torch.equal(tokens.float().to(tokens.dtype), tokens):
+        adapter.notes.append("PEFT keeps the rows of a prompt in float32, which rounds them")
+    return adapter
 
 
 def norms_adapter(folding: Folding, saved: dict[str, dict[str, Tensor]]) -> TypedAdapter:

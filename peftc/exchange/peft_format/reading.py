@@ -13,6 +13,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.exchange.peft_format.config import PeftConfig, refusal
 from peftc.exchange.peft_format.folder import PREFIX, damaged
+from peftc.exchange.peft_format.prompt_types import TASKS
 from peftc.exchange.peft_format.table import type_of
 from peftc.exchange.peft_format.types import PeftType
 from peftc.exchange.places import aliases, places
@@ -37,6 +38,8 @@ class Incoming:
 def read_peft(config: PeftConfig, tensors: Mapping[str, Tensor], model: nn.Module) -> Incoming:
     """Raises: P802, P803, P804."""
     peft_type = type_of(config)
+    if peft_type.place:
+        return _at_place(config, peft_type, tensors, model)
     if parameters := config.read("target_parameters", None):
         raise refusal("target_parameters", parameters, "peftc has no equation for a LoRA of a parameter")
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -76,6 +79,28 @@ def read_peft(config: PeftConfig, tensors: Mapping[str, Tensor], model: nn.Modul
     _check_saved(config.saved, incoming.saved, parameters)
     _check_tied(copies, present, model)
     return incoming
+
+
+def _at_place(
+    config: PeftConfig, peft_type: PeftType, tensors: Mapping[str, Tensor], model: nn.Module
+) -> Incoming:
+    """An adapter that stands at one place of the model. Raises: P802, P803, P804."""
+    (row,) = peft_type.rows
+    if others := sorted(tensors.keys() - row.tensors.keys()):
+        raise _unknown(others[0], None, others[0], [])
+    if lack := [name for name in row.tensors if name not in tensors]:
+        raise damaged(f"the adapter has no tensor `{lack[0]}`")
+    if any(not tensor.is_floating_point() or tensor.ndim != 2 for tensor in tensors.values()):
+        raise damaged("its tensors are no matrices of numbers with a point")
+    numbers = peft_type.numbers(config, "", tensors)
+    task, known = config.read("task_type", None), getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if task != TASKS[bool(known)]:
+        raise unfit(f"the adapter is for {task}, and the model {'has' if known else 'has no'} encoder and decoder")
+    own = tensors if peft_type.chosen is None else peft_type.chosen(config, tensors)
+    named = {row.tensors[end]: tensor for end, tensor in own.items()}
+    config.finish(peft_type.ignored)
+    part = ModulePart("", row.equation.format(**numbers), named, form=row.form, place=peft_type.place)
+    return Incoming(config.type.lower(), [part])
 
 
 def _common(

@@ -6,11 +6,16 @@ from collections.abc import Mapping
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean
-from peftc.exchange.peft_format import lora_types, vector_types, weight_types
+from peftc.exchange.peft_format import lora_types, prompt_types, vector_types, weight_types
 from peftc.exchange.peft_format.config import PeftConfig, refusal
 from peftc.exchange.peft_format.types import PeftType
 
-TYPES: Mapping[str, PeftType] = {**vector_types.TYPES, **lora_types.TYPES, **weight_types.TYPES}
+TYPES: Mapping[str, PeftType] = {
+    **vector_types.TYPES,
+    **lora_types.TYPES,
+    **weight_types.TYPES,
+    **prompt_types.TYPES,
+}
 
 _OF_BASE = "PEFT decomposes the weights of the base when it loads it, and its files do not have the result"
 _RANDOM = "it changes entries at places that torch's random numbers choose, and equations do not list places"
@@ -26,7 +31,6 @@ WITHOUT_EQUATION: Mapping[str, str] = {
     "BOFT": "its butterflies permute features, which equations cannot",
     "C3A": _FLOAT32,
     "CARTRIDGE": _POSITIONS,
-    "CPT": "PEFT keeps what it trains within a distance of the tokens of a text, which peftc has no form for",
     "DEFT": _FLOAT32,
     "FOURIERFT": _FLOAT32,
     "FROD": _OF_BASE,
@@ -37,10 +41,8 @@ WITHOUT_EQUATION: Mapping[str, str] = {
     "PEANUT": "its change is a network of as many layers as the configuration says, of the weight of the base",
     "POLY": _TASKS,
     "PREFIX_TUNING": _POSITIONS,
-    "PROMPT_TUNING": "peftc does not read prompts yet",
     "PSOFT": _OF_BASE,
     "PVERA": "it draws random numbers in each call",
-    "P_TUNING": "peftc does not read prompts yet",
     "RANDLORA": "its bases are products of factors that PEFT draws for all modules together",
     "ROAD": "its rotations have sines and cosines, which equations have not",
     "SHADOW": "a second network computes beside all layers of the base",

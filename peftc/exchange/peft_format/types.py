@@ -67,6 +67,8 @@ class PeftType:
         is_lora: whether edits that do not fit the type can leave as LoRA.
         has_transposition: whether its configuration has `fan_in_fan_out`.
         dimensions: the most that its tensors have.
+        place: the selector of the one place where it stands, of a type that has no modules.
+        chosen: the tensors of such a type that PEFT reads.
     """
 
     rows: tuple[PeftRow, ...]
@@ -79,6 +81,8 @@ class PeftType:
     is_lora: bool = False
     has_transposition: bool = False
     dimensions: int = 2
+    place: str = ""
+    chosen: Callable[[PeftConfig, Tensors], dict[str, Tensor]] | None = None
 
     def row(self, config: PeftConfig, tensors: Tensors) -> PeftRow | None:
         """The row of a module with these tensors."""
