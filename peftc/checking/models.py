@@ -18,13 +18,14 @@ def check_on_model(
 ) -> tuple[Diagnostic, ...]:
     """All that a plan of an expanded spec on a model reports."""
     try:
-        result = _plan(flat, target, trust_remote_code, cache)
+        result = plan_target(flat, target, trust_remote_code, cache)
     except PeftcError as error:
         return tuple(_with_place(one, target) for one in error.diagnostics)
     return (*result.failed_expectations, *result.warnings)
 
 
-def _plan(flat: ast.Spec, target: Target, trust_remote_code: bool, cache: bool) -> PlanResult:
+def plan_target(flat: ast.Spec, target: Target, trust_remote_code: bool = False, cache: bool = True) -> PlanResult:
+    """The plan of an expanded spec on a model. Raises: P2xx–P3xx, P5xx."""
     table = cached_table(target.model, trust_remote_code) if cache else None
     request = None if table is None else local_request(target.model, trust_remote_code)
     if table is not None and request is not None:

@@ -24,6 +24,7 @@ class Checker:
         include: further folders from which `use` may read.
         policy: what to report.
         cases: what was checked.
+        locked: whether plans must be those of the locks.
     """
 
     targets: Callable[[str], Sequence[Target]] = lambda path: ()
@@ -31,6 +32,7 @@ class Checker:
     policy: Policy = field(default_factory=Policy)
     trust_remote_code: bool = False
     cache: bool = True
+    locked: bool = False
     cases: list[Case] = field(default_factory=list[Case])
     _sources: dict[Source, bool] = field(default_factory=dict[Source, bool])  # whether models were checked
 
@@ -52,6 +54,10 @@ class Checker:
         self._sources[Source(path, text)] = bool(targets)
         if targets and spec is not None:
             self._check_on(targets, spec, path)
+        if self.locked and is_valid and spec is not None and has_plan(spec):
+            locks = import_module("peftc.checking.locks")
+            options = locks.Options(self.trust_remote_code, self.cache)
+            self.add(path, locks.check_lock(expand(spec, {}, self.include), path, targets, options))
 
     def _check_on(self, targets: Sequence[Target], spec: ast.Spec, path: str) -> None:
         check_on_model = import_module("peftc.checking.models").check_on_model

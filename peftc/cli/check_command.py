@@ -73,7 +73,7 @@ def checker_of(args: Namespace, configuration: Any) -> Checker:
         policy = Policy(select, [*options.ignore, *args.ignore], errors)
         include = [*include, *configuration.include]
         targets = targets if args.model else configuration.targets
-    return Checker(targets, include, policy, args.trust_remote_code, args.cache)
+    return Checker(targets, include, policy, args.trust_remote_code, args.cache, args.locked)
 
 
 def targets_of(args: Namespace) -> Callable[[str], Sequence[Target]]:

@@ -5,18 +5,19 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from peftc.cli.console import report
+from peftc.checking.locks import Options, drift_diagnostic, make_lock
+from peftc.checking.run import has_plan
+from peftc.cli.check_command import find_configuration, targets_of
 from peftc.cli.planning import plan_of
-from peftc.cli.spec_files import Unusable, parse_file
+from peftc.cli.spec_files import Unusable, find_specs, parse_file
 from peftc.comparison.difference import SpecDifference, difference
 from peftc.comparison.plan_file import PlanFile, lock_path, plan_file, read_plan_file, write_plan_file
 from peftc.comparison.record import PlanRecord, plan_record, spec_record
-from peftc.comparison.report import edit_lines, markdown, plain_lines
+from peftc.comparison.report import markdown, plain_lines
 from peftc.comparison.sides import Side, of_plan_file, open_side
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.planning.planner import PlanResult
 from peftc.semantics.expand import expand
-from peftc.semantics.spec_argument import parse_settings
 from peftc.syntax import ast
 
 
@@ -52,20 +53,30 @@ def _plan_on(side: Side, model: str, **options: bool) -> PlanRecord:
 
 
 def run_lock(args: Namespace) -> int:
-    """Writes `SPEC.lock.json`. Raises: as `run_plan`."""
-    if args.spec == "-":
+    """Writes `SPEC.lock.json` for each spec, all or none. Raises: as `run_plan`; P130-P132."""
+    if "-" in args.paths:
         raise Unusable("a lock stands beside its spec: name a file")
-    flat = expand(parse_file(args.spec), parse_settings(args.set), args.include)
-    options = {"trust_remote_code": args.trust_remote_code, "cache": args.cache}
-    results = [plan_of(flat, model, args.tasks, **options) for model in args.model]
-    failed = [diagnostic for result in results for diagnostic in result.failed_expectations]
-    report((*failed, *(warning for result in results for warning in result.warnings)), args)
-    if failed:
-        return 1
-    target = lock_path(args.spec)
-    _write(target, plan_file(args.spec, flat, map(plan_record, results), args.tasks or ()))
-    print(f"wrote {target}: {', '.join(args.model)}")
-    return 0
+    configuration = find_configuration(args)
+    targets_of_path, include = targets_of(args), args.include
+    if configuration is not None:
+        targets_of_path = targets_of_path if args.model else configuration.targets
+        include = [*include, *configuration.include]
+    files, missing = find_specs(args.paths, lambda path: configuration is None or not configuration.excludes(path))
+    if missing:
+        raise Unusable(missing[0].message)
+    options = Options(args.trust_remote_code, args.cache)
+    locks: dict[Path, PlanFile] = {}
+    for path in files:
+        spec = parse_file(path)
+        targets = targets_of_path(path)
+        if targets and has_plan(spec):
+            locks[lock_path(path)] = make_lock(expand(spec, {}, include), path, targets, options)
+        elif not targets:
+            print(f"{path} is for no model: name one with --model, or in the configuration", file=sys.stderr)
+    for target, content in locks.items():
+        _write(target, content)
+        print(f"wrote {target}: {', '.join(plan.model.id for plan in content.plans)}")
+    return 0 if locks else 1
 
 
 def write_plan(target: str, spec: str, flat: ast.Spec, result: PlanResult, tasks: Sequence[str] | None) -> None:
@@ -97,12 +108,4 @@ def require_equal(old: Side, result: PlanResult, spec: ast.Spec) -> None:
     plans = (old.plans[0], plan_record(result))
     drift = difference((old.label, "now"), (spec_record(old.spec), spec_record(spec)), plans)
     if not drift.is_empty:
-        raise PeftcError(drift_diagnostic(old.label, drift))
-
-
-def drift_diagnostic(label: str, drift: SpecDifference) -> Diagnostic:
-    """A difference as one diagnostic: a note for each line."""
-    lines = [line for edit in drift.edits for line in edit_lines(edit)]
-    lines += [line for line in list(plain_lines(drift))[2:] if line and not drift.edits]
-    message = f"the plan on {drift.model} is another than that in {label}"
-    return Diagnostic("P850", message, notes=tuple(lines), help="look at what changed, and write the file again")
+        raise PeftcError(drift_diagnostic(drift))

@@ -134,7 +134,11 @@ VERIFY = (
 OPTIONAL_SPEC = argument("spec", nargs="?", metavar="SPEC", help="a spec, or - for standard input")
 OPTIONAL_MODEL = argument("--model", metavar="MODEL", help="a hub id, a folder, or a config.json")
 MODELS = argument(
-    "--model", required=True, action="append", metavar="MODEL", help="a hub id, a folder, or a config.json (repeatable)"
+    "--model",
+    action="append",
+    default=[],
+    metavar="MODEL",
+    help="a hub id, a folder, or a config.json (repeatable; default: those of the configuration)",
 )
 COMPILE = (
     argument("--plan", metavar="FILE", help="apply the plan of `peftc plan -o FILE`, or say how it would differ now"),
@@ -148,6 +152,8 @@ COMPILE = (
     argument("--seed", type=int, metavar="N", help="seed of the initial values"),
 )
 PLAN_FILE = argument("-o", "--output", metavar="FILE", help="a JSON file for the plan, as `compile --plan` reads it")
+CONFIG = argument("--config", metavar="FILE", help="a peftc.toml or pyproject.toml (default: of the nearest folder)")
+ISOLATED = argument("--isolated", action="store_true", help="read no configuration")
 CODES = {"type": lambda text: text.split(","), "action": "extend", "metavar": "CODE,…"}
 CHECK = (
     PATHS,
@@ -159,16 +165,29 @@ CHECK = (
         help="also check on this model: a hub id, a folder, or a config.json (repeatable)",
     ),
     TASKS,
+    argument("--locked", action="store_true", help="fail if a plan is another than in SPEC.lock.json"),
     argument("--select", **CODES, help="report only these warnings: codes or beginnings of codes"),
     argument("--ignore", **CODES, default=[], help="do not report these warnings"),
-    argument("--config", metavar="FILE", help="a peftc.toml or pyproject.toml (default: of the nearest folder)"),
-    argument("--isolated", action="store_true", help="read no configuration"),
+    CONFIG,
+    ISOLATED,
     INCLUDE,
     FORMS,
     REMOTE_CODE,
     NO_CACHE,
     FORMAT,
     STRICT,
+)
+LOCK = (
+    PATHS,
+    MODELS,
+    TASKS,
+    CONFIG,
+    ISOLATED,
+    INCLUDE,
+    FORMS,
+    REMOTE_CODE,
+    NO_CACHE,
+    MODEL_FORMAT,
 )
 SHOW = (
     argument("-o", "--output", required=True, metavar="FILE", help="ends in .svg, .html, .md (Mermaid) or .dot"),
@@ -191,11 +210,6 @@ MODEL_COMMANDS = (
         "compile",
         "compile a spec onto a model and write the generated code",
         (OPTIONAL_SPEC, OPTIONAL_MODEL, *ON_MODEL[2:], FORMAT, *COMPILE, STRICT),
-    ),
-    (
-        "lock",
-        "write what a spec does to some models to SPEC.lock.json",
-        (SPEC, MODELS, *ON_MODEL[2:], MODEL_FORMAT, NO_CACHE),
     ),
 )
 MERGE = (
@@ -325,6 +339,7 @@ def parser() -> argparse.ArgumentParser:
     add("explain", "explain a diagnostic code or a form; without one, list all codes", CODE, OF_SPEC, FORMS)
     for name, help, arguments in MODEL_COMMANDS:
         add(name, help, *arguments)
+    add("lock", "write what specs do to their models to SPEC.lock.json, for `check --locked`", *LOCK)
     add("diff", "print what differs between two specs, revisions, adapters or plans", *DIFF)
     add("inspect", "print a saved adapter: its spec, base and counts, and how much each edit changes", *INSPECT)
     add("merge", "merge saved adapters into a safetensors checkpoint, tensor by tensor", *MERGE)

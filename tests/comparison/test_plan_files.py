@@ -118,3 +118,53 @@ def test_wrong_usage(folder: Path, capsys: pytest.CaptureFixture[str], arguments
     assert main(["lock", "two.peft", "--model", "llama", "--model", "bart"]) == 0
     assert main(arguments) == code
     assert "Traceback" not in capsys.readouterr().err
+
+
+CONFIGURATION = """
+exclude = ["new.peft"]
+
+[[specs]]
+paths = ["qv.peft"]
+models = ["llama", "bart"]
+"""
+
+
+def test_check_locked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "peftc.toml").write_text(CONFIGURATION)
+    assert main(["check", ".", "--locked"]) == 1
+    assert "error[P853]: qv.peft has no lock qv.lock.json" in capsys.readouterr().out
+    assert main(["lock", "."]) == 0
+    assert main(["check", ".", "--locked"]) == 0
+    assert main(["check", ".", "--locked", "--isolated"]) == 0  # on the models of the lock
+    before = (folder / "qv.lock.json").read_text()
+
+    def forget(data: Any) -> None:
+        del data["plans"][1]
+
+    change(folder / "qv.lock.json", forget)
+    capsys.readouterr()
+    assert main(["check", "qv.peft", "--locked"]) == 1
+    assert "error[P853]: qv.lock.json has no plan on bart" in capsys.readouterr().out
+    (folder / "qv.lock.json").write_text(before)
+    llama(4).save_pretrained(folder / "llama")
+    assert main(["check", "qv.peft"]) == 0
+    capsys.readouterr()
+    assert main(["check", "qv.peft", "--locked"]) == 1
+    output = capsys.readouterr().out
+    assert output.count("error[P850]") == 1
+    assert "the plan on llama is another than that in qv.lock.json" in output
+    assert "+ decoder.layer[3].attn.self.q" in output
+    (folder / "qv.lock.json").write_text("{}")
+    assert main(["check", "qv.peft", "--locked"]) == 1
+    assert "error[P851]" in capsys.readouterr().out
+
+
+def test_a_spec_is_locked_for_the_models_of_its_configuration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lock", "qv.peft"]) == 1
+    assert "qv.peft is for no model" in capsys.readouterr().err
+    (folder / "peftc.toml").write_text(CONFIGURATION)
+    assert main(["lock", "."]) == 0
+    lock = json.loads((folder / "qv.lock.json").read_text())
+    assert [plan["model"]["id"] for plan in lock["plans"]] == ["llama", "bart"]
+    assert not (folder / "new.lock.json").exists()
+    assert main(["lock", "none.peft"]) == 2
