@@ -15,14 +15,23 @@ import copy
 import json
 import re
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from peftc.adapters.base import base_of, elect_writer, other_gradients, require_finite, require_values, whole
+from peftc.adapters.base import (
+    base_of,
+    elect_writer,
+    is_sharded,
+    other_gradients,
+    require_finite,
+    require_values,
+    whole,
+)
 from peftc.adapters.files import path_of, write
 from peftc.adapters.hub import upload
 from peftc.adapters.loading import check_tensors, notify_forms
@@ -151,8 +160,16 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     check_tensors(tensors, own, "the checkpoint has other edits than the model", help_)
     with transaction() as (journal, _):
         for name, tensor in own.items():
-            journal.copy(tensor, tensors[name].reshape(tensor.shape))
+            journal.copy(tensor, distributed_like(tensors[name].reshape(tensor.shape), tensor))
         notify_forms(model)
+
+
+def distributed_like(value: Tensor, tensor: Tensor) -> Tensor:
+    """A value that each rank has whole, in the parts of a distributed tensor (FSDP2)."""
+    if not is_sharded(tensor) or is_sharded(value):
+        return value
+    distributed, own = import_module("torch.distributed.tensor"), cast(Any, tensor)  # slow to import
+    return distributed.distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
 
 
 def check_gradients(model: nn.Module, record: Installation) -> None:
