@@ -81,9 +81,7 @@ def read_peft(config: PeftConfig, tensors: Mapping[str, Tensor], model: nn.Modul
     return incoming
 
 
-def _at_place(
-    config: PeftConfig, peft_type: PeftType, tensors: Mapping[str, Tensor], model: nn.Module
-) -> Incoming:
+def _at_place(config: PeftConfig, peft_type: PeftType, tensors: Mapping[str, Tensor], model: nn.Module) -> Incoming:
     """An adapter that stands at one place of the model. Raises: P802, P803, P804."""
     (row,) = peft_type.rows
     if others := sorted(tensors.keys() - row.tensors.keys()):
