@@ -72,6 +72,11 @@ class Renaming:
         return self.new.path + path[len(self.old.path) :] if is_inside else path
 
 
+def inner_name(name: str, outer: str) -> str | None:
+    """What a dotted name has behind that of what it is in; None if it is not in that."""
+    return name[len(outer) :] if name == outer or name.startswith(f"{outer}.") else None
+
+
 def with_changes(value: T, **changes: Any) -> T:
     """`dataclasses.replace` for frozen records without checks, in a quarter of the time."""
     new = object.__new__(type(value))

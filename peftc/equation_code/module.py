@@ -20,6 +20,7 @@ from peftc.forms.affine_module import Affine
 from peftc.forms.module import Draw, FormModule, Generators, HiddenUnits, Pair, has_values
 from peftc.forms.sequence_module import Sequence
 from peftc.modules.form_hooks import Hookable
+from peftc.modules.torch_attributes import with_lazy_tables
 from peftc.syntax import ast
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 PLACE, PLACES = "_place", "_places"
 
 
+@with_lazy_tables
 class EquationModule(Hookable, FormModule):
     """The parameters of a form at one site, or the common ones of several, and its equation.
 

@@ -8,7 +8,7 @@ import copy
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import is_, itemgetter
+from operator import is_
 from typing import Any, TypeGuard
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from peftc.modules.instance_forward import FORWARD
 from peftc.modules.memory import Memory, memory_of, overlapping_pieces
-from peftc.modules.torch_attributes import TABLES
+from peftc.modules.torch_attributes import TABLES, getter
 
 IMMUTABLE = frozenset({bool, int, float, str, type(None), type, torch.dtype, torch.device})
 COPY_METHODS = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
@@ -24,7 +24,7 @@ _NUMBERS = frozenset({int, float})
 _CONTAINERS = frozenset({list, dict, set})
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
-_NO_HOOKS = itemgetter(*sorted(TABLES.keys() - {*_REGISTRIES, "_non_persistent_buffers_set"}))
+_HOOKS = sorted(TABLES.keys() - {*_REGISTRIES, "_non_persistent_buffers_set"})
 _MOST = 8  # kinds in one list that an element is compared with
 
 
@@ -137,16 +137,17 @@ class _ModuleFacts:
 
     def __init__(self, module: nn.Module, name: str) -> None:
         own = vars(module)
-        if FORWARD in own or not _is_copied_plainly(type(module)) or any(_NO_HOOKS(own)):
+        if FORWARD in own or not _is_copied_plainly(type(module)) or any(map(own.get, _HOOKS)):
             raise _Unequal
         if any(type(own[registry]) is not dict for registry in _REGISTRIES):  # of a ScriptModule
             raise _Unequal
         self.module, self.name, self.cls, self.keys = module, name, type(module), own.keys()
         self.names = tuple(own)
         self.attributes = {key: value for key, value in own.items() if key not in TABLES}
-        self.values = itemgetter("training", *self.attributes)
+        self.values = getter(("training", *self.attributes))
         self.expected = self.values(own)
-        self.non_persistent = own["_non_persistent_buffers_set"]
+        self.hooks = getter(name for name in _HOOKS if name in own)  # modules of edits lack some
+        self.non_persistent = own.get("_non_persistent_buffers_set", set[str]())
         self.children = [*own["_modules"]]
         tensors = [(key, table, value) for table in _REGISTRIES[:2] for key, value in own[table].items()]
         self.tensors = [(key, table, None if value is None else _layout(value)) for key, table, value in tensors]
@@ -167,9 +168,9 @@ class _Comparison:
 
     def compare(self, module: nn.Module, facts: _ModuleFacts, rest: Iterator[_ModuleFacts], is_root: bool) -> None:
         own = vars(module)
-        if type(module) is not facts.cls or any(_NO_HOOKS(own)):
-            raise _Unequal
-        if tuple(own) != facts.names and own.keys() != facts.keys:  # the first is quick
+        if type(module) is not facts.cls or (tuple(own) != facts.names and own.keys() != facts.keys):
+            raise _Unequal  # a comparison of names in order is quick
+        if any(facts.hooks(own)):
             raise _Unequal
         children, parameters, buffers = own["_modules"], own["_parameters"], own["_buffers"]
         if type(children) is not dict or type(parameters) is not dict or type(buffers) is not dict:
@@ -178,7 +179,7 @@ class _Comparison:
             raise _Unequal
         if (children or facts.children) and [*children] != facts.children:
             raise _Unequal
-        if buffers and own["_non_persistent_buffers_set"] != facts.non_persistent:
+        if buffers and own.get("_non_persistent_buffers_set", set()) != facts.non_persistent:
             raise _Unequal
         if not all(map(is_, facts.values(own), facts.expected)):
             for key, value in facts.attributes.items():

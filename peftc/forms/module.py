@@ -16,8 +16,8 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.form import Args, Dims, FirstValue, Form, ModulePath, Parameter
 from peftc.forms.registry import is_built_in
 from peftc.modules.form_hooks import Hookable
-from peftc.modules.new_modules import module_with, uninitialised_like
-from peftc.modules.torch_attributes import TABLES
+from peftc.modules.new_modules import as_parameter, module_with, uninitialised_like
+from peftc.modules.torch_attributes import TABLES, copied_tables
 
 if TYPE_CHECKING:
     from peftc.forms.affine_module import Affine
@@ -164,15 +164,14 @@ class FormModule(nn.Module):
         own = (value for name, value in vars(self).items() if name not in TABLES and name not in shared)
         if self._modules or self._buffers or not all(map(_is_plain, own)):
             return None
-        args, tables, common = self.form_args, tuple(TABLES.items()), dict(vars(self))
-        parameters = {n: None if p is None else uninitialised_like(p) for n, p in self._parameters.items()}
+        args, tables = self.form_args, copied_tables(cls)
+        common = {name: value for name, value in vars(self).items() if name not in TABLES}
+        parameters = [(n, None if p is None else uninitialised_like(p)) for n, p in self._parameters.items()]
 
         def copy() -> FormModule:
-            attributes = common.copy()
-            for name, kind in tables:
-                attributes[name] = kind()
+            attributes = common | {name: kind() for name, kind in tables}
             attributes["form_args"] = args.copy()
-            attributes["_parameters"] = {n: None if make is None else make() for n, make in parameters.items()}
+            attributes["_parameters"] = {n: None if make is None else as_parameter(make()) for n, make in parameters}
             return module_with(cls, attributes)
 
         return copy

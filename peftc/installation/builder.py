@@ -1,14 +1,15 @@
 """Makes what an installation puts into a model: generated classes, containers, forms."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import nn
 
+from peftc.addressing.renaming import LayerName, inner_name
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.equation_code.module import EquationModule as EquationModule  # imported before a model is compiled
 from peftc.forms.module import FormModule, Member, build, build_of_all, build_owner, seeded
@@ -21,14 +22,14 @@ from peftc.modules.instance_forward import FORWARD, code_class
 from peftc.modules.offload import HOOK, execution_device
 from peftc.modules.walk import Named, all_named_modules, all_parameters, submodule
 from peftc.planning import ir
-from peftc.rewriting.edits import CONTAINER, SHARED, Region, RegionEdit, container_of, empty_container, module_name
+from peftc.rewriting.edits import CONTAINER, SHARED, Region, empty_container, module_name
+from peftc.rewriting.form_copies import FormCopies, FormCopy, container_copy
 from peftc.rewriting.legality.preconditions import check_forwards, check_loaded, check_parents
 from peftc.rewriting.prompts import SEQUENCE
 from peftc.rewriting.region_list import RegionList
-from peftc.specialization.generated_class import GeneratedClass
+from peftc.specialization.generated_class import ClassKey, GeneratedClass, class_key, names_pattern
 from peftc.tracing.bytecode import reachable_code
 
-ClassKey = tuple[Any, ...]
 Options = tuple[torch.dtype, torch.device]
 
 
@@ -45,23 +46,6 @@ class FormSite:
         return saved_name(self.site_edit, self.instance)
 
 
-class FormCopy(NamedTuple):
-    """A function that makes forms of an instance. `draws`: they may have values to be drawn."""
-
-    key: str
-    instance: ir.FormInstance
-    copy: Callable[[], FormModule]
-    draws: bool
-
-
-class FormCopies(NamedTuple):
-    """The forms of an edit in a region, and the names of its two containers."""
-
-    edit: str
-    slug: str
-    forms: tuple[FormCopy, ...]
-
-
 class RegionKind(NamedTuple):
     """What regions have in common that have the same edits, at modules of one class.
 
@@ -74,14 +58,21 @@ class RegionKind(NamedTuple):
 
 
 class AlikeRegion(NamedTuple):
-    """What regions share that differ in names alone; their modules have a parameter `first`."""
+    """What a region of a layer shares with those of other layers that differ in names alone. Their
+    modules have a parameter `first`. Names are without that of the layer. `is_plain`: whether only
+    tables of a module can hide its container. `edits`: the forms of each edit, its name, and the
+    path that owns their parameters.
+    """
 
     module: type[nn.Module]
     first: str
     dtype: torch.dtype
     device: torch.device
+    is_plain: bool
     cls: GeneratedClass
-    edits: tuple[FormCopies, ...]
+    name: str
+    parent: str
+    edits: tuple[tuple[FormCopies, str, str], ...]
 
 
 class InstallationBuilder:
@@ -127,17 +118,11 @@ class InstallationBuilder:
             for region in template.regions:
                 self.sequences |= dict.fromkeys(region.position_sites, Sequence())
         for block in regions.blocks:
-            renaming = None if partly_loaded else block.renaming
+            layer = None if partly_loaded or block.renaming is None else block.layer
             for region in block.template.regions:
-                if renaming is not None and (alike := self.alike.get(id(region))) is not None:
-                    name = renaming.module(region.module)
-                    if self.is_alike(module := modules[name], alike):
-                        if (parent := name.rpartition(".")[0]) not in checked:
-                            check_parents(parent, modules, checked)
-                        paths = [renaming.path(site_edit.owner_path) for site_edit in region.site_edits]
-                        container = self.container_copy(region, name, paths, module, alike.edits)
-                        self.add(name, EditedModule(module, alike.cls, container))
-                        continue
+                alike = None if layer is None else self.alike.get(id(region))
+                if alike is not None and layer is not None and self.add_alike(alike, layer, modules, checked):
+                    continue
                 own = block.named(region)
                 module = modules[own.module]
                 check_forwards(own, modules, checked)
@@ -147,21 +132,34 @@ class InstallationBuilder:
                     message = f"`{own.module}` already has something named `{CONTAINER}`"
                     help_ = "rename it: edits are registered under this name"
                     raise PeftcError(Diagnostic("P411", message, help=help_))
-                self.add(own.module, self.edited_module(own, module))
+                self.add(own.module, *self.edited_module(own, module, region is own and block.layer))
 
-    def add(self, name: str, edited: EditedModule) -> None:
-        self.modules.append(edited)
-        self.installation.regions.append((name, edited.cls))
+    def add(self, name: str, module: nn.Module, cls: GeneratedClass, container: nn.Module) -> None:
+        self.modules.append(EditedModule(module, cls, container))
+        self.installation.regions.append((name, cls))
 
-    def is_alike(self, module: nn.Module, alike: AlikeRegion) -> bool:
-        """Whether a module gets what that of an alike region has got, in another layer."""
+    def add_alike(
+        self, alike: AlikeRegion, layer: LayerName, modules: Mapping[str, nn.Module], checked: set[str]
+    ) -> bool:
+        """Adds what an alike region has got, in another layer; False if its module is not alike."""
+        name = layer.module + alike.name
+        module = modules[name]
         own = vars(module)
         first = own["_parameters"].get(alike.first)
         if type(module) is not alike.module or first is None or first.dtype is not alike.dtype:
             return False
         if FORWARD in own or HOOK in own or CONTAINER in own["_modules"] or first.device != alike.device:
             return False
-        return not self.hides_container(module)
+        if not alike.is_plain and hasattr(module, CONTAINER):
+            return False
+        if CONTAINER in own or CONTAINER in own["_parameters"] or CONTAINER in own["_buffers"]:
+            return False
+        if (parent := layer.module + alike.parent) not in checked:
+            check_parents(parent, modules, checked)
+        edits = [(copies, f"{edit}/{layer.path}{path}/", None) for copies, edit, path in alike.edits]
+        container = container_copy(edits, f"{name}.{CONTAINER}", self.forms, self.installation.form_modules)
+        self.add(name, module, alike.cls, container)
+        return True
 
     def hides_container(self, module: nn.Module) -> bool:
         """Whether a module has an attribute of the container's name."""
@@ -172,8 +170,12 @@ class InstallationBuilder:
             return CONTAINER in own or CONTAINER in own["_parameters"] or CONTAINER in own["_buffers"]
         return hasattr(module, CONTAINER)
 
-    def edited_module(self, region: Region, module: nn.Module) -> EditedModule:
-        """The class and the container of a region, like those of an earlier region of its kind."""
+    def edited_module(
+        self, region: Region, module: nn.Module, layer: LayerName | Literal[False] | None
+    ) -> EditedModule:
+        """The class and the container of a region, like those of an earlier region of its kind.
+        `layer`: of a region whose like other layers have.
+        """
         options = self.options(module)
         parts = chain(region.edits, (site_edit.instances for site_edit in region.site_edits))
         key = (type(module), options, region.inline, *map(id, parts))  # the compilation keeps the parts
@@ -181,18 +183,33 @@ class InstallationBuilder:
         cls = None if kind is None or FORWARD in vars(module) else kind.cls
         cls = cls or self.generated_class(region, module)
         if kind is not None and kind.edits is not None and not region.position_sites:
-            paths = [site_edit.owner_path for site_edit in region.site_edits]
-            container = self.container_copy(region, region.module, paths, module, kind.edits)
+            container = self.container_copy(region, module, kind.edits)
         else:
             container = self.container(region, module)
         if kind is None:
             is_fixed = not region.inline and FORWARD not in vars(module)
             kind = self.kinds[key] = RegionKind(cls if is_fixed else None, self.form_copies(region, options))
-        draws = any(form.draws for edit in kind.edits or () for form in edit.forms)
-        first = next(iter(vars(module)["_parameters"]), None)
-        if first and kind.cls is not None and kind.edits is not None and not draws and not self.is_dispatched:
-            self.alike[id(region)] = AlikeRegion(type(module), first, *options, kind.cls, kind.edits)
+        if layer and (alike := self.alike_region(region, module, kind, layer, options)) is not None:
+            self.alike[id(region)] = alike
         return EditedModule(module, cls, container)
+
+    def alike_region(
+        self, region: Region, module: nn.Module, kind: RegionKind, layer: LayerName, options: Options
+    ) -> AlikeRegion | None:
+        """None where other layers need more than names of their own."""
+        first = next(iter(vars(module)["_parameters"]), None)
+        if first is None or kind.cls is None or kind.edits is None or self.is_dispatched:
+            return None
+        if any(form.draws for edit in kind.edits for form in edit.forms):
+            return None
+        name = inner_name(region.module, layer.module)
+        paths = [inner_name(site_edit.owner_path, layer.path) for site_edit in region.site_edits]
+        if name is None or None in paths:
+            return None
+        edits = zip(kind.edits, (site_edit.edit for site_edit in region.site_edits), map(str, paths), strict=True)
+        is_plain = self.plain_classes.get(type(module), False)
+        parent = name.rpartition(".")[0]
+        return AlikeRegion(type(module), first, *options, is_plain, kind.cls, name, parent, tuple(edits))
 
     def generated_class(self, region: Region, module: nn.Module) -> GeneratedClass:
         """One for all regions of a structure; without variants, also for other models."""
@@ -237,31 +254,22 @@ class InstallationBuilder:
                 if self.present or copy is None or one.owner is not None or one.tasks or one.selects_positions:
                     return None
                 sets_values = self.forms[saved_name(site_edit, one)].sets_values()
-                forms.append(FormCopy(one.key, one, copy, options[1].type != "meta" or sets_values))
+                draws = options[1].type != "meta" or sets_values
+                forms.append(FormCopy(one.key, one, copy, draws, f".{edit.edit_name}.{edit.slug}.{one.key}"))
             edits.append(FormCopies(edit.edit_name, edit.slug, tuple(forms)))
         return tuple(edits) if len({edit[:2] for edit in edits}) == len(edits) else None
 
-    def container_copy(
-        self, region: Region, name: str, paths: Iterable[str], module: nn.Module, edits: Iterable[FormCopies]
-    ) -> nn.Module:
-        """As `container`, of a region whose kind is known, at a module of that name. `paths`: those
-        that own the parameters.
-        """
-        root: dict[str, dict[str, nn.Module]] = {}
-        place = f"{name}.{CONTAINER}" if name else CONTAINER
-        forms, places = self.forms, self.installation.form_modules
-        for edit, site_edit, path in zip(edits, region.site_edits, paths, strict=True):
-            start, own = f"{site_edit.edit}/{path}/", dict[str, nn.Module]()
-            for key, instance, copy, draws in edit.forms:
-                form_name = start + key
-                if (form := forms.get(form_name)) is None:
-                    forms[form_name] = form = copy()
-                    places[form_name] = f"{place}.{edit.edit}.{edit.slug}.{key}"
-                    if draws:
-                        self.set_values(form, FormSite(site_edit, instance, module), form_name, path)
-                own[key] = form
-            root.setdefault(edit.edit, {})[edit.slug] = container_of(own)
-        return container_of({edit: container_of(slugs) for edit, slugs in root.items()})
+    def container_copy(self, region: Region, module: nn.Module, edits: Iterable[FormCopies]) -> nn.Module:
+        """As `container`, of a region whose kind is known."""
+        pairs = zip(edits, region.site_edits, strict=True)
+        copies = [(one, f"{p.edit}/{p.owner_path}/", partial(self.set_copy_values, p, module)) for one, p in pairs]
+        place = f"{region.module}.{CONTAINER}".lstrip(".")
+        return container_copy(copies, place, self.forms, self.installation.form_modules)
+
+    def set_copy_values(
+        self, site_edit: ir.SiteEdit, module: nn.Module, form: FormModule, instance: ir.FormInstance, name: str
+    ) -> None:
+        self.set_values(form, FormSite(site_edit, instance, module), name, site_edit.owner_path)
 
     # Forms ----------------------------------------------------------------------------------------
 
@@ -364,7 +372,8 @@ class InstallationBuilder:
         for edited in self.modules:
             if self.present or not edited.module.training:
                 edited.container.train(edited.module.training)
-        install_edits(self.model, self.installation, self.modules, shared if self.shared else None)
+        base_modules = [module for _, module in self.every]
+        install_edits(self.model, self.installation, self.modules, shared if self.shared else None, base_modules)
 
     def undo(self) -> None:
         remove_edits(self.model, self.modules)
@@ -372,21 +381,6 @@ class InstallationBuilder:
 
 def saved_name(site_edit: ir.SiteEdit, instance: ir.FormInstance) -> str:
     return f"{site_edit.edit}/{site_edit.owner_path}/{instance.key}"
-
-
-def class_key(*parts: Any) -> ClassKey:
-    """Equal for two regions exactly if they can share a generated class. The edits are last."""
-    *others, edits = parts
-    return (*others, *(edit.fingerprint for edit in edits))
-
-
-def names_pattern(edits: Iterable[RegionEdit]) -> Iterator[object]:
-    """Equal for the edits of two regions if they differ in the names of sites alone. The layout of
-    generated code depends on the lengths of names.
-    """
-    numbers: dict[str, int] = {}
-    for edit in edits:
-        yield edit.pattern, len(edit.slug), numbers.setdefault(edit.place, len(numbers))
 
 
 def absent_members(module: nn.Module) -> frozenset[str]:

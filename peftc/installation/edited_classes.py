@@ -8,7 +8,7 @@ tensors of an adapter, too. A call of the model checks that its edited modules a
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
@@ -26,6 +26,7 @@ from peftc.installation.completeness import COMPLETENESS, ORIGINALS, Completenes
 from peftc.installation.record import RECORD, Installation, installation_of, is_installed
 from peftc.modules.instance_forward import FORWARD, rebind_forward, replace_base, unpatched_class
 from peftc.modules.new_modules import set_class
+from peftc.modules.walk import modules_in
 from peftc.rewriting.edits import CONTAINER, SHARED
 from peftc.specialization.generated_class import GeneratedClass
 
@@ -56,8 +57,8 @@ def common_rows(parameter: Tensor, value: Tensor) -> Any:
     return slice(min(len(value), len(parameter))) if value.ndim else ...
 
 
-def install_overlays(model: nn.Module, record: Installation) -> None:
-    """Gives the modules of a compiled model the classes of this file."""
+def install_overlays(model: nn.Module, record: Installation, modules: Sequence[nn.Module]) -> None:
+    """Gives modules of a compiled model the classes of this file. `modules`: those of the base."""
     owners: dict[nn.Module, dict[str, OriginalValue]] = {}
     for saved, name in record.trained.items():
         parameter = true_parameter(model, name)
@@ -68,7 +69,7 @@ def install_overlays(model: nn.Module, record: Installation) -> None:
                 owners.setdefault(owner, {}).update(dict.fromkeys(attributes, original))
     for module, values in owners.items():
         vars(module).update({CHOICE: record.choice, ORIGINALS: values})
-    for module in (model, *(part for part in parts_with_files(model) if has_edits(part))):
+    for module in (model, *(part for part in parts_with_files(modules) if has_edits(part))):
         owners.setdefault(module, {})
     for module, values in owners.items():
         saves, root = hasattr(type(module), "save_pretrained"), module is model
@@ -76,18 +77,10 @@ def install_overlays(model: nn.Module, record: Installation) -> None:
     vars(model)[COMPLETENESS] = Completeness(model)
 
 
-def parts_with_files(model: nn.Module) -> list[nn.Module]:
-    """The modules in a model that have a `save_pretrained` of their own."""
-    parts, saves, pending = list[nn.Module](), dict[type, bool](), [*vars(model)["_modules"].values()]
-    while pending:
-        if (module := pending.pop()) is not None:
-            cls = module.__class__
-            if cls not in saves:
-                saves[cls] = hasattr(cls, "save_pretrained")
-            if saves[cls]:
-                parts.append(module)
-            pending += module.__dict__["_modules"].values()
-    return parts
+def parts_with_files(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules that have a `save_pretrained` of their own."""
+    classes = {cls for cls in {*map(type, modules)} if hasattr(cls, "save_pretrained")}
+    return [module for module in modules if type(module) in classes]
 
 
 def has_edits(module: nn.Module) -> bool:
@@ -307,9 +300,16 @@ class EditedModule(NamedTuple):
 
 
 def install_edits(
-    model: nn.Module, record: Installation, modules: Iterable[EditedModule], shared: nn.Module | None
+    model: nn.Module,
+    record: Installation,
+    modules: Iterable[EditedModule],
+    shared: nn.Module | None,
+    base_modules: Sequence[nn.Module] | None = None,
 ) -> None:
-    """Puts edits into a model. `shared`: the forms that several sites share."""
+    """Puts edits into a model. `shared`: the forms that several sites share. `base_modules`: the
+    modules of the model, if they are known.
+    """
+    base_modules = modules_in(model) if base_modules is None else base_modules
     choice = record.choice
     for module, generated, container in modules:
         own, cls = vars(module), type(module)
@@ -324,7 +324,7 @@ def install_edits(
     if shared is not None:
         vars(model)["_modules"][SHARED] = shared
     vars(model)[RECORD] = record
-    install_overlays(model, record)
+    install_overlays(model, record, base_modules)
 
 
 def remove_edits(model: nn.Module, modules: Iterable[EditedModule]) -> None:

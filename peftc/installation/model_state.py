@@ -11,9 +11,8 @@ one: other code may change without a trace.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from operator import itemgetter
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from peftc.cache.environment import LIBRARIES, library_folders
 from peftc.concurrency.context import CHOICE
 from peftc.modules.memory import storage_of
-from peftc.modules.torch_attributes import ATTRIBUTES
+from peftc.modules.torch_attributes import ATTRIBUTES, getter
 from peftc.modules.walk import Named, all_named_modules
 from peftc.rewriting.edits import CONTAINER, SHARED
 from peftc.tracing.bytecode import reachable_code
@@ -128,12 +127,7 @@ class _Attributes(NamedTuple):
     @classmethod
     def of(cls, number: int, every: tuple[str, ...]) -> _Attributes:
         names = tuple(name for name in every if name not in _NO_ATTRIBUTES)
-        return cls(number, names, _getter(names), _getter([name for name in every if name in _HOOKS]))
-
-
-def _getter(names: Sequence[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """The values of some names, as a tuple."""
-    return itemgetter(*names) if len(names) > 1 else lambda own: tuple(own[name] for name in names)
+        return cls(number, names, getter(names), getter(name for name in every if name in _HOOKS))
 
 
 class _Reader:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 M = TypeVar("M", bound=nn.Module)
 
 _set_attribute = object.__setattr__  # that of modules compares each value with all kinds of members
-_as_parameter: Any = Tensor._make_subclass  # pyright: ignore[reportPrivateUsage]  # as `nn.Parameter` does
+_make_parameter: Any = Tensor._make_subclass  # pyright: ignore[reportPrivateUsage]  # as `nn.Parameter` does
 
 
 def module_with(cls: type[M], attributes: dict[str, Any]) -> M:
@@ -27,14 +27,15 @@ def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
     _set_attribute(module, "__class__", cls)
 
 
-def uninitialised_like(parameter: nn.Parameter) -> Callable[[], nn.Parameter]:
-    """A function that makes parameters of the dtype, the device and the sizes of a dense one."""
+def uninitialised_like(parameter: nn.Parameter) -> Callable[[], Tensor]:
+    """A function that makes the values of parameters of the dtype, the device and the sizes of a
+    dense one, for `as_parameter`.
+    """
     size, dtype, device = tuple(parameter.shape), parameter.dtype, parameter.device
-    return partial(_uninitialised, size, parameter.stride(), dtype, device)
+    # Faster than `empty`.
+    return partial(torch.empty_strided, size, parameter.stride(), dtype=dtype, device=device)
 
 
-def _uninitialised(
-    size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> nn.Parameter:
-    data = torch.empty_strided(size, stride, dtype=dtype, device=device)  # faster than `empty`
-    return _as_parameter(nn.Parameter, data, True) if type(data) is Tensor else nn.Parameter(data)
+def as_parameter(data: Tensor) -> nn.Parameter:
+    """`nn.Parameter(data)`."""
+    return _make_parameter(nn.Parameter, data, True) if type(data) is Tensor else nn.Parameter(data)

@@ -123,9 +123,8 @@ class Recorder:
                 if isinstance(module, torch.jit.ScriptModule):
                     raise RuntimeError(f"`{name}` is a ScriptModule, whose code cannot be traced")
                 self.every.append(module)
-                own = vars(module)
                 for table, value in tables.items():
-                    own[table][_HOOK] = value
+                    getattr(module, table)[_HOOK] = value  # a module of edits makes its tables here
 
         def observe_children(layer: nn.Module) -> None:
             """Observes what is copied meanwhile as all others."""

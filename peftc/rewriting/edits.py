@@ -17,7 +17,7 @@ from peftc.equations.analysis import Place
 from peftc.equations.definition import OWNER, TextForm, scope_of
 from peftc.forms.shapes import KeyValue, Prompt, Scalar, Tokens
 from peftc.modules.new_modules import module_with
-from peftc.modules.torch_attributes import TABLES
+from peftc.modules.torch_attributes import TABLES, with_lazy_tables
 from peftc.planning import ir
 from peftc.rewriting.anchors import Anchor
 from peftc.syntax.printer import print_statement
@@ -233,16 +233,7 @@ def row_count(term: ir.Term) -> int:
             return 0
 
 
-class _Table:
-    """An attribute with a table of hooks, which a container makes when something asks for it."""
-
-    def __init__(self, name: str, kind: type[Any]) -> None:
-        self.name, self.kind = name, kind
-
-    def __get__(self, container: object, owner: object = None) -> Any:
-        return self if container is None else vars(container).setdefault(self.name, self.kind())
-
-
+@with_lazy_tables
 class Container(nn.Module):
     """Keeps each child as a plain attribute, too, which Python finds five times as fast."""
 
@@ -268,8 +259,6 @@ class Container(nn.Module):
 
 
 _PLAIN_ATTRIBUTES = {name: value for name, value in vars(nn.Module()).items() if name not in TABLES}
-for _name in TABLES.keys() - {"_parameters", "_buffers", "_modules"}:
-    setattr(Container, _name, _Table(_name, TABLES[_name]))
 
 
 def empty_container() -> Container:

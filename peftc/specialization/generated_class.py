@@ -6,7 +6,7 @@ import inspect
 import linecache
 import re
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -47,6 +47,7 @@ def uncompiled(function: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 NUMBERED = ("variant_", "PASSTHROUGH")  # begin the names of other functions and constants of generated code
 CALLING_FORMS = "calling forms"
+ClassKey = tuple[Any, ...]
 _both_modes = ContextVar("both_modes", default=False)
 
 
@@ -356,3 +357,18 @@ def reduce(self: Any, protocol: Any) -> Any:
 def blank(kind: GeneratedClass, derived: Any = None) -> nn.Module:
     cls = kind.cls if derived is None else replace_base(derived, derived._peftc_kind.cls, kind.cls)
     return cls.__new__(cls)
+
+
+def class_key(*parts: Any) -> ClassKey:
+    """Equal for two regions exactly if they can share a generated class. The edits are last."""
+    *others, edits = parts
+    return (*others, *(edit.fingerprint for edit in edits))
+
+
+def names_pattern(edits: Iterable[RegionEdit]) -> Iterator[object]:
+    """Equal for the edits of two regions if they differ in the names of sites alone. The layout of
+    generated code depends on the lengths of names.
+    """
+    numbers: dict[str, int] = {}
+    for edit in edits:
+        yield edit.pattern, len(edit.slug), numbers.setdefault(edit.place, len(numbers))
