@@ -18,6 +18,7 @@ from peftc.fakes.repeated_layers import RepeatedLayer, repeated_layers
 from peftc.fakes.tensors import copy_model, fake_like, new_mode
 from peftc.modules.lazy_children import Attributes, Children, LayerPrototype, LazyChildren
 from peftc.modules.memory import Memory
+from peftc.modules.module_rows import ModuleRows
 from peftc.modules.offload import is_dispatched
 from peftc.modules.torch_attributes import TABLES
 from peftc.modules.walk import has_aliases
@@ -25,13 +26,14 @@ from peftc.modules.walk import has_aliases
 Memories = dict[tuple[str, str], tuple[Memory, ...]]
 
 
-def lazy_copy(model: nn.Module, widen: bool = False) -> nn.Module | None:
+def lazy_copy(model: nn.Module, widen: bool = False, rows: ModuleRows | None = None) -> nn.Module | None:
     """`fake_copy(model, whole=True)`, in which repeated layers have lazy children; None without.
 
     Nothing else may refer to what is in such a layer. There is no lazy copy where that of another
     part has reached into one or shares memory with it, nor where a module has several names.
+    `rows`: those of the model's modules, if they are known; they say quickly what repeats.
     """
-    repeats = repeated_layers(model)
+    repeats = repeated_layers(model, rows)
     if not repeats.layers or is_dispatched(model, repeats.layers):
         return None
     with _disable_current_modes():

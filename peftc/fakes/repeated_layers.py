@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from peftc.modules.instance_forward import FORWARD
 from peftc.modules.memory import Memory, memory_of, overlapping_pieces
+from peftc.modules.module_rows import ModuleRows, Span
 from peftc.modules.torch_attributes import TABLES, getter
 
 IMMUTABLE = frozenset({bool, int, float, str, type(None), type, torch.dtype, torch.device})
@@ -62,15 +63,17 @@ class _Unequal(Exception):
     """An element is not like the template, or cannot be copied by the rules of this module."""
 
 
-def repeated_layers(model: nn.Module) -> RepeatedLayers:
-    """The elements of the outermost lists of a model that repeat an earlier element."""
+def repeated_layers(model: nn.Module, rows: ModuleRows | None = None) -> RepeatedLayers:
+    """The elements of the outermost lists of a model that repeat an earlier element. `rows`: those
+    of the model's modules, if they are known.
+    """
     repeats = RepeatedLayers({}, set())
     for elements in _lists(model, {id(model)}):
         templates: list[_Template] = []
         for element in elements:
             if not any(_add(element, template, repeats) for template in templates) and len(templates) < _MOST:
                 try:
-                    templates.append(_Template(element))
+                    templates.append(_Template(element, rows if rows is not None and rows.is_plain else None))
                 except _Unequal:
                     continue
     return repeats
@@ -110,23 +113,33 @@ def _add(element: nn.Module, template: _Template, repeats: RepeatedLayers) -> bo
 class _Template:
     """What other elements of a list are compared with. Raises: _Unequal, if none can repeat it."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, rows: ModuleRows | None) -> None:
         self.layer = layer
         self.modules: list[_ModuleFacts] = []
-        self._collect(layer, "", set())
+        root = self._collect(layer, "", set())
+        span = None if rows is None else rows.spans.get(id(layer))
+        self.rows = None
+        values = (value for facts in self.modules for value in facts.attributes.values())
+        copied = any(type(value) in _CONTAINERS for value in values)  # an element has containers of its own
+        if rows is not None and span is not None and not span.refers and not copied:
+            self.rows = _TemplateRows(rows, span, root, self.modules)
 
-    def _collect(self, module: nn.Module, name: str, seen: set[int]) -> None:
+    def _collect(self, module: nn.Module, name: str, seen: set[int]) -> _ModuleFacts:
         if id(module) in seen:
             raise _Unequal
         seen.add(id(module))
-        self.modules.append(_ModuleFacts(module, name))
+        facts = _ModuleFacts(module, name)
+        self.modules.append(facts)
         for child_name, child in vars(module)["_modules"].items():
             if child is None:
                 raise _Unequal
-            self._collect(child, f"{name}.{child_name}".lstrip("."), seen)
+            facts.parts.append(self._collect(child, f"{name}.{child_name}".lstrip("."), seen))
+        return facts
 
     def comparison(self, element: nn.Module) -> _Comparison:
         """What an element has of its own. Raises: _Unequal."""
+        if self.rows is not None and (comparison := self.rows.comparison(element)) is not None:
+            return comparison
         comparison, facts = _Comparison(), iter(self.modules)
         comparison.compare(element, next(facts), facts, is_root=True)
         return comparison
@@ -156,6 +169,79 @@ class _ModuleFacts:
         self.has_weight = "weight" in {*own["_parameters"], *own["_buffers"], *own} or hasattr(self.cls, "weight")
         if any(value is not None and not value.is_contiguous() for _, _, value in tensors):
             raise _Unequal
+        self.parts: list[_ModuleFacts] = []  # of its children
+
+
+class _TemplateRows:
+    """The rows of a template, by which an element is compared in less time than by its modules."""
+
+    def __init__(self, rows: ModuleRows, span: Span, root: _ModuleFacts, modules: list[_ModuleFacts]) -> None:
+        self.all, self.row, self.root = rows, span.row, root
+        self.flags = [tensor.requires_grad for tensor in rows.tensors[span.tensors]]
+        names = [[(facts.name, key) for key, _, layout in facts.tensors if layout is not None] for facts in modules]
+        self.own_tensors = len(names[0])  # of the layer itself, which are copied at once
+        self.tensors = [name for of_module in names[1:] for name in of_module]
+        # Attributes whose values are equal in rows though an element may have other objects.
+        objects = ((facts, key, value) for facts in modules for key, value in facts.attributes.items())
+        self.objects = [
+            (facts.name.split(".") if facts.name else [], key, value)
+            for facts, key, value in objects
+            if not _is_value(value)
+        ]
+
+    def comparison(self, element: nn.Module) -> _Comparison | None:
+        """What an element has of its own; None if more than numbers may differ."""
+        span = self.all.spans.get(id(element))
+        if span is None or span.refers:
+            return None
+        comparison, tensors = _Comparison(), self.all.tensors[span.tensors]
+        if [tensor.requires_grad for tensor in tensors] != self.flags:
+            return None
+        if not self.compare(span.row, self.row, self.root, comparison) or not self.has_objects(element):
+            return None
+        comparison.owners += self.all.objects[span.objects][1 + self.own_tensors :]
+        for name, tensor in zip(self.tensors, tensors[self.own_tensors :], strict=True):
+            if not tensor.is_meta and (memory := memory_of(tensor)):
+                comparison.memories[name] = memory
+        return comparison
+
+    def has_objects(self, element: nn.Module) -> bool:
+        """Whether an element of equal rows has the very objects that the template has."""
+        for path, key, value in self.objects:
+            module = element
+            for name in path:
+                module = vars(module)["_modules"][name]
+            if vars(module)[key] is not value:
+                return False
+        return True
+
+    def compare(self, number: int, other: int, facts: _ModuleFacts, comparison: _Comparison) -> bool:
+        """Whether two rows, that of an element's module and a template's, differ in numbers alone;
+        notes these.
+        """
+        if number == other:
+            return True
+        row, template = self.all.rows[number], self.all.rows[other]
+        names = self.all.names[template[1]]
+        start = 2 + len(names)
+        if len(row) != len(template) or row[:2] != template[:2]:
+            return False
+        if row[2:start] != template[2:start]:
+            for name, value, expected in zip(names, row[2:start], template[2:start], strict=True):
+                if value != expected:
+                    if facts.has_weight or type(facts.attributes[name]) not in _NUMBERS:
+                        return False
+                    if facts is not self.root:
+                        comparison.attributes[facts.name, name] = value
+        for part, expected in zip(row[start:], template[start:], strict=True):
+            if expected[0] != "children":
+                if part != expected:
+                    return False
+            elif part[1::2] != expected[1::2] or not all(
+                self.compare(*pair, comparison) for pair in zip(part[2::2], expected[2::2], facts.parts, strict=True)
+            ):
+                return False
+        return True
 
 
 class _Comparison:
@@ -233,6 +319,13 @@ def _are_equal(value: Any, other: Any) -> bool:
     if type(value) is dict:
         return _are_equal([*value.items()], [*other.items()])
     return type(value) in (tuple, list) and len(value) == len(other) and all(map(_are_equal, value, other))
+
+
+def _is_value(value: Any) -> bool:
+    """Whether nothing can tell a value from an equal one of its type."""
+    if type(value) is tuple:
+        return all(map(_is_value, value))
+    return type(value) in IMMUTABLE or isinstance(value, type)
 
 
 def _is_copied_plainly(cls: type[nn.Module]) -> bool:

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from peftc.installation.model_state import ModelState, flags_of, own_modules, state_of
+from peftc.installation.model_state import ModelState, flags_of, own_modules, read_state, state_of
 from peftc.models.samples import is_same_sample
 from peftc.models.sources import ModelSource
+from peftc.modules.module_rows import ModuleRows
 from peftc.recognition.analysis import Analysis, analyse
 
 T = TypeVar("T")
@@ -55,18 +56,23 @@ class CachedAnalysis:
 
 
 def known_state(
-    source: ModelSource, sample: Mapping[str, Any] | None = None, tensors: list[Tensor] | None = None
-) -> ModelState | None:
-    """The state of a source by which its analysis is shared; None where it is not. `tensors`: as in
-    `state_of`.
-    """
-    return state_of(source.module, tensors) if MOST and source.module is not None and sample is None else None
+    source: ModelSource, sample: Mapping[str, Any] | None = None
+) -> tuple[ModelState | None, ModuleRows | None]:
+    """The state of a source by which its analysis is shared, and its rows; None where it is not."""
+    is_shared = MOST and source.module is not None and sample is None
+    return read_state(source.module) if is_shared and source.module is not None else (None, None)
 
 
 def shared_analysis(
-    source: ModelSource, sample: Mapping[str, Any] | None = None, state: ModelState | None = None
+    source: ModelSource,
+    sample: Mapping[str, Any] | None = None,
+    state: ModelState | None = None,
+    rows: ModuleRows | None = None,
 ) -> Analysis:
-    """The analysis of a model, or of an earlier one in this process with an equal state."""
+    """The analysis of a model, or of an earlier one in this process with an equal state. `rows`:
+    those of its modules, if they are known.
+    """
+    source = replace(source, rows=rows)
     if state is None:
         return analyse(source, sample)
     entry = recent_analysis(source, state)

@@ -26,6 +26,7 @@ from peftc.installation.stored_compilations import Storage
 from peftc.models.samples import check_sample
 from peftc.models.skeleton import check_runs, stop_notes
 from peftc.models.sources import ModelSource, resolve
+from peftc.modules.module_rows import ModuleRows
 from peftc.planning.lowering_context import DEFAULT_TASK
 from peftc.planning.planner import PlanResult
 from peftc.recognition.analysis import Analysis, ModelLike
@@ -43,7 +44,7 @@ class CompiledModel:
     ) -> None:
         self.module = module
         self.state: ModelState | None = None  # of the module without edits, if the analysis compared it
-        self.tensors: list[Tensor] | None = None  # of the state, if they are known
+        self.rows: ModuleRows | None = None  # those of the state
         self.storage: Storage | None = None  # of the first compilation
         self.stored: Compilation | None = None
         if analysis is not None:
@@ -78,7 +79,7 @@ class CompiledModel:
         cached = self.installation.analysis if is_installed(self.module) else None
         if cached is not None and cached.is_valid(self.module, self.sample):
             return cached.analysis
-        analysis, self.state = base_analysis(self.module, self.sample, state=self.state)
+        analysis, self.state = base_analysis(self.module, self.sample, known=(self.state, self.rows))
         return analysis
 
     def plan(self, spec: ast.Spec, tasks: tuple[str, ...] | None = None) -> PlanResult:
@@ -89,9 +90,7 @@ class CompiledModel:
         """As `plan`; of a module without specs, by what another process has stored, if it has."""
         if not self.specs and not vars(self).keys() & {"analysis"}:
             source = resolve(self.module)
-            tensors = list[Tensor]()
-            self.state = known_state(source, self.sample, tensors)
-            self.tensors = None if self.state is None else tensors
+            self.state, self.rows = known_state(source, self.sample)
             if self.state is not None and recent_analysis(source, self.state) is None:
                 self.storage = Storage.of(source, self.state, spec, tasks)
                 self.stored = None if self.storage is None else self.storage.read()
@@ -176,7 +175,8 @@ class CompiledModel:
             journal=journal,
         )
         if stored is None:
-            self.keep_analysis(self.tensors if finish is None else None)  # a step may have replaced some
+            tensors = None if self.rows is None else self.rows.tensors
+            self.keep_analysis(tensors if finish is None else None)  # a step may have replaced some
         return self.module
 
     def keep_analysis(self, tensors: Sequence[Tensor] | None) -> None:
@@ -184,7 +184,7 @@ class CompiledModel:
         if self.analysis.structure.model is not self.module:
             known = (self.module, self.analysis, self.sample)
             self.installation.analysis = CachedAnalysis.after_edits(*known, self.state, tensors)
-            self.state = self.tensors = None  # from now on something may change the module
+            self.state = self.rows = None  # from now on something may change the module
 
 
 def analyse_base(
@@ -202,9 +202,11 @@ def base_analysis(
     sample: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     cache: bool = False,
-    state: ModelState | None = None,
+    known: tuple[ModelState | None, ModuleRows | None] = (None, None),
 ) -> tuple[Analysis, ModelState | None]:
-    """As `analyse_base`, with the state of a model without edits, if it is known or can be."""
+    """As `analyse_base`, with the state of a model without edits, if it is known or can be.
+    `known`: the state and the rows, if they are known.
+    """
     check_sample(sample)
     edited = isinstance(model, nn.Module) and is_installed(model)
     if isinstance(model, nn.Module) and edited:
@@ -212,8 +214,8 @@ def base_analysis(
         model = strip(fake_copy(model, whole=True))
     source = model if isinstance(model, ModelSource) else resolve(model, trust_remote_code)
     try:
-        state = known_state(source, sample) if state is None else state
-        analysis = shared_analysis(source, sample, state)
+        state, rows = known_state(source, sample) if known[0] is None else known
+        analysis = shared_analysis(source, sample, state, rows)
     except PeftcError:
         raise
     except Exception as error:  # whatever the model's own code raises, or an analysis that fails on it

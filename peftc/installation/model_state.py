@@ -23,20 +23,19 @@ from transformers import GenerationConfig, PretrainedConfig
 from peftc.cache.environment import LIBRARIES, library_folders
 from peftc.concurrency.context import CHOICE
 from peftc.modules.memory import storage_of
+from peftc.modules.module_rows import ModuleRows, Row, Span
 from peftc.modules.torch_attributes import ATTRIBUTES, getter
 from peftc.modules.walk import Named, all_named_modules
 from peftc.rewriting.edits import CONTAINER, SHARED
 from peftc.tracing.bytecode import reachable_code
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, type)
-_HOOKS = frozenset(key for key in ATTRIBUTES if key.endswith(("_hooks", "_called")))
+_HOOKS = frozenset(key for key in ATTRIBUTES if key.endswith(("_hooks", "_called", "_with_kwargs")))
 PEFTC = frozenset({"_peftc", CHOICE, "peftc_originals", "peftc_completeness"})
 _NO_ATTRIBUTES = ATTRIBUTES | PEFTC
 _SIMPLE = frozenset({bool, int, float, str, type(None)})
 _PRINTED = frozenset({*_SIMPLE, torch.Size, torch.dtype, torch.device})  # whose texts are equal for equal values
 _TENSORS = frozenset({torch.Tensor, nn.Parameter})
-
-Node = tuple[Any, ...]  # a module: its class, attributes, tensors, children
 
 
 class NotComparable(Exception):
@@ -48,31 +47,33 @@ class ModelState:
     """All that an analysis depends on.
 
     Attributes:
-        modules: a `Node` of texts and numbers for all modules that are equal; the model's own is
+        modules: a `Row` of texts and numbers for all modules that are equal; the model's own is
             the last. Numbers are places in `modules` and `parts`. Where an object is not new, they
             count the objects before it.
         parts: all other values, equal ones once.
         flags: `requires_grad` of all parameters and buffers.
     """
 
-    modules: tuple[Node, ...]
+    modules: tuple[Row, ...]
     parts: tuple[Any, ...]
     flags: tuple[bool, ...]
 
 
-def state_of(model: nn.Module, tensors: list[Tensor] | None = None) -> ModelState | None:
-    """Classes, code, attributes and layouts of a model; None where one cannot be compared.
+def state_of(model: nn.Module) -> ModelState | None:
+    """Classes, code, attributes and layouts of a model; None where one cannot be compared."""
+    return read_state(model)[0]
 
-    `tensors`: gets those whose `requires_grad` the state has, in order.
-    """
+
+def read_state(model: nn.Module) -> tuple[ModelState | None, ModuleRows | None]:
+    """`state_of`, with the rows of the modules; the flags are those of their tensors."""
     reader = _Reader(model)
     try:
         state = reader.state(model)
     except NotComparable:
-        return None
-    if tensors is not None:
-        tensors[:] = reader.tensors
-    return state
+        return None, None
+    names = {number: attributes.names for number, attributes in reader.kind_names.items()}
+    rows = ModuleRows(state.modules, names, reader.spans, [*reader.objects], reader.tensors, reader.is_plain)
+    return state, rows
 
 
 def flags_of(modules: Named) -> tuple[bool, ...]:
@@ -143,6 +144,10 @@ class _Reader:
         self.classes: dict[type, int] = {}  # the number of each, without edits
         self.codes: dict[type, tuple[Any, ...]] = {}
         self.tensors: list[Tensor] = []  # those of modules, in order
+        self.kind_names: dict[int, _Attributes] = {}  # by the numbers of `kinds`
+        self.spans: dict[int, Span] = {}  # of modules with children
+        self.references = 0  # how many objects were not new
+        self.is_plain = True
 
     def state(self, model: nn.Module) -> ModelState:
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
@@ -154,7 +159,8 @@ class _Reader:
     def node(self, module: nn.Module, without: tuple[str, ...] = (CONTAINER,)) -> int:
         """The number of the node of a module that is new. `without`: children that are skipped."""
         objects = self.objects
-        objects[id(module)] = len(objects)
+        objects[id(module)] = first = len(objects)
+        start, references = len(self.tensors), self.references
         own = vars(module)
         every = tuple(own)
         if (attributes := self.names.get(every)) is None:
@@ -163,20 +169,32 @@ class _Reader:
             raise NotComparable
         if (number := self.classes.get(type(module))) is None:
             cls = class_without_edits(type(module))
+            self.is_plain &= cls is type(module)
             self.classes[type(module)] = number = self.values[cls]
             self.codes.setdefault(cls, reachable_code(cls))
         row = [number, *self.attributes(attributes, own)]
         if own["_parameters"] or own["_buffers"]:
             row.append(self.layout(own))
-        if children := own["_modules"]:
+        children = own["_modules"]
+        if children:
             names: list[Any] = []
             for name, child in children.items():
-                if child is not None and name not in without:
-                    seen = objects.get(id(child))
-                    names += (name, self.node(child) if seen is None else (seen,))
+                if child is None:
+                    names += (name, None)
+                elif name in without:
+                    self.is_plain = False
+                elif (seen := objects.get(id(child))) is None:
+                    names += (name, self.node(child))
+                else:
+                    self.references += 1
+                    names += (name, (seen,))
             if names:
                 row.append(("children", *names))
-        return self.nodes[tuple(row)]
+        number = self.nodes[tuple(row)]
+        if children:
+            spans = slice(first, len(objects)), slice(start, len(self.tensors))
+            self.spans[id(module)] = Span(number, *spans, self.references > references)
+        return number
 
     def attributes(self, attributes: _Attributes, own: dict[str, Any]) -> tuple[Any, ...]:
         """The number of their names and types, and the values: simple ones, or numbers."""
@@ -185,6 +203,7 @@ class _Reader:
         if (kind := self.kinds.get(key)) is None:
             others = tuple(i for i, value in enumerate(values) if type(value) not in _SIMPLE)
             kind = self.kinds[key] = self.values[attributes.names, *key[1:]], others
+            self.kind_names[kind[0]] = attributes
         number, others = kind
         if others:
             numbers = list(values)
@@ -205,7 +224,9 @@ class _Reader:
 
     def layout(self, own: dict[str, Any]) -> tuple[Any, ...]:
         """Of each tensor its name, layout and, if it or its memory is not new, their numbers."""
-        row: list[Any] = ["tensors"]
+        row: list[Any] = ["tensors", len(own["_parameters"])]
+        if own["_buffers"]:
+            row.append(tuple(sorted(own.get("_non_persistent_buffers_set", ()))))
         objects, memories, layouts, tensors = self.objects, self.memories, self.layouts, self.tensors
         for name, tensor in _tensors_of(own):
             if tensor is None:
@@ -213,13 +234,12 @@ class _Reader:
                 continue
             if type(tensor) not in _TENSORS or tensor.layout is not torch.strided:
                 raise NotComparable
-            row += (
-                name,
-                layouts[tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device],
-            )
+            sizes = tensor.shape, tensor.stride(), tensor.storage_offset()
+            row += (name, layouts[type(tensor), *sizes, tensor.dtype, tensor.device])
             number, memory = id(tensor), storage_of(tensor)
             if number in objects or memory in memories:
-                row.append((objects.get(number), memories[memory]))
+                row.append((objects.get(number), memories.get(memory)))
+                self.references += 1
             objects.setdefault(number, len(objects))
             memories.setdefault(memory, len(memories))
             tensors.append(tensor)

@@ -84,7 +84,7 @@ def skeleton(source: ModelSource) -> nn.Module:
     Raises: P506 if the configuration's values do not fit together.
     """
     if source.module is not None:
-        return lazy_copy(source.module, widen=True) or fake_copy(source.module, widen=True, whole=True)
+        return lazy_copy(source.module, True, source.rows) or fake_copy(source.module, widen=True, whole=True)
     return make_fake(meta_model(source))
 
 

@@ -23,6 +23,7 @@ from peftc.models import catalogue
 from peftc.models.catalogue import Head
 from peftc.models.configs import class_of, config_from, from_code, model_class
 from peftc.models.names import Kind, Request, error_summary, has_code, local_values, read_values
+from peftc.modules.module_rows import ModuleRows
 
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -44,6 +45,7 @@ class ModelSource:
     untied_head: bool = False  # the configuration's text says `tie_word_embeddings: false`
     own_code: bool = False  # the class comes from the repository's code, which has been run
     request: Request | None = None  # of its cached table: the name and the values of its configuration
+    rows: ModuleRows | None = None  # of the modules of `module`, if they are known
 
 
 def resolve(

@@ -71,7 +71,7 @@ def test_a_copy_is_what_is_built(name: str, spec: str, device: str, monkeypatch:
 
 
 def test_a_model_with_an_edited_part_is_compiled() -> None:
-    """Modules of edits lack tables of hooks until something reads them, also in layers that repeat."""
+    """Modules of edits lack tables of hooks until something reads them, also in a copy."""
     parted, whole, ids = zoo.build("llama"), zoo.build("llama"), torch.arange(6)[None]
     at_q, at_k = (f"peft 1\nedit {x} at layer[*].attn.{x} {{ h += lora(x, r=2) }}\n" for x in "qk")
     peftc.compile(at_q, parted.get_submodule("model"), seed=0)

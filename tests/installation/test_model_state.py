@@ -111,6 +111,19 @@ def remove_a_child(model: Any) -> None:
     model.parts[2].up = None
 
 
+def delete_a_child(model: Any) -> None:
+    del model.parts[2].up
+
+
+def replace_a_parameter_by_a_buffer(model: Any) -> None:
+    parameters, buffers = model.head._parameters, model.head._buffers
+    buffers["weight"] = parameters.pop("weight")
+
+
+def forget_a_buffer(model: Any) -> None:
+    model.parts[2].register_buffer("mask", model.parts[2].mask, persistent=False)
+
+
 def freeze(model: Any) -> None:
     model.parts[2].up.weight.requires_grad = False
 
@@ -136,6 +149,9 @@ CHANGES: list[Callable[[Any], None]] = [
     remove_a_buffer,
     remove_a_part,
     remove_a_child,
+    delete_a_child,
+    replace_a_parameter_by_a_buffer,
+    forget_a_buffer,
     freeze,
 ]
 

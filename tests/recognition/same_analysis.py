@@ -6,13 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 from torch import nn
 
+from peftc.installation.model_state import read_state
 from peftc.models import skeleton as skeletons
+from peftc.models.sources import resolve
 from peftc.modules.lazy_children import LazyChildren
 from peftc.recognition.analysis import Analysis, analyse
 
@@ -60,14 +62,18 @@ def _outer(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 def check_same_analysis(model: nn.Module, sample: Mapping[str, Any] | None = None) -> list[str]:
     """Returns the layers that stay lazy."""
-    analysis = analyse(model, sample)
-    lazy, facts = lazy_layers(analysis), facts_of(analysis)
     with plain_copies():
         other = analyse(model, sample)
-    for name, fact in facts_of(other).items():
-        assert facts[name] == fact, name
-    check_same_modules(analysis.structure.model, other.structure.model)
-    return lazy
+    own = facts_of(other)
+    layers: list[list[str]] = []
+    for rows in dict.fromkeys((None, read_state(model)[1])):
+        analysis = analyse(replace(resolve(model), rows=rows), sample)
+        layers.append(lazy_layers(analysis))
+        for name, fact in facts_of(analysis).items():
+            assert own[name] == fact, name
+        check_same_modules(analysis.structure.model, other.structure.model)
+    assert layers[0] == layers[-1]
+    return layers[0]
 
 
 def check_same_modules(model: nn.Module, other: nn.Module) -> None:
