@@ -30,6 +30,7 @@ _CLASSES: tuple[type[Any], ...] = (
 _NUMBERS: dict[type[Any], int] = {cls: number for number, cls in enumerate(_CLASSES)}
 _FIELDS = tuple(tuple(field.name for field in fields(cls)) for cls in _CLASSES)
 _TUPLE, _SET = -1, -2
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 _SITES, _MODULES = "sites", "modules"
 _TEXTS, _COUNTS = ("model_id", "model_type", "fingerprint"), ("parameters", "d_model", "fingerprint_version")
 
@@ -110,6 +111,8 @@ def _decode_template(data: Any) -> Template:
 
 
 def encode(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
     number = _NUMBERS.get(type(value))
     if number is not None:
         return [number, *(encode(getattr(value, name)) for name in _FIELDS[number])]
@@ -119,7 +122,7 @@ def encode(value: Any) -> Any:
         return [_SET, *sorted(map(encode, value))]
     if isinstance(value, Mapping):
         return {str(key): encode(item) for key, item in value.items()}
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, bool | int | float | str):  # of a class derived from one
         return value
     raise TypeError(type(value))
 

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Literal, NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from peftc.addressing.renaming import LayerName, inner_name
 from peftc.diagnostics import Diagnostic, PeftcError
@@ -81,7 +81,7 @@ class InstallationBuilder:
     `present`: forms that the model has already, by saved name, or by dotted name if shared.
     `classes`: those that the model has already; `shared_classes`: those that equal models share.
     `draw`: whether new parameters get initial values; without it they are written before they are
-    read. `modules`: those of the model by all of their names, if known.
+    read. `modules`: those of the model by all of their names, and `parameters`, if known.
     """
 
     def __init__(
@@ -93,9 +93,11 @@ class InstallationBuilder:
         shared_classes: dict[ClassKey, GeneratedClass],
         draw: bool = True,
         modules: Named | None = None,
+        parameters: Iterable[Tensor] | None = None,
     ) -> None:
         self.model, self.installation, self.present, self.draw = model, installation, present, draw
         self.every = all_named_modules(model) if modules is None else modules
+        self.parameters = all_parameters(self.every) if parameters is None else parameters
         unpatched = [c for c in classes if c.code == tuple(map(reachable_code, (c.base, *c.entered)))]
         self.classes = {class_key(c.base, c.inline, c.absent, c.entered, c.edits): c for c in unpatched}
         self.shared_classes = shared_classes
@@ -112,7 +114,7 @@ class InstallationBuilder:
 
     def prepare(self, regions: RegionList) -> None:
         """Makes classes and parameters. Raises: P411, P424, P426, P427, P527."""
-        partly_loaded = len({p.is_meta for p in all_parameters(self.every)}) > 1
+        partly_loaded = len({p.is_meta for p in self.parameters}) > 1
         modules, checked = dict(self.every), set[str]()
         for template in {id(block.template): block.template for block in regions.blocks}.values():
             for region in template.regions:
@@ -355,7 +357,7 @@ class InstallationBuilder:
 
     @cached_property
     def is_dispatched(self) -> bool:
-        return any(HOOK in vars(module) for _, module in self.every)
+        return any(HOOK in module.__dict__ for _, module in self.every)
 
     @cached_property
     def execution_device(self) -> torch.device | None:

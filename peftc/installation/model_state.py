@@ -160,8 +160,8 @@ class _Reader:
         """The number of the node of a module that is new. `without`: children that are skipped."""
         objects = self.objects
         objects[id(module)] = first = len(objects)
-        start, references = len(self.tensors), self.references
-        own = vars(module)
+        own, children = module.__dict__, module.__dict__["_modules"]
+        before = (len(self.tensors), self.references) if children else (0, 0)
         every = tuple(own)
         if (attributes := self.names.get(every)) is None:
             attributes = self.names[every] = _Attributes.of(len(self.names), every)
@@ -175,7 +175,6 @@ class _Reader:
         row = [number, *self.attributes(attributes, own)]
         if own["_parameters"] or own["_buffers"]:
             row.append(self.layout(own))
-        children = own["_modules"]
         if children:
             names: list[Any] = []
             for name, child in children.items():
@@ -192,8 +191,8 @@ class _Reader:
                 row.append(("children", *names))
         number = self.nodes[tuple(row)]
         if children:
-            spans = slice(first, len(objects)), slice(start, len(self.tensors))
-            self.spans[id(module)] = Span(number, *spans, self.references > references)
+            spans = slice(first, len(objects)), slice(before[0], len(self.tensors))
+            self.spans[id(module)] = Span(number, *spans, self.references > before[1])
         return number
 
     def attributes(self, attributes: _Attributes, own: dict[str, Any]) -> tuple[Any, ...]:
@@ -240,8 +239,10 @@ class _Reader:
             if number in objects or memory in memories:
                 row.append((objects.get(number), memories.get(memory)))
                 self.references += 1
-            objects.setdefault(number, len(objects))
-            memories.setdefault(memory, len(memories))
+                objects.setdefault(number, len(objects))
+                memories.setdefault(memory, len(memories))
+            else:
+                objects[number], memories[memory] = len(objects), len(memories)
             tensors.append(tensor)
         return tuple(row)
 

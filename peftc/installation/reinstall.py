@@ -95,7 +95,10 @@ class TrainedParameters:
         new = set(self.new)
         for name, parameter in self.parameters.items() if self.first else ():
             if parameter.requires_grad and name not in new:
-                set_requires_grad(parameter, False)
+                if parameter.is_inference():
+                    set_requires_grad(parameter, False)
+                else:
+                    parameter.requires_grad_(False)
         for name in self.parameters.keys() & self.dropped:
             set_requires_grad(self.parameters[name], False)
         for name in self.new:
@@ -131,8 +134,8 @@ def reinstall(
     chosen = Chosen(tasks, before.choice)
     installation = Installation(specs, planned, [], flags, trained.originals, {}, chosen, sample)
     classes = (edited.cls for edited in before.modules)
-    shared_classes, modules = compilation.classes, before.base_modules
-    builder = InstallationBuilder(model, installation, before.forms, classes, shared_classes, draw, modules)
+    base = before.base_modules, None if before.base_modules is None else before.base_parameters.values()
+    builder = InstallationBuilder(model, installation, before.forms, classes, compilation.classes, draw, *base)
     with transaction(journal) as (own, deferral):
         own.steps += [before.attach, trained.undo, builder.undo]
         before.detach()

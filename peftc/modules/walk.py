@@ -6,7 +6,7 @@ compilation walks the whole model several times; elsewhere torch's own are quick
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -138,9 +138,9 @@ def _collect_outline(module: Any, start: str, result: Named, seen: set[int] | No
         if child is None:
             continue
         if seen is not None:
-            if id(child) in seen:
+            if (number := id(child)) in seen:
                 continue
-            seen.add(id(child))
+            seen.add(number)
         result.append((start + name, child))
         if type(child._modules) is LazyChildren or child._modules:
             _collect_outline(child, f"{start}{name}.", result, seen, prototypes)
@@ -160,24 +160,26 @@ def set_eval(model: nn.Module) -> nn.Module:
     return model
 
 
-def named_parameters(modules: Named) -> Iterator[tuple[str, nn.Parameter]]:
+def named_parameters(modules: Named) -> Collection[tuple[str, nn.Parameter]]:
     """`model.named_parameters()`, from `named_modules(model)`."""
-    seen = set[int]()
+    parameters: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix, module in modules:
-        if own := vars(module)["_parameters"]:
+        if own := module.__dict__["_parameters"]:
             start = f"{prefix}." if prefix else ""
             for name, parameter in own.items():
-                if parameter is not None and id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield start + name, parameter
+                if parameter is not None and id(parameter) not in parameters:
+                    parameters[id(parameter)] = start + name, parameter
+    return parameters.values()
 
 
 def all_named_parameters(modules: Named) -> Iterator[tuple[str, nn.Parameter]]:
     """`model.named_parameters(remove_duplicate=False)`, from `all_named_modules(model)`."""
     for prefix, module in modules:
-        for name, parameter in vars(module)["_parameters"].items():
-            if parameter is not None:
-                yield f"{prefix}.{name}" if prefix else name, parameter
+        if own := module.__dict__["_parameters"]:
+            start = f"{prefix}." if prefix else ""
+            for name, parameter in own.items():
+                if parameter is not None:
+                    yield start + name, parameter
 
 
 def all_parameters(modules: Named) -> Iterator[nn.Parameter]:

@@ -64,15 +64,30 @@ def _blocks_beside_lists(model: nn.Module, modules: Named, blocks: Sequence[str]
     ]
 
 
-def stack_path(model: nn.Module, layer: str, layers: Iterable[str]) -> str:
+class ListPaths:
+    """`containing_list` of the modules of a model, looked up once for each parent."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.known: dict[str, tuple[str, bool]] = {}  # by the names of parents; whether it is a list
+
+    def find(self, layer: str) -> tuple[str, bool]:
+        parent = layer.rpartition(".")[0]
+        if parent not in self.known:
+            path = containing_list(self.model, layer)
+            self.known[parent] = path, isinstance(outline_module(self.model, path), LISTS)
+        return self.known[parent]
+
+
+def stack_path(model: nn.Module, layer: str, layers: Iterable[str], lists: ListPaths) -> str:
     """What holds a layer and those of its stack: a list or, of a layer beside lists of its class,
     the layer itself.
     """
-    path, cls = containing_list(model, layer), type(outline_module(model, layer))
-    if isinstance(outline_module(model, path), LISTS) or issubclass(cls, GradientCheckpointingLayer):
+    path, is_list = lists.find(layer)
+    if is_list or issubclass(cls := type(outline_module(model, layer)), GradientCheckpointingLayer):
         return path
     others = (name for name in layers if type(outline_module(model, name)) is cls)
-    return layer if any(isinstance(outline_module(model, containing_list(model, o)), LISTS) for o in others) else path
+    return layer if any(lists.find(other)[1] for other in others) else path
 
 
 def _blocks_in(children: nn.Module) -> list[str]:
@@ -151,9 +166,10 @@ def refined(blocks: list[str], subs: Mapping[str, Sequence[SubLayer]], model: nn
     """The blocks with each list of stages replaced by the layers in them. `subs`: the sub-layers of
     those that ran, by name; none of one that could not be traced.
     """
+    paths = ListPaths(model)
     lists: dict[str, list[str]] = {}
     for name in blocks:
-        lists.setdefault(containing_list(model, name), []).append(name)
+        lists.setdefault(paths.find(name)[0], []).append(name)
     names: list[str] = []
     for members in lists.values():
         pairs = [(subs[name], outline_module(model, name)) for name in members if name in subs]
@@ -233,7 +249,8 @@ def blocks_of_other_stages(model: nn.Module, layers: Sequence[str]) -> list[str]
     alone: the stages of a pyramid whose blocks have no matrices but those of convolutions.
     """
     # Seen in: no transformers model, but EfficientFormer and CAFormer of timm
-    lists = {path for path in (containing_list(model, name) for name in layers) if re.search(r"\.\d+\.", path)}
+    paths = ListPaths(model)
+    lists = {path for path in {paths.find(name)[0] for name in layers} if re.search(r"\.\d+\.", path)}
     patterns = {without_numbers(path) for path in lists}
     blocks: list[str] = []
     for path, module in outline(model) if patterns else ():

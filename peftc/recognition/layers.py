@@ -16,6 +16,7 @@ from peftc.observation.recorder import observe
 from peftc.observation.sample_forward import SampleForward
 from peftc.observation.token_flow import TokenFlow
 from peftc.recognition.layer_candidates import (
+    ListPaths,
     blocks_by_class,
     blocks_of_other_stages,
     convolutional_blocks,
@@ -83,6 +84,12 @@ class ModelStructure:
     def repeated_blocks(self) -> frozenset[str]:
         """The blocks that the model repeats, whether they are layers or not."""
         return frozenset(repeated_blocks(self.model))
+
+    @cached_property
+    def outside_layers(self) -> list[str]:
+        """The called modules that are no layer and in none; read once the stacks are final."""
+        layers = {name for stack in self.stacks for name in stack.modules}
+        return [name for name in calls_outside(layers, self.seen) if name not in layers]
 
 
 def analyze_structure(model: nn.Module, sample: Mapping[str, Any] | None, mode: FakeTensorMode) -> ModelStructure:
@@ -153,17 +160,18 @@ def _structure_of_blocks(
     types = _types_of_blocks(model, seen, mode)
     members: dict[str, list[tuple[str, LayerType]]] = {}
     others: list[str] = []
+    lists = ListPaths(model)
     for name, layer_type in types.items():
         if isinstance(layer_type, str):
             structure.untraced[name] = layer_type
             continue
         layer_type.first = layer_type.first or name
         if layer_type.subs or (bare and layer_type.stream is not None):
-            members.setdefault(stack_path(model, name, blocks), []).append((name, layer_type))
+            members.setdefault(stack_path(model, name, blocks, lists), []).append((name, layer_type))
         else:
             others.append(name)
     for name in others:
-        neighbours = members.get(stack_path(model, name, blocks), [])
+        neighbours = members.get(stack_path(model, name, blocks, lists), [])
         if any(_parameter_shapes(model, name) == _parameter_shapes(model, other) for other, _ in neighbours):
             structure.untraced[name] = "it has the parameters of its neighbours, but no sum with its input was found"
     layers = {path: [(name, kind, name) for name, kind in pairs] for path, pairs in members.items()}
@@ -297,7 +305,8 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
     for stack in structure.stacks:
         pairs = zip(stack.layers, stack.kinds, strict=True)
         if remaining := [(name, kind, name) for name, kind in pairs if name not in replaced]:
-            members.setdefault(stack_path(model, remaining[0][0], seen.candidates), []).extend(remaining)
+            path = stack_path(model, remaining[0][0], seen.candidates, ListPaths(model))
+            members.setdefault(path, []).extend(remaining)
     structure.stacks = _stacks(members, seen)
 
 
@@ -313,10 +322,11 @@ def _leaves_stream(loop: Loop, seen: SampleForward) -> bool:
 def calls_outside(layers: Collection[str], seen: SampleForward) -> list[str]:
     """The called modules that are in no layer."""
     outside: list[str] = []
-    layer = ""  # of the last module: mostly those of a layer follow each other
+    start = "."  # of modules in the layer of the last one: mostly those of a layer follow each other
     for name in seen.calls:
-        if not layer or not name.startswith(f"{layer}."):
+        if not name.startswith(start):
             layer = next((prefix for prefix in _parents(name) if prefix in layers), "")
+            start = f"{layer}."
             outside += [] if layer else [name]
     return outside
 
@@ -344,7 +354,8 @@ def _layers_around_loops(layers: Mapping[str, LayerType], structure: ModelStruct
     stages = set[str]()
     for key, name in first.items():
         kind = layers[name]
-        calls = [call for call in structure.seen.calls if call != name and contains_name(name, call)]
+        start = f"{name}." if name else ""
+        calls = [call for call in structure.seen.calls if call != name and call.startswith(start)]
         lacks = any(part.reason == NOT_ADDED for part in kind.untraced)  # another stream may have it
         loops = find_loops(structure.model, structure.seen, calls) if len(kind.subs) > 1 or lacks else []
         bodies = [[relative_name(part, name) for part in body] for loop in loops for body in loop.bodies]

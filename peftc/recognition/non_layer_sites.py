@@ -79,14 +79,7 @@ def weight_states(name: str, module: nn.Module, rows: Slice | None = None) -> di
 
 def _outside_layers(structure: ModelStructure) -> list[str]:
     """Modules called outside every layer, in the order of their calls."""
-    layers = {n for s in structure.stacks for n in s.modules}
-    outside: list[str] = []
-    layer = ""  # of the last module: mostly those of a layer follow each other
-    for name in structure.seen.calls:
-        if not layer or not name.startswith(f"{layer}."):
-            layer = next((n for n in enclosing(name) if n in layers), "")
-            outside += [] if layer else [name]
-    return [n for n in outside if not _computes_weight(n, structure.model)]
+    return [n for n in structure.outside_layers if not _computes_weight(n, structure.model)]
 
 
 def _computes_weight(name: str, model: nn.Module) -> bool:

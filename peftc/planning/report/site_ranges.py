@@ -28,51 +28,70 @@ Members = dict[Pattern, dict[int, set[int]]]  # of each pattern: the numbers in 
 def ranges_of(representatives: Representatives, sites: Iterable[Site]) -> Iterator[PlanSiteRange]:
     """The ranges of all sites that these stand for, and of the others of their modules."""
     members: Members = {}
+    layers = _Layers(representatives)
     for site in sites:
         for use in site.uses:
             if (place := representatives.place(use)) is None:
                 members.setdefault(Pattern(use.path, use.module), {}).setdefault(0, set()).add(0)
             else:
-                _add(members, representatives, use, place)
-    for pattern, layers in members.items():
-        yield from _ranges(pattern, layers)
+                _add(members, layers, use, place)
+    for pattern, numbers in members.items():
+        yield from _ranges(pattern, numbers)
 
 
-def _add(members: Members, representatives: Representatives, site: Site, place: Place) -> None:
+class _Layers:
+    """The layers of a plan, of which several sites ask the same."""
+
+    def __init__(self, representatives: Representatives) -> None:
+        self.representatives = representatives
+        self._known: dict[int, tuple[LayerName | None, object, int | None]] = {}
+
+    def find(self, block: int) -> tuple[LayerName | None, object, int | None]:
+        """A layer, what patterns have of it, and its number if its module has that as its name."""
+        if block not in self._known:
+            layer = self.representatives.sites.blocks[block].layer
+            if layer is None:
+                self._known[block] = None, None, None
+            else:
+                (word, index), parent = layer.steps[-1], layer.module.rpartition(".")[0]
+                is_name = index is not None and _has_number(layer, index)
+                self._known[block] = layer, (layer.steps[:-1], word, parent), index if is_name else None
+        return self._known[block]
+
+
+def _add(members: Members, layers: _Layers, site: Site, place: Place) -> None:
+    representatives = layers.representatives
     sites, alike = representatives.sites, representatives.alike_numbers(place)
     numbers = sites.blocks[place.block].template.items[place.item].numbers
     if numbers is None:
-        _add_layers(members, representatives, place, site.path, site.module)
+        _add_layers(members, layers, place, site.path, site.module)
     elif _follows_numbers(numbers):
         start = show_steps(site.steps[: numbers.position + 1])
         path = f"{start.removesuffix(f'[{place.number}]')}[{NUMBER}]{site.path[len(start) :]}"
         network = sites.network(place) if numbers.modules else ""
         module = f"{network.rpartition('.')[0]}.{NUMBER}{site.module[len(network) :]}" if network else site.module
-        _add_layers(members, representatives, place, path, module, alike)
+        _add_layers(members, layers, place, path, module, alike)
     else:  # networks with names of their own
         for number in alike:
             one = place._replace(number=number)
             other = site if one == place else representatives.site(site, one)
-            _add_layers(members, representatives, one, other.path, other.module)
+            _add_layers(members, layers, one, other.path, other.module)
 
 
 def _add_layers(
     members: Members,
-    representatives: Representatives,
+    layers: _Layers,
     place: Place,
     path: str,
     module: str,
     numbers: Collection[int] = (),
 ) -> None:
     """Adds a path and a module in every layer that is like the layer of a place."""
-    blocks = representatives.sites.blocks
-    own, first = blocks[place.block].layer, numbers or (0,)
+    own, first = layers.find(place.block)[0], numbers or (0,)
     known: dict[object, dict[int, set[int]]] = {}  # by what a pattern has of a layer
-    for block in representatives.alike_blocks(place):
-        layer = blocks[block].layer
-        word, index = ("", None) if layer is None else layer.steps[-1]
-        key = None if layer is None else (layer.steps[:-1], word, layer.module.rpartition(".")[0])
-        if key in known and layer is not None and index is not None and _has_number(layer, index):
+    for block in layers.representatives.alike_blocks(place):
+        layer, key, index = layers.find(block)
+        if index is not None and key in known:
             known[key].setdefault(index, set()).update(first)
             continue
         pattern, index = _in_layer(path, module, own, layer, bool(numbers))
@@ -110,8 +129,10 @@ def _in_layer(
 def _ranges(pattern: Pattern, layers: dict[int, set[int]]) -> Iterator[PlanSiteRange]:
     """Layers with the same numbers, one behind the other, are one range for each run of these."""
     runs: list[tuple[list[int], list[list[int]]]] = []
+    before, parts = set[int](), list[list[int]]()
     for layer, numbers in sorted(layers.items()):
-        parts = _runs(numbers)
+        if numbers != before:
+            before, parts = numbers, _runs(numbers)
         if runs and runs[-1][0][-1] == layer - 1 and runs[-1][1] == parts:
             runs[-1][0][-1] = layer
         else:

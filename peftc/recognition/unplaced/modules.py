@@ -12,7 +12,7 @@ from peftc.modules.walk import outline_module
 from peftc.observation.layer_keys import structure_key
 from peftc.recognition.layer_candidates import LISTS
 from peftc.recognition.layer_types import LayerType
-from peftc.recognition.layers import ModelStructure, calls_outside
+from peftc.recognition.layers import ModelStructure
 from peftc.recognition.loops import contains_name
 from peftc.recognition.non_layer_sites import enclosing, qualified
 from peftc.recognition.token_mixing import is_weighted
@@ -50,7 +50,7 @@ def _outside_layers(structure: ModelStructure) -> Iterator[UnplacedModule]:
     if not layers:
         return
     around = {name for layer in layers for name in enclosing(layer)} | {""}
-    others = [name for name in calls_outside(layers, structure.seen) if name not in around]
+    others = [name for name in structure.outside_layers if name not in around]
     classes = {type(outline_module(structure.model, name)) for name in layers}
     if not (others := [name for name in others if _may_be_block(name, structure, classes)]):
         return
