@@ -273,6 +273,17 @@ def syntax_tree(function: FunctionType) -> ast.Module:
     return ast.parse(textwrap.dedent(inspect.getsource(function)))
 
 
+def parents_in(tree: ast.Module) -> dict[ast.AST, ast.AST]:
+    """The parent of each node but the root, in the order of `ast.walk`."""
+    parents: dict[ast.AST, ast.AST] = {}
+    nodes: list[ast.AST] = [tree]
+    for node in nodes:
+        for child in ast.iter_child_nodes(node):
+            parents[child] = node
+            nodes.append(child)
+    return parents
+
+
 def last_line(code: CodeType) -> int:
     """The last line of a function that has instructions."""
     inner = (last_line(constant) for constant in code.co_consts if isinstance(constant, CodeType))
@@ -286,9 +297,9 @@ def attribute_uses(function: FunctionType, root: str) -> tuple[AttributeUse, ...
         tree = syntax_tree(function)
     except (OSError, TypeError, SyntaxError):
         return (AttributeUse(("parameters",), False),)
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    parents = parents_in(tree)
     uses: list[AttributeUse] = []
-    for node in ast.walk(tree):
+    for node in parents:
         if isinstance(node, ast.Attribute | ast.Subscript) and not is_metadata_read(node, parents, function):
             names, base = list[str](), cast(Any, node)  # `self.layers[0].fc` has layers, *, fc
             while isinstance(base, ast.Attribute | ast.Subscript):
@@ -340,6 +351,6 @@ def inspects(callee: object, position: int) -> bool:
         tree = syntax_tree(callee)
     except (OSError, TypeError, SyntaxError):
         return False
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]
+    parents = parents_in(tree)
+    uses = [node for node in parents if isinstance(node, ast.Name) and node.id == name]
     return all(is_metadata_read(use, parents, callee) for use in uses)
