@@ -19,6 +19,8 @@ from tests import zoo
 from tests.pictures.test_formats import HOSTILE, hostile
 from tests.pictures.test_svg import text
 
+pytestmark = pytest.mark.ahead_of_time  # a page shows the variants of ordinary calls
+
 VOID = {"meta", "input", "br", "rect", "path", "circle"}
 OPTIONAL_END = {"tr", "td", "th", "dt", "dd", "li"}
 
