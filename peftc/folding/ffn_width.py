@@ -20,7 +20,7 @@ from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.folding.rounding import rounded
 from peftc.folding.unrounded_parameters import sum_dtype
 from peftc.folding.weights import Folding, listed_names
-from peftc.forms.bottleneck_module import ACTIVATION
+from peftc.forms.activations_module import ACTIVATION
 from peftc.forms.module import FormModule
 from peftc.forms.shapes import Weight
 from peftc.installation.journal import Journal, transaction

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from peftc.forms.activations_module import ACTIVATION, EPSILON
 from peftc.forms.arguments import number
-from peftc.forms.bottleneck_module import ACTIVATION, EPSILON
 from peftc.forms.hyper import Hyper, net_of, stack_of
 from peftc.forms.module import FormModule
 

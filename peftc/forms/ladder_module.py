@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from peftc.forms.activations_module import ACTIVATION, EPSILON
 from peftc.forms.arguments import number
-from peftc.forms.bottleneck_module import ACTIVATION, EPSILON
 from peftc.forms.handed_module import Handed, lost_gradient, runs_again
 from peftc.forms.module import FormModule
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from peftc.forms.arguments import first_projections, width
-from peftc.forms.bottleneck_module import BottleneckModule, Projections
-from peftc.forms.module import Generators, draw_of, has_values
+from peftc.forms.activations_module import ACTIVATION
+from peftc.forms.arguments import first_projections, number, width
+from peftc.forms.module import FormModule, Generators, draw_of, has_values
 from peftc.forms.sparse_module import SparseValues
+
+if TYPE_CHECKING:
+    from peftc.forms.affine_module import Affine
 
 
 class PrunedValues(SparseValues):
@@ -46,7 +51,7 @@ class PrunedValues(SparseValues):
                 self.values.zero_()
 
 
-class SparseAdapterModule(BottleneckModule):
+class SparseAdapterModule(FormModule):
     """f(x) = act(x W_down + b_down) W_up + b_up; the entries of both W that are not trained are zero, and dropout follows act.
 
     Shapes: x (batch, tokens, d_in); f (batch, tokens, d_out); W_down (r, d_in) and W_up (d_out, r), in this order among the
@@ -64,12 +69,21 @@ class SparseAdapterModule(BottleneckModule):
         self.r = width(args, self.d_in, form.name)
         self.start = dims.spread[0]
 
-    def projections(self, training: bool) -> Projections:
+    def weights(self, training: bool) -> tuple[Tensor, Tensor]:
+        """The present W_down and W_up."""
         owner = self.owner_module
         assert isinstance(owner, PrunedValues)
         if training:
             owner.require_ready()
-        down, up = owner.within(self.start, self.r * (self.d_in + self.d_out)).split(
-            [self.r * self.d_in, self.d_out * self.r]
-        )
-        return Projections(down.view(self.r, self.d_in), up.view(self.d_out, self.r), self.down_bias, self.up_bias)
+        down, up = owner.within(self.start, self.r * (self.d_in + self.d_out)).tensor_split([self.r * self.d_in])
+        return down.view(self.r, self.d_in), up.view(self.d_out, self.r)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down, up = self.weights(self.training)
+        z = ACTIVATION[str(self.form_args["act"])](F.linear(x.to(down.dtype), down, self.down_bias))
+        z = F.dropout(z, number(self.form_args, "dropout"), self.training)
+        return F.linear(z, up, self.up_bias).to(x.dtype)
+
+    def fold(self, value: Affine) -> Affine:
+        down, up = self.weights(training=False)
+        return value.through(down, self.down_bias).through(up, self.up_bias)

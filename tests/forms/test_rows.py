@@ -10,8 +10,8 @@ import torch
 from peftc.equation_code.buffer_module import BufferModule
 from peftc.equations.table import FORMS
 from peftc.forms import Args, Dims, PlacementError
+from peftc.forms.activations_module import ACTIVATION
 from peftc.forms.arguments import ACTIVATIONS
-from peftc.forms.bottleneck_module import ACTIVATION
 from peftc.forms.masked_module import MaskedSites
 from peftc.forms.module import build
 from peftc.forms.shapes import Heads, KeyValue, Scalar, Shape, Tokens, Vector, Weight
