@@ -113,9 +113,11 @@ workflows: $(WORKFLOWS)
 quantized: $(QUANTIZED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/merging/test_dequantization.py
 
-# The adapters of tests/exchange/adapterhub in AdapterHub's own library: its outputs are those that are recorded.
+# Adapters in AdapterHub's own library: those of tests/exchange/adapterhub have the outputs that are recorded, and those that
+# peftc exports have the outputs that they have in peftc.
 adapterhub: $(ADAPTERHUB)
-	OMP_NUM_THREADS=1 .venv-adapterhub/bin/python -m tests.exchange.adapterhub.record --check tests/exchange/adapterhub/recorded
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.exchange.adapterhub.exported build/adapterhub
+	OMP_NUM_THREADS=1 .venv-adapterhub/bin/python -m tests.exchange.adapterhub.record --check tests/exchange/adapterhub/recorded build/adapterhub
 
 # Records them anew.
 adapterhub-recorded: $(ADAPTERHUB)

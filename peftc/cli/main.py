@@ -256,7 +256,7 @@ INSPECT = (
 )
 EXPORT = (
     argument("adapter", metavar="ADAPTER", help="a folder that `peftc.save` wrote"),
-    argument("--to", choices=("peft", "vllm"), default="peft", help="the format (default: peft)"),
+    argument("--to", choices=("peft", "vllm", "adapterhub"), default="peft", help="the format (default: peft)"),
     argument("--max-rank", type=int, metavar="N", help="the highest rank that the other program takes"),
     argument("--svd", action="store_true", help="write the nearest change of this rank, where none is exact"),
     argument("-o", "--output", required=True, metavar="DIR", help="a new folder"),

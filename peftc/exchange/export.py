@@ -13,6 +13,8 @@ from peftc.adapters.checkpoints import check_gradients
 from peftc.adapters.files import path_of
 from peftc.adapters.loading import check_tensors
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.exchange.adapterhub import folder as hub_folder
+from peftc.exchange.adapterhub.writing import hub_export
 from peftc.exchange.edited_model import Base, Model, edited, trained_values
 from peftc.exchange.lora_export import LoraAdapter, lora_config, lora_of, lora_tensors, no_form
 from peftc.exchange.peft_format.folder import PREFIX, write
@@ -29,8 +31,8 @@ from peftc.installation.contents import parameters
 from peftc.merging.destination import check_destination
 from peftc.planning.ir import Concat
 
-Target = Literal["peft", "vllm"]
-TARGETS = ("peft", "vllm")
+Target = Literal["peft", "vllm", "adapterhub"]
+TARGETS = ("peft", "vllm", "adapterhub")
 
 
 def export(
@@ -56,7 +58,8 @@ def export(
         adapter: a compiled model, or a folder that `save` wrote.
         output: a new or empty folder. It appears complete, or not at all.
         to: `"peft"`: the files that PEFT's `save_pretrained` writes; `"vllm"`: the same, checked by
-            the rules of vLLM, which loads less.
+            the rules of vLLM, which loads less; `"adapterhub"`: bottleneck adapters for the
+            library `adapters`.
         model: the base of a saved adapter, by default the one that it names. Its weights are read
             only for edits that depend on them, such as `h += lora(h)`.
         max_rank: of a LoRA, at most. For vLLM the rank that it is started with.
@@ -80,10 +83,18 @@ def export(
         raise PeftcError(Diagnostic("P545", "`svd` needs a rank", help="give `max_rank`, or `--max-rank`"))
     if to not in TARGETS:
         raise PeftcError(Diagnostic("P545", f"there is no format {to!r}", help=f"to: {', '.join(TARGETS)}"))
+    if to == "adapterhub" and max_rank is not None:
+        raise PeftcError(Diagnostic("P545", "a bottleneck has no `max_rank`", help="leave out `max_rank`"))
     target = path_of(output)
     check_destination(target)
     with edited(adapter, model, other_weights, trust_remote_code) as base:
         check_model(base.module)
+        if to == "adapterhub":
+            config, tensors, sites = hub_export(base)
+            check_tensors(tensors, tensors)
+            write(target, config, tensors, hub_folder.TENSORS)
+            own = tuple(ExportedModule(module=site, rank=0) for site in sites)
+            return ExportReport(output=str(target), type="bottleneck", modules=own, saved=())
         config, tensors, report = lora_export(base, max_rank, svd, to == "peft" and not svd)
         if to == "vllm":
             config, note = vllm_config(config, tensors, max_rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from posixpath import commonpath
 
 from torch import nn
 
@@ -49,6 +50,14 @@ class HubPlaces:
         if len(chosen) != 1:
             raise unfit(f"`{owner}` is not of one attention or ffn of the model")
         return chosen[0]
+
+    def owner(self, site: Site) -> str:
+        """The module that has the parts: the smallest with the output and the norm."""
+        kind = site.steps[-1][0]
+        output, norm = (self.sites[f"{site.path}.{name}"].module for name in (_OUTPUTS[kind], "norm"))
+        common = commonpath([output.replace(".", "/"), norm.replace(".", "/")]).replace("/", ".")
+        own = [other for other in self.sublayers if self._has_output(common, other)]
+        return common if len(own) == 1 else f"{common}.{LAYER_NAMES[kind]}"
 
     def _has_output(self, module: str, site: Site) -> bool:
         output = self.sites.get(f"{site.path}.{_OUTPUTS[site.steps[-1][0]]}")

@@ -23,14 +23,14 @@ _LARGEST_CONFIG = 64_000_000  # bytes
 _LARGEST = 200_000_000_000  # bytes of tensors
 
 
-def write(target: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def write(target: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], file: str = TENSORS) -> None:
     """Writes a new folder, complete or not at all. Raises: P703, P704."""
     with destination(target) as work:
         try:
             text = json.dumps(dict(sorted(config.items())), indent=2, ensure_ascii=False)
             (work / CONFIG).write_text(f"{text}\n", encoding="utf-8")
             plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in sorted(tensors.items())}
-            save_file(plain, work / TENSORS, {"format": "pt"})
+            save_file(plain, work / file, {"format": "pt"})
         except (OSError, SafetensorError) as error:
             raise unwritable(target, error if isinstance(error, OSError) else OSError(str(error))) from error
 

@@ -1,0 +1,37 @@
+"""Writes adapters that came from AdapterHub for it again, with what peftc computes with them.
+
+`python -m tests.exchange.adapterhub.exported FOLDER`, for `make adapterhub`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+import peftc
+from tests.exchange.adapterhub.models import FOLDER, base, output
+
+CASES = (
+    *("bert/double_seq_bn", "bert/seq_bn", "bert/par_bn", "bert/scaled_par_bn", "bert/channel", "bart/cross"),
+    *("bart/double_seq_bn", "gpt2/seq_bn", "gpt2/scaled_par_bn", "t5/double_seq_bn", "t5/seq_bn"),
+)
+
+
+def main(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    outputs = {}
+    for key in CASES:
+        name = key.partition("/")[0]
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        peftc.import_adapter(FOLDER / key, folder / "imported", model=base(name))
+        model = peftc.load(folder / "imported", base(name))
+        peftc.export(model, folder / key, to="adapterhub")
+        outputs[key] = output(name, model)
+    save_file(outputs, folder / "outputs.safetensors")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
