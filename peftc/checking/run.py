@@ -42,12 +42,7 @@ class Checker:
 
     def check(self, text: str, path: str) -> None:
         """Checks a spec; on models only if it has no errors alone."""
-        spec = None
-        try:
-            spec = parse_text(text, path)
-            diagnostics = tuple(check_file(spec, self.include))
-        except PeftcError as error:
-            diagnostics = error.diagnostics
+        spec, diagnostics = self._alone(text, path)
         self.add(path, diagnostics)
         is_valid = spec is not None and not any(one.severity == "error" for one in diagnostics)
         targets = self.targets(path) if is_valid and spec is not None and has_plan(spec) else ()
@@ -58,6 +53,18 @@ class Checker:
             locks = import_module("peftc.checking.locks")
             options = locks.Options(self.trust_remote_code, self.cache)
             self.add(path, locks.check_lock(expand(spec, {}, self.include), path, targets, options))
+
+    def alone(self, text: str, path: str) -> tuple[Diagnostic, ...]:
+        """What is wrong with a spec without a model; nothing is added."""
+        return self._alone(text, path)[1]
+
+    def _alone(self, text: str, path: str) -> tuple[ast.Spec | None, tuple[Diagnostic, ...]]:
+        spec = None
+        try:
+            spec = parse_text(text, path)
+            return spec, tuple(check_file(spec, self.include))
+        except PeftcError as error:
+            return spec, error.diagnostics
 
     def _check_on(self, targets: Sequence[Target], spec: ast.Spec, path: str) -> None:
         check_on_model = import_module("peftc.checking.models").check_on_model

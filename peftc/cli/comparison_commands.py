@@ -7,7 +7,7 @@ from pathlib import Path
 
 from peftc.checking.locks import Options, drift_diagnostic, make_lock
 from peftc.checking.run import has_plan
-from peftc.cli.check_command import find_configuration, targets_of
+from peftc.cli.check.options import find_configuration, targets_of
 from peftc.cli.planning import plan_of
 from peftc.cli.spec_files import Unusable, find_specs, parse_file
 from peftc.comparison.difference import SpecDifference, difference

@@ -45,6 +45,6 @@ def write(path: str, text: str) -> None:
         raise Unusable(f"cannot write {path}: {error.strerror}") from None
 
 
-def format_diff(before: str, after: str, path: str) -> str:
-    lines = unified_diff(before.splitlines(keepends=True), after.splitlines(keepends=True), path, f"{path} (formatted)")
+def format_diff(before: str, after: str, path: str, what: str = "formatted") -> str:
+    lines = unified_diff(before.splitlines(keepends=True), after.splitlines(keepends=True), path, f"{path} ({what})")
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)

@@ -168,6 +168,7 @@ CHECK = (
     argument("--locked", action="store_true", help="fail if a plan is another than in SPEC.lock.json"),
     argument("--select", **CODES, help="report only these warnings: codes or beginnings of codes"),
     argument("--ignore", **CODES, default=[], help="do not report these warnings"),
+    argument("--statistics", action="store_true", help="print how often each code is there"),
     CONFIG,
     ISOLATED,
     INCLUDE,
@@ -286,7 +287,7 @@ CONVERT = (
     MODEL_FORMAT,
 )
 HOMES = {
-    "check": "check_command",
+    "check": "check.command",
     "expand": "expand_command",
     "fmt": "fmt_command",
     "explain": "explain_command",
@@ -331,7 +332,12 @@ def parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run_of(name))
         return command
 
-    add("check", "report errors and warnings in specs, alone or on models", *CHECK)
+    fixes = add(
+        "check", "report errors and warnings in specs, alone or on models", *CHECK
+    ).add_mutually_exclusive_group()
+    fixes.add_argument("--fix", action="store_true", help="correct what is safe to correct, and report the rest")
+    fixes.add_argument("--diff", action="store_true", help="write nothing; print what --fix would change")
+    fixes.add_argument("--watch", action="store_true", help="check again whenever a file changes")
     modes = add("fmt", "format specs", PATHS, UPGRADE).add_mutually_exclusive_group()
     modes.add_argument("--check", action="store_true", help="write nothing; list the files that would change")
     modes.add_argument("--diff", action="store_true", help="write nothing; print the changes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 Severity = Literal["error", "warning"]
+Applicability = Literal["safe", "unsafe"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,53 @@ class Related:
     message: str = ""
 
 
+class Suggestion(str):
+    """A text for `Diagnostic.help` that names a correction: `old`, in the place of the diagnostic,
+    becomes `new`.
+
+    Attributes:
+        old: the words in the text.
+        new: what replaces them.
+        applicability: as of `Fix`.
+    """
+
+    old: str
+    new: str
+    applicability: Applicability
+
+    def __new__(cls, text: str, old: str, new: str, applicability: Applicability = "safe") -> Suggestion:
+        self = super().__new__(cls, text)
+        self.old, self.new, self.applicability = old, new, applicability
+        return self
+
+    def __reduce__(self) -> tuple[type[Suggestion], tuple[str, str, str, Applicability]]:  # copies and pickles
+        return Suggestion, (str(self), self.old, self.new, self.applicability)
+
+
+class Replacement(NamedTuple):
+    """A change of a text.
+
+    Attributes:
+        span: what is replaced.
+        text: what stands there then.
+    """
+
+    span: Span
+    text: str
+
+
+class Fix(NamedTuple):
+    """What corrects a diagnostic.
+
+    Attributes:
+        replacements: changes of the text of its source, which do not overlap.
+        applicability: "safe" if `check --fix` may apply it, else "unsafe".
+    """
+
+    replacements: tuple[Replacement, ...]
+    applicability: Applicability = "safe"
+
+
 @dataclass(frozen=True)
 class Diagnostic:
     """One error or warning.
@@ -86,6 +135,7 @@ class Diagnostic:
         help: what the user can do.
         severity: "error" or "warning".
         related: further places.
+        correction: a fix that does not follow from `help`.
     """
 
     code: str
@@ -97,6 +147,17 @@ class Diagnostic:
     help: str | None = None
     severity: Severity = "error"
     related: tuple[Related, ...] = ()
+    correction: Fix | None = None
+
+    @property
+    def fix(self) -> Fix | None:
+        """Changes of the text that correct it, if a program can tell."""
+        if self.source is None or self.span is None:
+            return None
+        if self.correction is None and isinstance(self.help, Suggestion):
+            at = _word_in(self.source.text, self.span, self.help.old)
+            return None if at is None else Fix((Replacement(at, self.help.new),), self.help.applicability)
+        return self.correction
 
     def with_source(self, source: Source) -> Diagnostic:
         """This diagnostic, with `source` if it has no source yet."""
@@ -110,6 +171,16 @@ class Diagnostic:
             notes += f"\n  {path}:{place.span.line}:{place.span.column}: {printable(place.message)}"
         help_ = f"\n  help: {printable(self.help)}" if self.help else ""
         return f"{at}{self.severity}[{self.code}]: {printable(self.message)}{notes}{help_}"
+
+
+def _word_in(text: str, span: Span, word: str) -> Span | None:
+    """The first place of a word within a span on one line."""
+    before, after = r"(?<!\w)" if word[:1].isalnum() else "", r"(?!\w)" if word[-1:].isalnum() else ""
+    match = re.compile(before + re.escape(word) + after).search(text, span.start, span.end) if word else None
+    if match is None or "\n" in text[span.start : match.end()]:
+        return None
+    column = span.column + match.start() - span.start
+    return Span(match.start(), match.end(), span.line, column, span.line, column + len(word))
 
 
 def printable(text: str) -> str:

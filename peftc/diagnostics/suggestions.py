@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from itertools import islice
 
-from peftc.diagnostics.diagnostic import Diagnostic
+from peftc.diagnostics.diagnostic import Applicability, Diagnostic, Suggestion
 
 # Names of this language, and their synonyms in papers, Hugging Face and other libraries.
 _SYNONYMS = {
@@ -67,10 +67,15 @@ def _nearest(name: str, names: tuple[str, ...]) -> str | None:
     return folded[matches[0]] if matches else None
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str | None:
+def did_you_mean(name: str, known: Iterable[str], applicability: Applicability = "safe") -> Suggestion | None:
     """A text for `Diagnostic.help`, or None if no name is similar."""
     suggestion = nearest(name, known)
-    return f"did you mean `{suggestion}`?" if suggestion else None
+    return instead_of(name, suggestion, applicability) if suggestion else None
+
+
+def instead_of(old: str, new: str, applicability: Applicability = "safe") -> Suggestion:
+    """A text for `Diagnostic.help`: `old` was meant to be `new`."""
+    return Suggestion(f"did you mean `{new}`?", old, new, applicability)
 
 
 def join_names(names: Iterable[str], last: str = "and") -> str:

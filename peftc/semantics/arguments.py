@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peftc.diagnostics import Diagnostic, PeftcError, Span
+from peftc.diagnostics import Diagnostic, PeftcError, Span, Suggestion
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms.form import Argument, ArgumentValue, Form
 from peftc.semantics.substitute import constant
@@ -100,7 +100,8 @@ def _surplus(value: ast.Expr, form: Form, shared: bool) -> Diagnostic:
     help_ = f"arguments are named: {signature(form)}"
     if form.arguments and not isinstance(value, ast.Name | ast.Call | ast.Binary):
         param = next((param for param in form.arguments if param.required), form.arguments[0])
-        help_ = f"did you mean `{param.name}={print_expression(value)}`?"
+        text = print_expression(value)
+        help_ = Suggestion(f"did you mean `{param.name}={text}`?", text, f"{param.name}={text}", "unsafe")
     message = f"`{form.name}` takes {limit}, `{print_expression(value)}` is one too many"
     return Diagnostic("P108", message, value.span, help=help_)
 
@@ -149,7 +150,7 @@ def _choice(value: ast.Expr, param: Argument, form: Form) -> str:
         return value.id
     help_ = f"one of {join_names(param.choices, 'or')}"
     if word in param.choices:
-        help_ = f"write it without quotes: `{param.name}={word}`"
+        help_ = Suggestion(f"write it without quotes: `{param.name}={word}`", f'"{word}"', str(word))
     elif isinstance(word, str):
         help_ = did_you_mean(word, param.choices) or help_
     message = f"`{param.name}` of `{form.name}` cannot be `{print_expression(value)}`"

@@ -72,7 +72,7 @@ def read_used_spec(path: Path) -> ast.Spec:
 def _unreadable(path: Path, error: OSError) -> PeftcError:
     names = [file.name for file in path.parent.glob("*.peft")] if os.path.isdir(path.parent) else []
     message = f"cannot read {printable_path(path)}: {error.strerror or error}"
-    return PeftcError(Diagnostic("P112", message, help=did_you_mean(path.name, names)))
+    return PeftcError(Diagnostic("P112", message, help=did_you_mean(path.name, names, "unsafe")))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 
-from peftc.diagnostics import Diagnostic, Source, Span
+from peftc.diagnostics import Diagnostic, Source, Span, Suggestion
 from peftc.syntax import ast
 from peftc.syntax.lexer import VERSIONS, CommentCursor, Lexemes
 from peftc.syntax.reducer import Phrase
@@ -209,7 +209,7 @@ class Builder:
         if self._types[file] == "STRING":
             source = word[1:-1]
         elif word != "std":
-            help_ = f'`from std`, or from a file: `from "{word}.peft"`'
+            help_ = Suggestion(f'`from std`, or from a file: `from "{word}.peft"`', word, f'"{word}.peft"', "unsafe")
             self._error("P022", f"expected `std` or a file in quotes, found `{word}`", file, help_)
         return ast.build(ast.Use, name=self._words[name], source=source, **common)
 

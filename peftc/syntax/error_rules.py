@@ -6,8 +6,8 @@ tests/syntax/malformed.py has examples of each. A comment shows one where the ru
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peftc.diagnostics import Diagnostic
-from peftc.diagnostics.suggestions import nearest
+from peftc.diagnostics import Diagnostic, Fix, Replacement, Suggestion
+from peftc.diagnostics.suggestions import instead_of, nearest
 from peftc.syntax.lexer import NEED_VERSION_2, Token, excerpt, keywords, spelling
 
 CLOSING = {"LBRACE": "RBRACE", "LPAR": "RPAR", "LSQB": "RSQB"}
@@ -16,6 +16,7 @@ _STATEMENTS = frozenset({"PEFT", "FORM", "METHOD", "USE", "APPLY", "EDIT", "TRAI
 _OPEN = {"LBRACE": "`{`", "LPAR": "`(`", "LSQB": "`[`"}
 _CLOSE = frozenset(CLOSING.values())
 _TOP_LEVEL = ("form", "method", "use", "apply", "edit", "train", "expect", "let")
+_QUOTED_NEVER = frozenset({"STRING", "LBRACE", "RBRACE", "$END"})
 _NAMED = frozenset({"EDIT", "TRAIN", "FORM", "METHOD", "LET", "USE", "APPLY", "AS", "DOT"})  # what precedes a name
 
 
@@ -92,11 +93,32 @@ class ErrorContext:
         return f"expected {wanted or self.expected}, found {self.unexpected}"
 
     def error(
-        self, code: str, message: str, help_: str | None = None, label: str = "", at: Token | None = None
+        self,
+        code: str,
+        message: str,
+        help_: str | None = None,
+        label: str = "",
+        at: Token | None = None,
+        correction: Fix | None = None,
     ) -> tuple[Diagnostic, Token]:
         """A diagnostic that underlines `at`, or the unexpected token; and that token."""
         token = self.token if at is None else at
-        return Diagnostic(code, message, token.span, help=help_, label=label), token
+        return Diagnostic(code, message, token.span, help=help_, label=label, correction=correction), token
+
+    def quotes(self, before: str) -> Fix | None:
+        """Puts the words around the token in quotes, if `before` and a space stand in front."""
+        first = last = self.at
+        if self.type == "$END":
+            return None
+        while first and self.tokens[first - 1].span.end == self.tokens[first].span.start:
+            first -= 1
+        while self.tokens[last + 1].type != "$END" and self.tokens[last].span.end == self.tokens[last + 1].span.start:
+            last += 1
+        words = self.tokens[first : last + 1]
+        if not first or self.tokens[first - 1].type != before or any(word.type in _QUOTED_NEVER for word in words):
+            return None
+        text = "".join(str(word) for word in words)
+        return Fix((Replacement(words[0].span.until(words[-1].span), f'"{text}"'),))
 
 
 def error_context(tokens: Sequence[Token], at: int, accepts: frozenset[str], stack: Sequence[object]) -> ErrorContext:
@@ -196,7 +218,8 @@ def _selector(c: ErrorContext) -> Error | None:
         if c.type == "STAR":
             help_ = "`**` is every module below; a pattern on module names stands in quotes"
         wanted = "a selector" if c.allows("STRING") else "a site"
-        return c.error("P016", c.expectation(f"{wanted} after {c.preceding}"), help_)
+        correction = c.quotes("AT") if c.type == "STAR" else None
+        return c.error("P016", c.expectation(f"{wanted} after {c.preceding}"), help_, correction=correction)
     if c.bracket == "LSQB" and c.statement in {"EDIT", "TRAIN", "APPLY"}:
         after_index = c.allows("RSQB") and c.previous_type in {"STAR", "NUMBER"}
         if after_index or c.allows("DOT_DOT") or c.previous_type in {"MINUS", "DOT_DOT"}:
@@ -213,7 +236,8 @@ def _train_use_method(c: ErrorContext) -> Error | None:
     if c.statement == "USE":
         in_use = c.allows("FROM") or c.previous_type == "FROM"
         help_ = '`use NAME from std`, or from a file: `use NAME from "file.peft"`'
-        return c.error("P022", c.expectation(c.expected if in_use else "a statement"), help_)
+        wanted = c.expectation(c.expected if in_use else "a statement")
+        return c.error("P022", wanted, help_, correction=c.quotes("FROM"))
     if c.statement == "METHOD" and c.bracket == "LPAR" and c.allows_only("EQUAL"):
         help_ = f"give it a default, e.g. `{c.previous} = 8`: every method can be planned without arguments"
         if c.type in {"COMMA", "RPAR"}:
@@ -226,7 +250,7 @@ def _expect(c: ErrorContext) -> Error | None:
     if c.statement != "EXPECT" or c.type not in {"EQUAL", "COMPARISON"}:
         return None
     if c.type == "EQUAL":
-        return c.error("P025", f"{c.unexpected} is not a comparison", "write `==`")
+        return c.error("P025", f"{c.unexpected} is not a comparison", Suggestion("write `==`", "=", "=="))
     if c.operand_missing:
         return c.error("P025", f"expected a fact before {c.unexpected}")
     return c.error("P025", "comparisons cannot be chained", "write one `expect` for each comparison")
@@ -240,7 +264,7 @@ def _assignment(c: ErrorContext) -> Error | None:
         return None
     state = c.previous
     if nearest(str(state), ("let",)) == "let":  # lett g = …
-        return c.error("P013", f"expected an equation, found {c.preceding}", "did you mean `let`?", at=state)
+        return c.error("P013", f"expected an equation, found {c.preceding}", instead_of(str(state), "let"), at=state)
     if c.type in {"MINUS", "SLASH"} and c.next.type == "EQUAL":  # h -= …
         alternative = f"{state} += -(…)" if c.type == "MINUS" else f"{state} *= 1 / (…)"
         help_ = f"there is no `{c.token}=`; write `{alternative}`"
@@ -267,9 +291,11 @@ def _statement(c: ErrorContext) -> Error | None:
     if c.allows("EDIT") and c.type == "NAME" and c.bracket in {"", "LBRACE"}:  # edti a at …
         words = [text for terminal, text in keywords().items() if terminal in c.accepts and text in _TOP_LEVEL]
         if keywords().get("FORM") == str(c.token):  # in version 1, where it is a name
-            return c.error("P028", f"{c.unexpected} belongs to version 2 of the language", NEED_VERSION_2)
+            version = Fix((Replacement(c.tokens[1].span, "2"),)) if c.tokens[0].type == "PEFT" else None
+            message = f"{c.unexpected} belongs to version 2 of the language"
+            return c.error("P028", message, NEED_VERSION_2, correction=version)
         suggestion = nearest(str(c.token), words)
-        help_ = f"did you mean `{suggestion}`?" if suggestion else f"statements begin with {', '.join(words)}"
+        help_ = instead_of(str(c.token), suggestion) if suggestion else f"statements begin with {', '.join(words)}"
         return c.error("P013", c.expectation("a statement"), help_)
     if c.operand_missing:
         wanted = "an argument" if c.allows("RPAR") else "an expression"

@@ -8,7 +8,8 @@ from functools import cached_property
 from itertools import accumulate, repeat
 from typing import NamedTuple
 
-from peftc.diagnostics import Diagnostic, Span
+from peftc.diagnostics import Diagnostic, Span, Suggestion
+from peftc.diagnostics.suggestions import instead_of
 from peftc.syntax.tables import END, tables
 
 
@@ -153,6 +154,22 @@ _HELP = {
 }
 
 
+_STRAIGHT = {**dict.fromkeys("'“”", '"'), "\xa0": " "}
+
+
+def _help(char: str) -> str | None:
+    """What to do about an unknown character."""
+    text = _HELP.get(char)
+    return text if text is None or char not in _STRAIGHT else Suggestion(text, char, _STRAIGHT[char])
+
+
+def _closed(text: str) -> str:
+    """What to do about a string that is not closed. One that is a word ends with it."""
+    help_ = 'a string ends on its line with `"`'
+    word = re.match(r'"[^\s"{}]+', text)
+    return Suggestion(help_, word[0], f'{word[0]}"') if word else help_
+
+
 def repair_tokens(tokens: Sequence[Token]) -> tuple[list[Token], list[Diagnostic]]:
     """The tokens with lexical errors repaired (or removed), and a diagnostic for each."""
     repaired: list[Token] = []
@@ -162,11 +179,11 @@ def repair_tokens(tokens: Sequence[Token]) -> tuple[list[Token], list[Diagnostic
         match token.type:
             case "STRAY":
                 replacement = _LOOKALIKES.get(text)
-                help_ = f"did you mean `{replacement[1]}`?" if replacement else _HELP.get(text[0])
+                help_ = instead_of(text, replacement[1]) if replacement else _help(text[0])
                 error = ("P003", f"unknown character `{excerpt(text)}`", help_)
                 replacement = ("DOT_DOT", "..") if text == ":" else replacement
             case "OPEN_STRING":
-                error = ("P004", "this string is never closed", 'a string ends on its line with `"`')
+                error = ("P004", "this string is never closed", _closed(text))
                 replacement = ("STRING", f'{text}"')
             case "BAD_NUMBER":
                 help_ = "a number is digits, at most one point and one of `%`, `K`, `M`, `B`; names begin with a letter"

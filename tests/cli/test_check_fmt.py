@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from peftc import __version__
 from peftc.cli.main import main
@@ -59,7 +60,7 @@ error[P101]: there is no form `adaptr`
    |                               ^^^^^^
    = help: did you mean `adapter`?
 
-2 errors in 2 files
+2 errors in 2 files; `--fix` corrects 2
 """
     )
 
@@ -78,6 +79,10 @@ def test_check_as_records(folder: Path, capsys: Out) -> None:
         "end_line": 2,
         "end_column": 35,
         "help": "did you mean `cross`?",
+        "fix": {
+            "applicability": "safe",
+            "replacements": [{"line": 2, "column": 30, "end_line": 2, "end_column": 35, "text": "cross"}],
+        },
     }
     assert second["code"] == "P101"
     assert main(["check", str(folder / "good.peft"), "--output-format", "json"]) == 0
@@ -222,6 +227,16 @@ def test_no_torch(argv: list[str]) -> None:
     path = str(resources.recipes()["mam"])
     done = subprocess.run([sys.executable, "-c", IMPORTS, *argv, path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_hooks_of_pre_commit_are_commands(folder: Path) -> None:
+    """Each gets the names of files, and says by its exit code whether they are well."""
+    hooks = yaml.safe_load((Path(__file__).parent.parent.parent / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
+    for hook in hooks:
+        name, *words = hook["entry"].split()
+        assert (name, hook["language"]) == ("peftc", "python")
+        assert main([*words, str(folder / "good.peft")]) == 0
+        assert main([*words, str(folder / "god.peft")]) == 2
 
 
 def test_color_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def test_concise(folder: Path, capsys: Out) -> None:
     assert check("concise", capsys) == (
         "specs/bad.peft:2:31: error[P101]: there is no form `adaptr`; did you mean `adapter`?\n"
         "specs/unused.peft:4:1: warning[P114]: `r` is never used; remove it\n"
-        "1 error and 1 warning in 3 files\n"
+        "1 error and 1 warning in 3 files; `--fix` corrects 1\n"
     )
 
 
@@ -97,6 +97,8 @@ def test_sarif(folder: Path, capsys: Out) -> None:
     place = error["locations"][0]["physicalLocation"]
     assert place["artifactLocation"]["uri"] == "specs/bad.peft"
     assert place["region"] == {"startLine": 2, "startColumn": 31, "endLine": 2, "endColumn": 37}
+    (change,) = error["fixes"][0]["artifactChanges"]
+    assert change["replacements"] == [{"deletedRegion": place["region"], "insertedContent": {"text": "adapter"}}]
     rules = run["tool"]["driver"]["rules"]
     assert [rules[one["ruleIndex"]]["id"] for one in run["results"]] == ["P101", "P114"]
     assert rules[0]["shortDescription"]["text"] == "unknown form"

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from peftc.diagnostics.diagnostic import Diagnostic, Related, Span
+from peftc.diagnostics.diagnostic import Diagnostic, Fix, Related, Span
 
 _POSITIONS = ("line", "column", "end_line", "end_column")
 
@@ -18,7 +18,13 @@ def record(diagnostic: Diagnostic) -> dict[str, Any]:
         "help": diagnostic.help,
         **({"notes": list(diagnostic.notes)} if diagnostic.notes else {}),
         **({"related": [_place(place) for place in diagnostic.related]} if diagnostic.related else {}),
+        **({"fix": _fix(fix)} if (fix := diagnostic.fix) else {}),
     }
+
+
+def _fix(fix: Fix) -> dict[str, Any]:
+    replacements = [{**positions(one.span), "text": one.text} for one in fix.replacements]
+    return {"applicability": fix.applicability, "replacements": replacements}
 
 
 def positions(span: Span | None) -> dict[str, int | None]:

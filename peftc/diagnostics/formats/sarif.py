@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from peftc.diagnostics.codes import CODES
-from peftc.diagnostics.diagnostic import Diagnostic, Source, Span
+from peftc.diagnostics.diagnostic import Diagnostic, Source, Span, printable
 from peftc.diagnostics.formats.fingerprints import fingerprints
 from peftc.diagnostics.formats.report import Report, full_text, relative_path
 
@@ -67,9 +67,18 @@ def _result(
             }
             for number, place in places
         ]
+    if diagnostic.fix is not None:
+        result["fixes"] = [_fix(report.path(diagnostic), diagnostic)]
     if reason is not None:
         result["suppressions"] = [{"kind": "inSource", "justification": reason}]
     return result
+
+
+def _fix(path: str, diagnostic: Diagnostic) -> dict[str, Any]:
+    replacements = diagnostic.fix.replacements if diagnostic.fix else ()
+    changes = [{"deletedRegion": region_of(one.span), "insertedContent": {"text": one.text}} for one in replacements]
+    description = {"description": {"text": printable(diagnostic.help)}} if diagnostic.help else {}
+    return {**description, "artifactChanges": [{"artifactLocation": artifact(path), "replacements": changes}]}
 
 
 def _location(path: str, source: Source | None, span: Span | None) -> dict[str, Any]:
