@@ -3,6 +3,7 @@
 from argparse import Namespace
 
 from peftc.exchange import convert, export, import_adapter
+from peftc.exchange.inspection import inspect
 
 
 def run_export(args: Namespace) -> int:
@@ -41,4 +42,11 @@ def run_convert(args: Namespace) -> int:
     for one in modules:
         if one.error is not None:
             print(f"approximated {one.module}: relative error {one.error:.2g}")
+    return 0
+
+
+def run_inspect(args: Namespace) -> int:
+    """Prints an adapter. Raises: as `peftc.inspect`."""
+    result = inspect(args.adapter, model=args.model, trust_remote_code=args.trust_remote_code)
+    print(result.model_dump_json(indent=2) if args.json else result)
     return 0

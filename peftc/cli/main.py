@@ -295,9 +295,8 @@ HOMES = {
     **dict.fromkeys(("compile", "verify"), "model_commands"),
     "show": "show_command",
     "merge": "merge_command",
-    **dict.fromkeys(("export", "import", "convert"), "exchange_commands"),
+    **dict.fromkeys(("export", "import", "convert", "inspect"), "exchange_commands"),
     **dict.fromkeys(("diff", "lock"), "comparison_commands"),
-    "inspect": "inspect_command",
 }
 
 
