@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import peftc
 from peftc.cli.main import main
+from peftc.fakes import data_answers
+from peftc.tracing import tracer_base
 from tests import zoo
 from tests.laws.harness import Before
 from tests.refusals import DORA, FFN, NORMS, Q, refused
@@ -112,6 +114,40 @@ class Transformer(nn.Module):
 def by_hand(written_out: bool = False) -> tuple[Transformer, dict[str, Tensor]]:
     torch.manual_seed(0)
     return Transformer(written_out), {"ids": torch.randint(50, (2, 6))}
+
+
+class Settling(Block):
+    """A layer with a loop that the values of its input end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        while x.norm() > 1:
+            x = x / 2
+        return super().forward(x)
+
+
+class Counting(Block):
+    """The same, with a number that Python compares."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        while x.norm().item() > 0.5:
+            x = x / 2
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("layer", [Settling, Counting])
+def test_a_loop_that_values_end_is_named_and_not_run_without_end(
+    layer: type[Block], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_answers, "MOST_ANSWERS", 20)
+    monkeypatch.setattr(tracer_base, "MOST_OUTCOMES", 20)
+    model, sample = by_hand()
+    model.blocks = nn.ModuleList(layer(32, False) for _ in range(3))
+    want = model.eval()(**sample)
+    diagnostic = refused("P214", lambda: peftc.compile(Q, model, sample=sample), model)
+    assert any("test_bad_models.py" in note and "while x.norm()" in note for note in diagnostic.notes)
+    by_name = 'peft 1\nedit a at "blocks.*.mlp.0" { h += lora(x, r=2) }'
+    edited = peftc.compile(by_name, model, sample=sample, seed=0)
+    torch.testing.assert_close(edited(**sample), want)
 
 
 @pytest.mark.parametrize("written_out", [False, True])

@@ -6,7 +6,7 @@ import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 
 _OWN = str(Path(__file__).parent.parent)
 _STDLIB = sysconfig.get_path("stdlib")
@@ -27,14 +27,18 @@ class ModelLine:
         return f"{name}:{self.number}, in {self.code.co_qualname}" + (f": `{source}`" if source else "")
 
 
+def running_frame() -> FrameType | None:
+    """The innermost frame of code not peftc's, PyTorch's or Python's."""
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None and not _is_model_code(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
 def running_line() -> ModelLine | None:
     """The innermost line that is running of code not peftc's, PyTorch's or Python's."""
-    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None:
-        if _is_model_code(frame.f_code.co_filename):
-            return ModelLine(frame.f_code, frame.f_lineno)
-        frame = frame.f_back
-    return None
+    frame = running_frame()
+    return None if frame is None else ModelLine(frame.f_code, frame.f_lineno)
 
 
 def model_line(error: BaseException | None) -> str | None:

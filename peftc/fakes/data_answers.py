@@ -9,6 +9,7 @@ tensors, and each operation on these is repeated on the data.
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterator
+from types import CodeType, FrameType
 from typing import Any, cast
 
 import torch
@@ -26,9 +27,13 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map
 
 from peftc.concurrency.interrupts import shielded
+from peftc.diagnostics.model_line import running_frame
 
 aten = torch.ops.aten
 LARGEST = 1 << 20  # elements of a constant
+# How often one run of a function may ask one question, such as whether an expert was hit. A loop
+# such as `while error > bound` would ask for ever.
+MOST_ANSWERS = 1 << 11
 _KEY = "peftc_constant"
 
 
@@ -102,7 +107,7 @@ def fake_data_answers() -> Generator[None]:
     """Inside the block, questions about the data of fake tensors of a `ShapeMode` have answers.
 
     Constants answer for themselves. Else a number is 1, a truth value is True, a selection is one
-    element.
+    element. Code that asks without end is told 0 and False.
     """
     before, _thread.answers = _thread.answers, _thread.answers or DataAnswers()
     try:
@@ -155,7 +160,18 @@ def truth_questions() -> int:
 
 def _truth(*_: object) -> bool:
     _thread.questions += 1
-    return _thread.truth
+    return _thread.truth != _waits()
+
+
+def _waits() -> bool:
+    """Whether the model's code asks again and again, and so may wait for another answer."""
+    frame = running_frame()
+    if frame is None or _thread.answers is None:
+        return False
+    asked, question = _thread.answers.asked, (frame.f_code, frame.f_lasti)
+    last, times = asked.get(question, (None, 0))
+    asked[question] = frame, times + 1 if last is frame else 1
+    return asked[question][1] > MOST_ANSWERS
 
 
 class _ThreadState(threading.local):
@@ -234,6 +250,8 @@ class DataAnswers:
 
     def __init__(self) -> None:
         self.constants = ConstantPropagation()
+        # Which run of a function has asked a question last, and how often.
+        self.asked: dict[tuple[CodeType, int], tuple[FrameType, int]] = {}
 
     def result(self, dispatch: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of an operation, which `dispatch(func, args, kwargs)` computes otherwise."""
@@ -287,7 +305,10 @@ def _array(tensor: torch.Tensor) -> Any:
 
 
 def _scalar(tensor: torch.Tensor) -> Any:
-    return _truth() if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
+    if tensor.dtype == torch.bool:
+        return _truth()
+    number = 0 if _waits() else 1
+    return float(number) if tensor.is_floating_point() else number
 
 
 def _index(tensor: torch.Tensor, indices: list[torch.Tensor | None], *rest: Any) -> torch.Tensor:

@@ -292,6 +292,7 @@ class ApproximateTracer(RegionTracer):
         self.branches = branches
 
     def outcome_of(self, condition: fx.Node, likely: bool = True) -> bool:
+        self.check_outcomes()
         self.outcomes.append(self.branches)
         return self.branches
 

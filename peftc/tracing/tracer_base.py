@@ -19,6 +19,7 @@ from peftc.tracing.ragged_loops import Loops
 from peftc.tracing.region_trace import Guard, ModuleCall, NoneAccess, TraceError
 from peftc.tracing.tensor_provenance import TensorProvenance
 
+MOST_OUTCOMES = 1 << 10  # of branches on tensor values: more experts than a model has
 _active = threading.local()
 
 
@@ -89,11 +90,17 @@ class TracerBase(fx.Tracer):
         """The outcome that the trace assumes for a branch on tensor values: only a run tells."""
         if self.open_contexts or self.loops.iterations:  # the other path would have to leave the block, too
             raise TraceError("a branch on tensor values is inside of a `with` block or a loop")
+        self.check_outcomes()
         index = len(self.outcomes)
         outcome = self.path_prefix[index] if index < len(self.path_prefix) else likely
         self.outcomes.append(outcome)
         self.create_node("call_function", branch, (condition, outcome), {})
         return outcome
+
+    def check_outcomes(self) -> None:
+        """Raises: TraceError for code that asks without end, since it waits for another outcome."""
+        if len(self.outcomes) >= MOST_OUTCOMES:
+            raise TraceError("a loop goes on until the values of a tensor end it")
 
     def format_value(self, value: Any, spec: str) -> str:
         """`format(value, spec)`: code may build the name of a module from a traced value."""

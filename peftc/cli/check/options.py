@@ -21,9 +21,19 @@ def find_configuration(args: Namespace) -> Any:
         return import_module("peftc.checking.configuration").read_configuration(Path(args.config))
     here = Path.cwd()
     names = (folder / name for folder in (here, *here.parents) for name in ("peftc.toml", "pyproject.toml"))
-    if not any(path.is_file() for path in names):  # pydantic is not imported for nothing
+    if not any(map(_may_configure, names)):  # pydantic is not imported for nothing
         return None
     return import_module("peftc.checking.configuration").find_configuration(here)
+
+
+def _may_configure(path: Path) -> bool:
+    """Whether a file may have a configuration: a pyproject.toml that names peftc may."""
+    if path.name == "peftc.toml":
+        return path.is_file()
+    try:
+        return b"peftc" in path.read_bytes()
+    except OSError:
+        return False
 
 
 def checker_of(args: Namespace, configuration: Any) -> Checker:
