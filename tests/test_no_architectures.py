@@ -33,6 +33,10 @@ OTHERS = {
     "peftc/forms/arguments.py": {"bert"},  # `init=bert`: the initial values that papers call so, N(0, 0.02)
     "peftc/dataflow/operations.py": {"clip"},  # `torch.clip`
     "peftc/models/settings.py": {"beam"},  # `num_beam_groups`, a setting of `generate`
+    "peftc/exchange/peft_format/prompt_types.py": {"opt"},  # `opt_loss_decay_factor`, a key of PEFT's CPT
+    "peftc/cli/check/watch.py": {"ctrl"},  # the key
+    **{key: {"git"} for key in ("peftc/checking/configuration.py", "peftc/cli/main.py", "peftc/comparison/sides.py")},
+    **{key: {"aria"} for key in (f"peftc/pictures/{name}.py" for name in ("code", "page", "svg"))},  # of HTML
 }
 
 

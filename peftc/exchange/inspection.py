@@ -62,7 +62,7 @@ class EditInspection(Record):
 
 
 class Inspection(Record):
-    """What a saved adapter is.
+    """What a saved adapter is. `str` gives it as text.
 
     Attributes:
         format_version: of this data.
@@ -80,8 +80,6 @@ class Inspection(Record):
         totals: the counts of the plan.
         edits: in the order of the spec.
         notes: what could not be computed, and why.
-
-    `str` gives it as text.
     """
 
     format_version: Literal["1.0"] = "1.0"

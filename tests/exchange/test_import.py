@@ -285,7 +285,9 @@ def test_a_type_with_numbers_that_it_cannot_have_is_refused(tmp_path: Path) -> N
     refused("P801", lambda: peftc.export(fused, tmp_path / "no"))
 
 
-def test_of_a_hub_repository_three_files_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_hub_repository_only_files_of_adapters_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     theirs = trained("llama", tmp_path / "in", **lora("llama"))
     asked: list[Any] = []
 
@@ -295,5 +297,8 @@ def test_of_a_hub_repository_three_files_are_fetched(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr("peftc.exchange.adapter_import.snapshot_download", snapshot)
     peftc.import_adapter("someone/tuned", tmp_path / "ours", model=zoo.build("llama", torch.float64))
-    assert asked == ["someone/tuned", "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"]
+    peft = ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"]
+    hub = ["adapter_config.json", "adapter.safetensors", "pytorch_adapter.bin"]
+    heads = ["head_config.json", "model_head.safetensors", "pytorch_model_head.bin"]
+    assert asked == ["someone/tuned", *peft, *hub, *heads]
     assert_same_outputs(loaded("llama", tmp_path / "ours"), theirs, "llama")
