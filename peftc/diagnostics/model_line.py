@@ -30,7 +30,7 @@ class ModelLine:
 def running_frame() -> FrameType | None:
     """The innermost frame of code not peftc's, PyTorch's or Python's."""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None and not _is_model_code(frame.f_code.co_filename):
+    while frame is not None and not is_model_code(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
@@ -50,7 +50,7 @@ def model_line(error: BaseException | None) -> str | None:
     while error is not None:
         last, traceback = None, error.__traceback__
         while traceback is not None:
-            if _is_model_code(traceback.tb_frame.f_code.co_filename):
+            if is_model_code(traceback.tb_frame.f_code.co_filename):
                 last = str(ModelLine(traceback.tb_frame.f_code, traceback.tb_lineno))
             traceback = traceback.tb_next
         if last is not None:
@@ -59,7 +59,8 @@ def model_line(error: BaseException | None) -> str | None:
     return None
 
 
-def _is_model_code(filename: str) -> bool:
+def is_model_code(filename: str) -> bool:
+    """Whether code of a file is neither peftc's nor PyTorch's nor Python's."""
     torch = sys.modules.get("torch")
     folders = [_OWN, *([] if torch is None or torch.__file__ is None else [os.path.dirname(torch.__file__)])]
     if filename.startswith("<") or any(filename.startswith(folder + os.sep) for folder in folders):

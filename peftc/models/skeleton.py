@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
 from peftc.concurrency.garbage_collection import paused_gc
 from peftc.concurrency.interrupts import shielded
@@ -133,6 +134,13 @@ def initialization_skipped() -> Generator[None]:
                 setattr(nn.init, name, function)
 
 
+def needs_data(error: BaseException) -> bool:
+    """Whether code has stopped at an operation that fake tensors do not have."""
+    texts = ("data pointer", "no fake impl registered")  # of errors of PyTorch that have no class of their own
+    is_text = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    return is_text or isinstance(error, UnsupportedOperatorException)
+
+
 def check_runs(source: ModelSource, sample: Mapping[str, Any] | None) -> None:
     """Raises: P507 if the model does not run on inputs made for it; P509 if not on `sample`."""
     try:
@@ -155,6 +163,11 @@ def check_runs(source: ModelSource, sample: Mapping[str, Any] | None) -> None:
         arguments = f"its forward takes {join_names(list(inspect.signature(fake.forward).parameters))}"
         notes = (*stop_notes(error), arguments)
         diagnostic = Diagnostic("P509", f"{source.id} does not run on the given sample", notes=notes)
+        if needs_data(error):
+            message = f"{source.id} cannot be analysed: its code asks for the data of tensors"
+            help_ = "the analysis runs on tensors without data: make an operation of this code, and give it a fake "
+            help_ += "implementation by `torch.library.register_fake`"
+            raise PeftcError(Diagnostic("P509", message, notes=stop_notes(error), help=help_)) from error
         if sample is None:
             message = f"{source.id} does not run on the sample that was made from its configuration"
             diagnostic = Diagnostic("P507", message, notes=notes, help="give a sample: `sample={name: tensor}`")

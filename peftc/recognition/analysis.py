@@ -34,6 +34,7 @@ from peftc.recognition.layers import ModelStructure, analyze_structure
 from peftc.recognition.non_layer_sites import module_infos, untraced_modules
 from peftc.recognition.site_builder import all_sites
 from peftc.recognition.stack_names import name_stacks
+from peftc.recognition.unplaced.hidden_modules import hidden_module_lines
 from peftc.recognition.unplaced.modules import unplaced_modules
 
 ModelLike = str | PathLike[str] | PretrainedConfig | nn.Module
@@ -137,6 +138,7 @@ def _warnings(
     words = {step for template in templates.values() for item in template.items for step, _ in item.site.steps}
     if "layer" not in words:
         yield f"{source.id} has no transformer layers: only its modules have names"
+        yield from hidden_module_lines(fake if source.module is None else source.module)
     elif "attn" not in words and not any("attn" in module.roles for module in untraced):
         yield f"{source.id} has no attention: `attn` and the sites below it name nothing"
     # A module with such a forward is no lazy child.

@@ -40,6 +40,8 @@ from peftc.recognition.loops import (
 )
 from peftc.recognition.sublayer import SubLayer
 from peftc.recognition.unplaced.untraced import NOT_ADDED
+from peftc.tracing.bytecode import line_of
+from peftc.tracing.operations import autograd_function
 
 
 @dataclass
@@ -171,12 +173,28 @@ def _structure_of_blocks(
         else:
             others.append(name)
     for name in others:
+        if (reason := reason_of_function(types[name])) is not None:
+            structure.untraced[name] = reason
+            continue
         neighbours = members.get(stack_path(model, name, blocks, lists), [])
         if any(_parameter_shapes(model, name) == _parameter_shapes(model, other) for other, _ in neighbours):
             structure.untraced[name] = "it has the parameters of its neighbours, but no sum with its input was found"
     layers = {path: [(name, kind, name) for name, kind in pairs] for path, pairs in members.items()}
     structure.stacks = _stacks(layers, seen)
     return structure, {name: [] if isinstance(kind, str) else kind.subs for name, kind in types.items()}
+
+
+def reason_of_function(layer_type: LayerType | str) -> str | None:
+    """Why a block is not traced whose modules an autograd function calls."""
+    if isinstance(layer_type, str):
+        return None
+    for node in layer_type.traced.graph.nodes:
+        if node.target is autograd_function and any(one.op == "get_attr" for one in node.all_input_nodes):
+            function: Any = node.kwargs["function"]
+            line = line_of(node.meta["stack"])
+            at = "" if line is None else f", at {line}"
+            return f"`{function.__name__}`, an autograd function, calls its modules{at}"
+    return None
 
 
 def _types_of_blocks(model: nn.Module, seen: SampleForward, mode: FakeTensorMode) -> dict[str, LayerType | str]:

@@ -19,6 +19,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import nn
 
+from peftc.diagnostics.model_line import ModelLine, is_model_code
+
 DEPTH = 3  # of calls that are followed
 LIBRARIES = frozenset({"torch", *sys.stdlib_module_names} - {"__main__"})  # their functions are not entered
 _OWN = str(Path(__file__).parent.parent)
@@ -263,6 +265,15 @@ def running_stack() -> Stack:
 def instructions_of(stack: Stack) -> list[tuple[CodeType, int]]:
     """The code of each function, with the offset of the running instruction."""
     return [(_codes[code][0].code, offset) for code, offset in stack]
+
+
+def line_of(stack: Stack) -> ModelLine | None:
+    """The innermost line of code not PyTorch's."""
+    for code, offset in instructions_of(stack):
+        number = [line for line, *_ in code.co_positions()][offset // 2]
+        if number is not None and is_model_code(code.co_filename):
+            return ModelLine(code, number)
+    return None
 
 
 def may_diverge(start: str, stop: str) -> bool:

@@ -82,6 +82,7 @@ class MultipliesOddly(Block):
 class Net(nn.Module):
     def __init__(self, *blocks: type[Block]) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.layers, self.head = nn.ModuleList(block() for block in blocks), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -168,3 +169,88 @@ def test_an_analysis_that_fails_is_no_bare_error(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("peftc.recognition.analysis.all_sites", fail)
     with pytest.raises(peftc.PeftcError, match="P512"):
         peftc.sites(Net(Block), sample={"x": X})
+
+
+class CallsBoth(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, up: nn.Module, down: nn.Module) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x + down(torch.relu(up(x)))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return g, None, None
+
+
+class InFunction(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return CallsBoth.apply(x, self.up, self.down)  # STOP
+
+
+class InList(Net):
+    """Its layers are in a list of Python."""
+
+    def __init__(self) -> None:
+        super().__init__(Block, Block)
+        layers = list(self.layers)
+        del self.layers
+        vars(self)["layers"] = layers
+
+
+class Calls(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class InClosures(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.add = Calls(lambda x: x + self.down(torch.relu(self.up(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.add(x)
+
+
+@torch.library.custom_op("peftc_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+class CallsOperation(Block):
+    def obstacle(self, x: Tensor) -> Tensor:
+        return doubled(x)  # STOP
+
+
+def test_an_autograd_function_that_calls_modules_is_named() -> None:
+    model = Net(InFunction, InFunction)
+    with pytest.raises(peftc.PeftcError, match="P214") as refusal:
+        peftc.plan(LORA.format("layer[*].ffn.up"), model, sample={"x": X})
+    assert "`CallsBoth`, an autograd function, calls its modules" in str(refusal.value)
+    assert "# STOP`" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        (InList, "`layers` of InList is a list, and PyTorch does not know the modules in it: `nn.ModuleList`"),
+        (lambda: Net(InClosures, InClosures), "`layers.0.add.function` of Calls is a function that holds a module"),
+    ],
+    ids=["list", "closure"],
+)
+def test_modules_that_pytorch_does_not_know_are_named(model: Callable[[], nn.Module], line: str) -> None:
+    with pytest.raises(peftc.PeftcError, match="P201") as refusal:
+        peftc.plan(LORA.format("layer[*].ffn.up"), model(), sample={"x": X})
+    assert line in str(refusal.value)
+
+
+def test_code_that_needs_data_is_not_said_to_fail() -> None:
+    model = Net(CallsOperation, CallsOperation)
+    assert model(X).shape == (2, 5, 3)
+    with pytest.raises(peftc.PeftcError, match="P509") as refusal:
+        peftc.compile(LORA.format("layer[*].ffn.up"), model, sample={"x": X})
+    assert "its code asks for the data of tensors" in str(refusal.value)
+    assert "register_fake" in str(refusal.value)
+    assert "# STOP`" in str(refusal.value)
