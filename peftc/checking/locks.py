@@ -23,12 +23,18 @@ class Options(NamedTuple):
 
 
 def make_lock(flat: ast.Spec, path: str, targets: Sequence[Target], options: Options) -> PlanFile:
-    """The lock of an expanded spec. Raises: as a plan; P301 for expectations that do not hold."""
+    """The lock of an expanded spec.
+
+    Raises: as a plan; P853 for models with different tasks, and what expectations say that fail.
+    """
     results = [plan_target(flat, target, *options) for target in targets]
     if failed := [diagnostic for result in results for diagnostic in result.failed_expectations]:
         raise PeftcError(failed)
-    tasks = next((target.tasks for target in targets if target.tasks), None)
-    return plan_file(path, flat, map(plan_record, results), tasks or ())
+    tasks = {target.tasks or () for target in targets}
+    if len(tasks) > 1:  # a lock has the tasks of one
+        message = f"the models of {path} have different tasks"
+        raise PeftcError(Diagnostic("P853", message, source=Source(path, ""), help="give them the same tasks"))
+    return plan_file(path, flat, map(plan_record, results), *tasks)
 
 
 def check_lock(flat: ast.Spec, path: str, targets: Sequence[Target], options: Options) -> list[Diagnostic]:

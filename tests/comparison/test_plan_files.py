@@ -168,3 +168,18 @@ def test_a_spec_is_locked_for_the_models_of_its_configuration(folder: Path, caps
     assert [plan["model"]["id"] for plan in lock["plans"]] == ["llama", "bart"]
     assert not (folder / "new.lock.json").exists()
     assert main(["lock", "none.peft"]) == 2
+
+
+def test_models_with_different_tasks_have_no_lock(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "qv.peft").write_text(SPEC.replace("attn.v {", "attn.v per task {"))
+    tables = [f'[[specs]]\npaths = ["qv.peft"]\nmodels = ["{name}"]\n' for name in ("llama", "bart")]
+    (folder / "peftc.toml").write_text(
+        "".join(f'{table}tasks = ["{i}a", "b"]\n' for i, table in zip("xy", tables, strict=True))
+    )
+    assert main(["lock", "qv.peft"]) == 1
+    assert "error[P853]: the models of qv.peft have different tasks" in capsys.readouterr().err
+    (folder / "peftc.toml").write_text("".join(f'{table}tasks = ["a", "b"]\n' for table in tables))
+    assert main(["lock", "qv.peft"]) == 0
+    assert json.loads((folder / "qv.lock.json").read_text())["tasks"] == ["a", "b"]
+    assert main(["check", "qv.peft", "--locked"]) == 0
+    assert main(["check", "qv.peft", "--locked", "--isolated"]) == 0
