@@ -35,7 +35,8 @@ OTHERS = {
     "peftc/models/settings.py": {"beam"},  # `num_beam_groups`, a setting of `generate`
     "peftc/exchange/peft_format/prompt_types.py": {"opt"},  # `opt_loss_decay_factor`, a key of PEFT's CPT
     "peftc/cli/check/watch.py": {"ctrl"},  # the key
-    **{key: {"git"} for key in ("peftc/checking/configuration.py", "peftc/cli/main.py", "peftc/comparison/sides.py")},
+    **{key: {"git"} for key in ("peftc/checking/configuration.py", "peftc/cli/parser/commands.py")},
+    "peftc/comparison/sides.py": {"git"},
     **{key: {"aria"} for key in (f"peftc/pictures/{name}.py" for name in ("code", "page", "svg"))},  # of HTML
 }
 
