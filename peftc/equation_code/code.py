@@ -295,7 +295,7 @@ class Code:
             return self.frozen.operation(args[0])
         operations = tuple(map(self.operation, args))
         match primitive.name:
-            case "none":
+            case "none" | "budget":
                 return operations[0]
             case "token_mean":
                 return self.emit(functions.token_mean, operations[0], len(self._type(args[0]).size))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -144,6 +144,9 @@ class EquationModule(Hookable, FormModule):
 
     def sets_values(self) -> bool:
         return bool(self._fixed or self._computed or self.place.copies)
+
+    def reduction_of(self, term: str) -> Literal["sum", "mean"]:
+        return "mean" if term in self.place.mean_losses else "sum"
 
     def penalties(self) -> Mapping[str, Tensor]:
         """The lines `loss_NAME = …` of the text, by name."""

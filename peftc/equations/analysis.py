@@ -13,8 +13,8 @@ from typing import Any
 from peftc.equations.bindings import write_out
 from peftc.equations.operands import OUT, Operands
 from peftc.equations.products import Products
-from peftc.equations.values import FormError, Number, SiteNumbers, Type, Value, real, shown, type_of
-from peftc.equations.words import BUFFER, INITIAL_VALUES, NONE, function_of
+from peftc.equations.values import Budget, FormError, Number, SiteNumbers, Type, Value, real, shown, type_of
+from peftc.equations.words import BUDGET, BUFFER, INITIAL_VALUES, NONE, function_of
 from peftc.forms.form import DISTRIBUTIONS, Args
 from peftc.forms.shapes import KeyValue, Rows, Shape, Tokens, Vector, Weight
 from peftc.syntax import ast
@@ -23,6 +23,7 @@ from peftc.syntax.printer import print_expression
 from peftc.syntax.walk import names_in, walk
 
 LOSS = "loss_"  # begins the names of terms of the loss
+SITES = "sites"  # `mean(x, sites)`
 _MOST_ENTRIES = 2**32  # of a parameter
 
 
@@ -35,6 +36,7 @@ class Place(Operands):
     is_written_out: bool = False  # whether parts of the text stand for other expressions
     saved: dict[str, ast.Expr] | None = None  # the tensors of the form that is saved in its place
     losses: dict[str, ast.Expr] = field(default_factory=dict[str, ast.Expr])  # terms of the loss
+    mean_losses: set[str] = field(default_factory=set[str])  # those that are means over sites, not sums
     code: dict[object, Any] = field(default_factory=dict[object, Any])  # the functions that compute it
 
     @property
@@ -109,8 +111,23 @@ class Place(Operands):
         """The tensors that a command fills."""
         return tuple(name for name, line in self.parameters.items() if line.value == ast.Name(BUFFER))
 
+    @cached_property
+    def budget(self) -> Budget | None:
+        """The parameter of which training gives up entries."""
+        lines = [*self.lets.values(), *([] if self.result is None else [self.result])]
+        calls = [
+            part for line in lines for part in walk(line) if isinstance(part, ast.Call) and part.function == BUDGET
+        ]
+        for name, *numbers in (call.args for call in calls):
+            assert isinstance(name, ast.Name)
+            return Budget(name.id, *(real(self.number(number), number) for number in numbers))  # pyright: ignore[reportArgumentType]  # as `under_budget` says
+        return None
+
     def _add_loss(self, line: ast.Equation, name: str, value: ast.Expr) -> None:
         """Raises: FormError if a term of the loss is not one number of the parameters."""
+        if (mean := mean_over_sites(value)) is not None:
+            self.mean_losses.add(name)
+            value = mean
         operand = self.operand(value)
         if not isinstance(operand, Value) or operand.varies or operand.type.entries != 1:
             what = operand.type if isinstance(operand, Value) else shown(operand)
@@ -194,6 +211,15 @@ class Place(Operands):
         """The names in an expression, and in the parts that it names."""
         names = set(names_in(node))
         return names.union(*(self._names(self.lets[name]) for name in names & self.lets.keys()))
+
+
+def mean_over_sites(value: ast.Expr) -> ast.Expr | None:
+    """The term of the loss of which `mean(x, sites)` is the mean over all sites."""
+    match value:
+        case ast.Call("mean", (term, ast.Name(name)), ()) if name == SITES:
+            return term
+        case _:
+            return None
 
 
 def _without_ones(size: tuple[int, ...]) -> tuple[int, ...]:

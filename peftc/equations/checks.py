@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from peftc.diagnostics import Diagnostic, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
-from peftc.equations.analysis import LOSS
+from peftc.equations.analysis import LOSS, mean_over_sites
 from peftc.equations.bindings import BINDERS, INITIAL
 from peftc.equations.definition import RESULT, inputs_of
 from peftc.equations.matrices import DECOMPOSITIONS
@@ -14,6 +14,7 @@ from peftc.equations.operands import OUT, POSITIONS, TOKENS
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS
 from peftc.equations.table import FORMS
 from peftc.equations.words import (
+    BUDGET,
     BUFFER,
     INITIAL_VALUES,
     NONE,
@@ -57,6 +58,7 @@ class _FormChecker:
         self.conditional: set[str] = set()  # those of lines with conditions
         self.used: set[str] = set()
         self.orders: set[str] = set()  # names of permutations
+        self.limited: dict[str, str] = {}  # the parameter that has a budget
         self.words = words_of(form)  # of arguments that are one of several words
 
     def errors(self) -> Iterator[Diagnostic]:
@@ -81,7 +83,7 @@ class _FormChecker:
                     for part in children(line.value) if isinstance(line.value, ast.Pair) else (line.value,):
                         yield from self._expression(part)
                 case ast.Equation(target) if target.startswith(LOSS) and len(target) > len(LOSS) and line.op == "=":
-                    yield from self._expression(line.value)
+                    yield from self._expression(mean_over_sites(line.value) or line.value)
                 case ast.Equation(target):
                     help_ = f"write `let {target} = …` for a part, and `{RESULT} = …` for the value of the form"
                     yield Diagnostic("P107", f"a form assigns `{RESULT}` alone", line.target_span, help=help_)
@@ -104,6 +106,7 @@ class _FormChecker:
             yield Diagnostic("P111", f"the form `{name}` has two values", line.target_span, help="remove one of them")
         if results:
             yield from self._unused()
+        yield from self._states()
         shared = [line for line in self.form.body if isinstance(line, ast.Parameter) and line.scope and not line.fixed]
         if len({line.common for line in shared}) > 1:
             message = f"tasks share some parameters of `{name}` and have others of their own"
@@ -301,9 +304,34 @@ class _FormChecker:
             help_ = "write `fixed order[n] = permutation`, and `permuted(v, order)`"
             yield Diagnostic("P105", f"`{print_expression(args[-1])}` is no permutation", args[-1].span, help=help_)
         over_tokens = function == "mean" and len(args) == 2 and args[1] == ast.Name(TOKENS)
+        if function == BUDGET:
+            yield from self._budget(call)
         ends = [ast.Name(NONE)] if function == POSITIONS else []
         for arg in args[:1] if over_tokens else [arg for arg in args if arg not in ends]:
             yield from self._expression(arg, of_weights)
+
+    def _budget(self, call: ast.Call) -> Iterator[Diagnostic]:
+        """The errors of `budget(v, …)`: v is the parameter with a budget."""
+        name = call.args[0].id if call.args and isinstance(call.args[0], ast.Name) else ""
+        lines = [line for line in self.form.body if isinstance(line, ast.Parameter) and line.name == name]
+        if not lines or any(line.fixed or line.scope not in ("", "site") or len(line.sizes) != 1 for line in lines):
+            help_ = "write `param v[n] = …`, and `budget(v, …)`"
+            yield Diagnostic(
+                "P105", f"`{print_expression(call)}` gives up entries of no parameter", call.span, help=help_
+            )
+        if self.limited.setdefault(BUDGET, name) != name:
+            message = f"`{self.limited[BUDGET]}` has a budget already, and a form has one"
+            yield Diagnostic("P111", message, call.span)
+
+    def _states(self) -> Iterator[Diagnostic]:
+        """The errors of a form that is changed in several ways besides training."""
+        parts = (part for value in values(self.form) for part in walk(value) if isinstance(part, ast.Call))
+        ways = {part.function for part in parts if part.function in (RANDOM, BUDGET)}
+        if any(isinstance(line, ast.Parameter) and line.value == ast.Name(BUFFER) for line in self.form.body):
+            ways.add(BUFFER)
+        if len(ways) > 1:
+            message = f"`{self.form.name}` has {join_names(sorted(ways), 'and')}, and a form has one of them"
+            yield Diagnostic("P111", message, self.form.name_span, help="write two forms, and call both")
 
     def _unused(self) -> Iterator[Diagnostic]:
         for name, at in self.names.items():

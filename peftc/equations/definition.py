@@ -14,7 +14,7 @@ from peftc.equations.exports import Export, are_alternatives, export_of, may_hol
 from peftc.equations.operands import POSITIONS
 from peftc.equations.patterns import bottleneck_of
 from peftc.equations.values import NUMBERS_OF_SITES, FormError, SiteNumbers, Value, numbers_of, shape_of
-from peftc.equations.words import BUFFER, NONE, PERMUTATION, RANDOM, function_of, is_choice, words_of
+from peftc.equations.words import BUDGET, BUFFER, NONE, PERMUTATION, RANDOM, function_of, is_choice, words_of
 from peftc.forms.arguments import DTYPE, SEED
 from peftc.forms.form import Args, Argument, Dims, Form, Parameter, PlacementError, Scope
 from peftc.forms.shapes import Ids, KeyValue, Prompt, Shape, Tokens, Weight
@@ -26,12 +26,14 @@ from peftc.syntax.walk import names_in, values, walk
 
 MODULE = "peftc.equation_code.module:EquationModule"
 BUFFER_MODULE = "peftc.equation_code.buffer_module:BufferModule"
+BUDGET_MODULE = "peftc.equation_code.budget_module:BudgetModule"
 RANDOM_MODULE = "peftc.equation_code.random_module:RandomModule"
 RESULT = "f"
 OWNER = "owner_module"  # the attribute of a module with the module of common parameters
 Ends = Literal["", "low", "high", "both"]
 _SWAPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 PARAMETERS = "parameters"  # of the code of a place
+_MODULES = {RANDOM: RANDOM_MODULE, BUFFER: BUFFER_MODULE, BUDGET: BUDGET_MODULE}
 _OF_WHOLE_NUMBERS = ("power", "pad", "top_k", "softmax", "corner", "svd", "positions", "reshape", "narrow")
 
 
@@ -62,8 +64,8 @@ class TextForm(Form):
         parts = [part for value in values(form) for part in walk(value)]
         self._calls = [part for part in parts if isinstance(part, ast.Call)]
         functions = {call.function for call in self._calls}
-        has_buffers = any(line.value == ast.Name(BUFFER) for line in self._lines())
-        self.module = RANDOM_MODULE if RANDOM in functions else BUFFER_MODULE if has_buffers else MODULE
+        values_at_first = {line.value.id for line in self._lines() if isinstance(line.value, ast.Name)}
+        self.module = next((_MODULES[word] for word in _MODULES if word in functions | values_at_first), MODULE)
         self._is_wide = "widest" in functions
         self._asked = functions.intersection(NUMBERS_OF_SITES)
         self._is_written_out = any(map(is_written_out, parts))
@@ -362,6 +364,8 @@ def whole_numbers(node: ast.Expr) -> tuple[ast.Expr, ...]:
             return (count,)
         case ast.Item(_, indices):
             return indices
+        case ast.Call(function, (_, *numbers)) if function == BUDGET:
+            return tuple(numbers[:5])
         case ast.Call(function, (_, *numbers)) if function in _OF_WHOLE_NUMBERS:
             return tuple(numbers)
         case _:

@@ -6,8 +6,18 @@ from collections.abc import Mapping
 
 from peftc.equations import rules
 from peftc.equations.rules import Primitive
+from peftc.equations.values import Type
 
 _SVD, _QR = "peftc.equation_code.functions.svd", "peftc.equation_code.functions.qr"
+
+
+def _under_budget(operands: rules.Types) -> Type:
+    """A vector, five whole numbers and two others."""
+    for at, number in enumerate(operands[1:], 1):
+        if not isinstance(number, int if at < 6 else int | float) or isinstance(number, bool):
+            raise rules.Mismatch(f"expected {'a whole' if at < 6 else 'a'} number, found {number}", at, "P106")
+    return rules.vector(operands)
+
 
 MATRICES: Mapping[str, Primitive] = {
     primitive.name: primitive
@@ -177,6 +187,17 @@ MATRICES: Mapping[str, Primitive] = {
             lambda x, order: x,
             "linear",
             operands=(2, 2),
+        ),
+        Primitive(
+            "budget",
+            "budget(v, target, total, warmup, cooldown, every, beta1, beta2)",
+            "v; training gives up its least important entries, until there are `target` at each site",
+            _under_budget,
+            "",
+            lambda v, *numbers: v,
+            "linear",
+            operands=(8, 8),
+            by_rows=True,
         ),
         Primitive(
             "walsh",

@@ -70,6 +70,28 @@ class Value:
     pair: Type | None = None
 
 
+class Budget(NamedTuple):
+    """A parameter of which training gives up entries: `budget(v, target, total, …)`.
+
+    Attributes:
+        name: of the parameter.
+        target: how many entries are left in the end, on average over the sites.
+        total: steps of the whole training.
+        warmup, cooldown: steps before the first round, and after the last one.
+        every: steps between two rounds.
+        beta1, beta2: smoothing of the importances, and of their uncertainty.
+    """
+
+    name: str
+    target: int
+    total: int
+    warmup: int
+    cooldown: int
+    every: int
+    beta1: float
+    beta2: float
+
+
 class SiteNumbers(NamedTuple):
     """What an equation knows of its site besides shapes: 0 where its text does not ask.
 

@@ -15,6 +15,7 @@ from peftc.syntax.walk import values, walk
 NONE = "none"  # an argument without a value
 BUFFER = "buffer"  # a first value of what a command fills
 PERMUTATION = "permutation"  # a first value that is an order of entries
+BUDGET = "budget"  # `budget(v, target, total, …)`: v, of which training gives up entries
 RANDOM = "random"  # `let i = random(n)`: one of 0, 1, … n - 1, in each forward while training
 
 # Functions of numbers, and of the shapes of inputs and of `out`, the state that is written.

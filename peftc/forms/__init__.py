@@ -15,7 +15,6 @@ from peftc.forms import (
     masked,
     pruned,
     sparse,
-    svd,
 )
 from peftc.forms.form import Args, Argument, ArgumentValue, Count, Dims, Form, Parameter, PlacementError, Scope
 from peftc.forms.registry import PYTHON_FORMS, register, register_entry_point, unregister
@@ -47,7 +46,6 @@ __all__ = [
     "register",
     "register_entry_point",
     "sparse",
-    "svd",
     "unregister",
 ]
 

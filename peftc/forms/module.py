@@ -211,6 +211,10 @@ class FormModule(nn.Module):
         """The terms that it adds to the loss (`peftc.losses`), by name: numbers, ()."""
         return {}
 
+    def reduction_of(self, term: str) -> Literal["sum", "mean"]:
+        """What becomes of a term of the loss over the sites of an edit."""
+        return self.reduction
+
     def require_ready(self) -> None:
         """Raises: PeftcError if it has nothing to train or save yet: something has to be selected or read first."""
 
@@ -360,9 +364,6 @@ def _is_plain(value: object) -> bool:
 
 def has_values(tensor: Tensor) -> bool:
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
-
-
-# First values --------------------------------------------------------------------------------------------------------
 
 
 def draw_of(first: FirstValue, size: Sequence[int]) -> Draw:

@@ -11,18 +11,17 @@ from transformers import TrainerCallback
 
 from peftc.concurrency.interrupts import Deferral
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.equation_code.budget_module import BudgetModule, allocate, is_finished, is_smoothed
 from peftc.equation_code.random_module import RandomModule, drawn_anew
-from peftc.forms.arguments import integer
 from peftc.forms.module import FormModule, seeded
-from peftc.forms.svd_module import SVDModule
 from peftc.forms.tasked_module import Tasked
 from peftc.installation.completeness import active_installation
 from peftc.installation.record import Installation
 
 
 def step(model: nn.Module, step: int) -> None:
-    """Updates forms after a training step: `svd` reduces its ranks, forms with random
-    numbers (`mixture`) draw them anew, a Python form does what `FormModule.after_step` says.
+    """Updates forms after a training step: forms with a budget (`svd`) give up entries, forms with
+    random numbers (`mixture`) draw them anew, a Python form does what `FormModule.after_step` says.
 
     Call it after `optimizer.step()` and before `optimizer.zero_grad()`, like PEFT's
     `update_and_allocate`: importances are smoothed |p · ∂p|. Random numbers depend only on the
@@ -34,8 +33,8 @@ def step(model: nn.Module, step: int) -> None:
         step: the number of the optimizer step: 0 or 1 at first, then one more each time.
 
     Raises:
-        PeftcError: P410 (not compiled), P529 (switched off), P539 (an `svd` has no gradients),
-            P545 (`step` is not a number).
+        PeftcError: P410 (not compiled), P529 (switched off), P539 (a form with a budget has no
+            gradients), P545 (`step` is not a number).
 
     Source: AdaLoRA, Zhang et al. 2023, arXiv:2303.10512; AdaMix, Wang et al. 2022,
     arXiv:2205.12410.
@@ -45,23 +44,23 @@ def step(model: nn.Module, step: int) -> None:
         message = f"a training step is a whole number from 0 on, not {step!r}"
         raise PeftcError(Diagnostic("P545", message, help="peftc.step(model, 1), one more each time"))
     step = index(step)
-    groups: dict[tuple[str, str | None], list[tuple[str, SVDModule]]] = {}
+    groups: dict[tuple[str, str | None], list[tuple[str, BudgetModule]]] = {}
     others: list[tuple[str, FormModule]] = []
     for name, form in forms_of(model, record):
-        if isinstance(form, SVDModule):
-            if form.form_args["target"] is not None:
+        if isinstance(form, BudgetModule):
+            if form.has_budget:
                 groups.setdefault((name.partition("/")[0], task_of(name, record)), []).append((name, form))
         elif type(form).after_step is not FormModule.after_step:
             others.append((name, form))
     trained = {key for key, group in groups.items() if any(form.is_trained() for _, form in group)}
-    rounds: list[list[SVDModule]] = []
+    rounds: list[list[BudgetModule]] = []
     for (edit, task), group in groups.items():
         forms = [form for _, form in group]
-        ended = step > forms[0].last_round() and is_finished(forms)
+        ended = step > forms[0].last_round and is_finished(forms)
         if not ended and task is not None and (edit, task) not in trained and any(name == edit for name, _ in trained):
             continue  # the batch had no examples of the task
         missing = [name for name, form in group if not form.has_gradients()]
-        if missing and (step < forms[0].last_round() or not (is_finished(forms) or is_smoothed(forms))):
+        if missing and (step < forms[0].last_round or not (is_finished(forms) or is_smoothed(forms))):
             message = f"`{edit}` has no gradients at {missing[0]}, on which importances depend"
             raise PeftcError(Diagnostic("P539", message, help="call `peftc.step` before `optimizer.zero_grad()`"))
         rounds.append(forms)
@@ -114,7 +113,7 @@ def losses(
         if isinstance(form, RandomModule):
             random_forms.append(form)
         for term, value in form.penalties().items() if is_of_current_task(name, record) else ():
-            penalties.setdefault((f"{edit}.{term}", form.reduction), []).append(value)
+            penalties.setdefault((f"{edit}.{term}", form.reduction_of(term)), []).append(value)
     terms = {
         name: torch.stack(values).mean() if reduction == "mean" else torch.stack(values).sum()
         for (name, reduction), values in penalties.items()
@@ -174,42 +173,3 @@ def task_of(name: str, record: Installation) -> str | None:
     place, _, key = name.rpartition("/")
     task = key.partition(".tasks.")[2] or place.rpartition(".tasks.")[2]  # the latter for a shared form
     return task if task in record.task.names else None
-
-
-@torch.no_grad()
-def allocate(forms: list[SVDModule], step: int) -> None:
-    """One round of AdaLoRA over all sites of an edit: Zhang et al. 2023, algorithm 1."""
-    # The budget falls as a cube from all ranks to `target` per site. The least important lose λ.
-    args = forms[0].form_args
-    target, every, warmup = (integer(args, name) for name in ("target", "every", "warmup"))
-    last = forms[0].last_round()
-    ranks, budget = sum(len(form.values) for form in forms), target * len(forms)
-    finished = is_finished(forms)
-    if step > last and finished:
-        for form in forms:
-            form.values.masked_fill_(~form.get_buffer("kept"), 0.0)
-        return
-    if step < last or not (finished or is_smoothed(forms)):
-        for form in forms:
-            form.smooth()
-    is_round = step >= last
-    if step <= warmup and not is_round:
-        return
-    if step < last:
-        left = 1 - (step - warmup) / (last - warmup)
-        budget, is_round = int((ranks - budget) * left**3 + budget), step % every == 0
-    if is_round and ranks > budget:
-        scores = [form.scores() for form in forms]
-        threshold = torch.cat(scores).kthvalue(ranks - budget)[0]
-        for form, score in zip(forms, scores, strict=True):
-            form.get_buffer("kept").copy_(score > threshold)
-            form.values.masked_fill_(score <= threshold, 0.0)
-
-
-def is_finished(forms: list[SVDModule]) -> bool:
-    rank = sum(int(form.get_buffer("kept").sum()) for form in forms)
-    return rank <= integer(forms[0].form_args, "target") * len(forms)
-
-
-def is_smoothed(forms: list[SVDModule]) -> bool:
-    return any(form.is_smoothed() for form in forms)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import peftc
-from peftc.forms.svd_module import SVDModule
+from peftc.equation_code.budget_module import BudgetModule
 from peftc.training.steps import consistency, forms_of
 from tests import zoo
 from tests.laws.harness import close
@@ -300,7 +300,7 @@ def test_remaining_ranks_equal_the_budget() -> None:
     model = peftc.compile(ADALORA, zoo.build("llama", torch.float64), seed=0).train()
     batch = zoo.inputs("llama", model)
     optimizer = torch.optim.SGD(peftc.parameters(model).values(), lr=0.05)
-    forms = [form for form in model.modules() if isinstance(form, SVDModule)]
+    forms = [form for form in model.modules() if isinstance(form, BudgetModule)]
     with torch.no_grad():
         for form in forms:
             form.values.normal_()
