@@ -293,10 +293,10 @@ class Code:
             return self._positions(args[0], args[1:])
         if primitive.name == "frozen" and isinstance(args[0], ast.Call | ast.Binary | ast.Negative):
             return self.frozen.operation(args[0])
+        if not primitive.torch:
+            return self.operation(args[0])
         operations = tuple(map(self.operation, args))
         match primitive.name:
-            case "none" | "budget":
-                return operations[0]
             case "token_mean":
                 return self.emit(functions.token_mean, operations[0], len(self._type(args[0]).size))
             case "reshape" if self._type(args[0]).batch:

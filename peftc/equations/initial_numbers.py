@@ -15,6 +15,8 @@ def initial_value(primitive: Primitive, operands: Sequence[Operand]) -> float | 
     """What a value equals when training starts."""
     try:
         numbers = [initial_number(operand) for operand in operands]
+        if not primitive.torch:
+            return numbers[0]
         if primitive.name in ("*", "@", "kron", "permuted") and 0.0 in numbers:
             return 0.0
         if primitive.name == "/" and numbers[0] == 0.0:

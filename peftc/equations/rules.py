@@ -27,7 +27,7 @@ class Primitive:
         signature: how it is called.
         doc: what it computes.
         type: the type of the value, of the types of its operands (numbers stay numbers).
-        torch: the function that computes it, by its dotted name.
+        torch: the function that computes it, by its dotted name; empty: it is its first operand.
         initial: its value of the initial values of its operands, if all are numbers.
         affinity: "linear" in its first operand, a "sum", a "product" or a "quotient" of its two,
             or "nonlinear".
