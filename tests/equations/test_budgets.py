@@ -73,11 +73,11 @@ def test_the_least_important_entries_of_all_sites_are_given_up() -> None:
             if step < TOTAL - 3:
                 importance.update(form)
         peftc.step(model, step)
-        kept = torch.cat([form.v.detach() != 0 for form in forms])
-        left.append(int(kept.sum()))
+        alive = torch.cat([form.v.detach() != 0 for form in forms])
+        left.append(int(alive.sum()))
         scores = torch.cat([importance.scores() for importance in by_hand])
         if step in (2, 4, TOTAL - 3):  # the rounds
-            assert set(kept.nonzero()[:, 0].tolist()) == set(scores.topk(left[-1])[1].tolist()), step
+            assert set(alive.nonzero()[:, 0].tolist()) == set(scores.topk(left[-1])[1].tolist()), step
     assert left[1] == count > left[2]
     assert left[2] >= left[4] >= left[6] == left[-1] == 2 * len(forms)
 
