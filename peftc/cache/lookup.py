@@ -6,6 +6,7 @@ from os import PathLike
 from peftc.addressing.sites import SiteTable
 from peftc.cache.entries import read_table
 from peftc.diagnostics import PeftcError
+from peftc.diagnostics.activity import note
 from peftc.models.names import local_request
 
 
@@ -17,4 +18,8 @@ def cached_table(model: object, trust_remote_code: bool = False) -> SiteTable | 
         request = local_request(os.fspath(model), trust_remote_code)
     except PeftcError:  # which resolving the model raises, with a span
         return None
-    return None if request is None else read_table(request)
+    if request is None:
+        return None
+    table = read_table(request)
+    note(f"the sites of {request.name} are {'from' if table else 'not in'} the cache")
+    return table

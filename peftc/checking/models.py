@@ -7,6 +7,7 @@ from peftc.cache.checks import is_allowed, keep_allowed
 from peftc.cache.lookup import cached_table
 from peftc.checking.targets import Target
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics.activity import activity
 from peftc.models.names import local_request
 from peftc.planning.on_table import needs_graphs, plan_on_table
 from peftc.planning.planner import PlanResult
@@ -33,7 +34,8 @@ def plan_target(flat: ast.Spec, target: Target, trust_remote_code: bool = False,
         depends = target.tasks is not None or needs_graphs(result.site_edits)
         if not depends or is_allowed(request, flat, target.tasks):
             return result
-    plan_edits = import_module("peftc.compiler").plan_edits  # imports torch
+    with activity("importing torch and transformers"):
+        plan_edits = import_module("peftc.compiler").plan_edits
     options = {"tasks": target.tasks, "trust_remote_code": trust_remote_code}
     result = plan_edits(flat, target.model, cache=cache, **options)
     if cache and (request := local_request(target.model, trust_remote_code)) is not None:

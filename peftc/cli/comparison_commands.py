@@ -8,6 +8,7 @@ from pathlib import Path
 from peftc.checking.locks import Options, drift_diagnostic, make_lock
 from peftc.checking.run import has_plan
 from peftc.cli.check.options import find_configuration, targets_of
+from peftc.cli.output import tell
 from peftc.cli.planning import plan_of
 from peftc.cli.spec_files import Unusable, find_specs, parse_file
 from peftc.comparison.difference import SpecDifference, difference
@@ -75,7 +76,7 @@ def run_lock(args: Namespace) -> int:
             print(f"{path} is for no model: name one with --model, or in the configuration", file=sys.stderr)
     for target, content in locks.items():
         _write(target, content)
-        print(f"wrote {target}: {', '.join(plan.model.id for plan in content.plans)}")
+        tell(args, f"wrote {target}: {', '.join(plan.model.id for plan in content.plans)}", sys.stdout)
     return 0 if locks else 1
 
 

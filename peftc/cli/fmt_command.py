@@ -5,7 +5,7 @@ from argparse import Namespace
 from difflib import unified_diff
 from pathlib import Path
 
-from peftc.cli.output import report_error
+from peftc.cli.output import report_error, tell
 from peftc.cli.spec_files import Unusable, display_path, read, spec_files
 from peftc.diagnostics import PeftcError
 from peftc.filesystem.atomic import replace_text
@@ -32,7 +32,7 @@ def run_fmt(args: Namespace) -> int:
             sys.stdout.write(formatted)
         elif not args.check and formatted != text:
             write(path, formatted)
-            print(f"formatted {path}", file=sys.stderr)
+            tell(args, f"formatted {path}")
         code = 1 if (args.check or args.diff) and formatted != text else code
     return code
 

@@ -12,6 +12,7 @@ from importlib import import_module
 
 from peftc.cli.output import report_error
 from peftc.cli.parser.parser import parse_arguments
+from peftc.cli.progress import progress_of
 from peftc.cli.spec_files import Unusable
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.render import FOR_PEOPLE
@@ -26,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for name in getattr(args, "forms", ()):
             import_module("peftc.forms").register_entry_point(name)
-        code = args.run(args)
+        with progress_of(args):
+            code = args.run(args)
         sys.stdout.flush()
         return code
     except PeftcError as error:

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
+from peftc.diagnostics.render import is_terminal
 from peftc.merging import merge
 
 
 def run_merge(args: Namespace) -> int:
     """Merges adapters into a checkpoint. Raises: as `peftc.merge`."""
-    with progress_bar() as progress:
+    with progress_bar(args) as progress:
         report = merge(
             args.base,
             args.adapters,
@@ -35,12 +36,12 @@ def run_merge(args: Namespace) -> int:
 
 
 @contextmanager
-def progress_bar() -> Generator[Callable[[int, int], object] | None]:
+def progress_bar(args: Namespace) -> Generator[Callable[[int, int], object] | None]:
     """Bytes and the time left, where a reader sees them."""
-    console = Console(file=sys.stderr)
-    if not console.is_terminal:
+    if args.quiet or not is_terminal(sys.stderr):
         yield None
         return
+    console = Console(file=sys.stderr)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("merge")

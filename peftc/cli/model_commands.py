@@ -12,6 +12,7 @@ from torch import nn
 from peftc.checking.suppressions import unsuppressed
 from peftc.cli.comparison_commands import planned_side, require_equal
 from peftc.cli.console import is_report, prose, report, show
+from peftc.cli.output import tell
 from peftc.cli.spec_files import Unusable, parse_file
 from peftc.comparison.sides import Side
 from peftc.compiler import compile
@@ -82,15 +83,15 @@ def write(files: dict[str, str], args: Namespace) -> None:
     """Writes the generated files, if there is a folder for them. Raises: P420, P55x."""
     stream = prose(args)
     if args.output is None:
-        print("\nnothing was written: name a folder with -o", file=stream)
+        tell(args, "\nnothing was written: name a folder with -o", stream)
         return
     changes = write_folder(Path(args.output), files, args.force)
-    print(f"\nwrote {', '.join(changes.written)} to {changes.folder}", file=stream)
+    tell(args, f"\nwrote {', '.join(changes.written)} to {changes.folder}", stream)
     if changes.removed:
-        print(f"removed {', '.join(changes.removed)}, of an earlier run", file=stream)
+        tell(args, f"removed {', '.join(changes.removed)}, of an earlier run", stream)
     if changes.modified:
         changed = ", ".join(changes.modified)
-        print(f"did not remove {changed}: written by an earlier run, and changed since", file=stream)
+        tell(args, f"did not remove {changed}: written by an earlier run, and changed since", stream)
 
 
 def run_standalone(args: Namespace, spec: ast.Spec) -> int:
@@ -102,7 +103,7 @@ def run_standalone(args: Namespace, spec: ast.Spec) -> int:
     show(lambda _: render_plan(installation_of(model).planned.plan), args)
     folder = save_standalone(model, args.output)
     report((), args)
-    print(f"\nwrote a model that loads without peftc to {folder}", file=prose(args))
+    tell(args, f"\nwrote a model that loads without peftc to {folder}", prose(args))
     return 0
 
 

@@ -12,6 +12,12 @@ from peftc.diagnostics.formats.report import Report, report_on
 from peftc.diagnostics.render import FOR_PEOPLE, render
 
 
+def tell(args: Namespace, text: str, stream: TextIO | None = None) -> None:
+    """A sentence on what a command has done, by default on stderr; nothing with --quiet."""
+    if not getattr(args, "quiet", False):
+        print(text, file=sys.stderr if stream is None else stream)
+
+
 def write_report(report: Report, output_format: str, stream: TextIO) -> None:
     stream.write(render(report, output_format, stream, __version__))
 

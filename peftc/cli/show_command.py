@@ -1,5 +1,6 @@
 """`show`: pictures. It imports torch only where `plan` does."""
 
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,8 +8,10 @@ from importlib import import_module
 from pathlib import Path
 
 from peftc.cli.console import report
+from peftc.cli.output import tell
 from peftc.cli.planning import plan_of, table_of
 from peftc.cli.spec_files import parse_file
+from peftc.diagnostics.activity import activity
 from peftc.pictures.code import GeneratedCode
 from peftc.pictures.panels import diagram_of
 from peftc.pictures.picture import Picture, check_format
@@ -35,5 +38,7 @@ def run_show(args: Namespace) -> int:
     if args.width is not None:
         picture = replace(picture, width=args.width)
     report((*result.failed_expectations, *result.warnings), args)
-    print(f"wrote {picture.save(target)}")
+    with activity("drawing"):
+        path = picture.save(target)
+    tell(args, f"wrote {path}", sys.stdout)
     return 1 if result.failed_expectations or (args.strict and result.warnings) else 0

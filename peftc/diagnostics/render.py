@@ -69,8 +69,15 @@ def render_text(diagnostics: Iterable[Diagnostic], color: bool = False) -> str:
 
 
 def wants_color(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal and NO_COLOR (no-color.org) is unset."""
-    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and stream.isatty()
+    """Whether `stream` is a terminal or FORCE_COLOR is set, and NO_COLOR (no-color.org) is not."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or is_terminal(stream)
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether `stream` is a terminal that can move its cursor and has colours."""
+    return os.environ.get("TERM") != "dumb" and stream.isatty()
 
 
 class _Painter:

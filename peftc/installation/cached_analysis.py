@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from peftc.diagnostics.activity import activity
 from peftc.installation.model_state import ModelState, flags_of, own_modules, read_state, state_of
 from peftc.models.samples import is_same_sample
 from peftc.models.sources import ModelSource
@@ -74,12 +75,17 @@ def shared_analysis(
     """
     source = replace(source, rows=rows)
     if state is None:
-        return analyse(source, sample)
+        return _analyse(source, sample)
     entry = recent_analysis(source, state)
     if entry is None:
-        entry = (source_key(source), state, analyse(source, sample))
+        entry = (source_key(source), state, _analyse(source, sample))
     keep_latest(_recent, entry, MOST)
     return entry[2]
+
+
+def _analyse(source: ModelSource, sample: Mapping[str, Any] | None) -> Analysis:
+    with activity(f"tracing {source.id}"):
+        return analyse(source, sample)
 
 
 def keep_latest(entries: list[T], entry: T, most: int) -> None:

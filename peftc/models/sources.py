@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
+from peftc.diagnostics.activity import activity
 from peftc.filesystem.bounded_read import check_regular
 from peftc.models import catalogue
 from peftc.models.catalogue import Head
@@ -153,7 +154,7 @@ def load_model(source: ModelSource) -> nn.Module:
         raise PeftcError(_no_weights(source, reason))
     path = str(source.folder) if source.folder else source.id
     try:
-        with paused_gc(promote=True):
+        with activity(f"reading the weights of {source.id}"), paused_gc(promote=True):
             model = cls.from_pretrained(path, dtype="auto", use_safetensors=True, trust_remote_code=source.own_code)
     except OSError as error:
         raise PeftcError(_no_weights(source, error_summary(error))) from error
@@ -170,7 +171,7 @@ def load_or_initialize(source: ModelSource, seed: int) -> tuple[nn.Module, str]:
     except PeftcError as error:
         if source.model_class is None or [d.code for d in error.diagnostics] != ["P505"]:
             raise
-    with torch.random.fork_rng():
+    with activity(f"drawing weights of {source.id}"), torch.random.fork_rng():
         torch.manual_seed(seed)
         model = cast(nn.Module, source.model_class(cast(Any, source.config)).eval())
     return model, f"random weights, seed {seed}"

@@ -14,6 +14,7 @@ from peftc.compiler import remove
 from peftc.compiler import sites as sites_of
 from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics.activity import activity
 from peftc.fakes.tensors import fake_copy, fake_mode
 from peftc.forms.module import has_values
 from peftc.installation.contents import parameters, states
@@ -78,7 +79,7 @@ def verify(
         message = f"`base` is the model before it was compiled, not {kind}"
         raise PeftcError(Diagnostic("P545", message, help="leave it out: a copy without the edits is compared as well"))
     results = CheckResults()
-    with torch.random.fork_rng(), without_autocast():
+    with activity("verifying"), torch.random.fork_rng(), without_autocast():
         compiled = duplicate(model).eval()
         comparison = prepare(compiled, dict(batch) if batch is not None else sample_batch(compiled, record.sample))
         run_checks(comparison, sites == "all", base, results)

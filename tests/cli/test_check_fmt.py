@@ -117,7 +117,7 @@ def test_a_folder_without_specs_is_wrong_usage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["chek"], ["check"], ["check", "a", "--output-format", "xml"], ["fmt", "--check", "--diff", "a"]]
+    "argv", [[], ["check"], ["check", "a", "--output-format", "xml"], ["fmt", "--check", "--diff", "a"]]
 )
 def test_wrong_usage(argv: list[str], capsys: Out) -> None:
     with pytest.raises(SystemExit) as excinfo:
@@ -247,6 +247,7 @@ def test_color_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
             return True
 
     monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     assert wants_color(Terminal())  # pyright: ignore[reportArgumentType]
     monkeypatch.setenv("NO_COLOR", "1")

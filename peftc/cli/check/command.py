@@ -10,7 +10,7 @@ from typing import NamedTuple, TextIO
 
 from peftc.checking.run import Checker
 from peftc.cli.check.options import checker_of, find_configuration
-from peftc.cli.output import write_report
+from peftc.cli.output import tell, write_report
 from peftc.cli.spec_files import Unusable, display_path, find_specs, try_read
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.formats.report import Report
@@ -72,12 +72,12 @@ def check(args: Namespace) -> int:
         if not args.diff:
             checker.check(text, display_path(path))
     if args.diff:
-        print(fixes.sentence("would fix"), file=sys.stderr)
+        tell(args, fixes.sentence("would fix"))
         return 2 if unreadable else int(fixes.number > 0)
     report = checker.report(args.strict or (configuration is not None and configuration.options.strict))
     stream = sys.stderr if args.fix and "-" in files else sys.stdout
     if args.fix:
-        print(fixes.sentence("fixed"), file=stream if args.output_format in FOR_PEOPLE else sys.stderr)
+        tell(args, fixes.sentence("fixed"), stream if args.output_format in FOR_PEOPLE else sys.stderr)
     write(report, args, len(files), stream)
     return 2 if unreadable else int(any(map(report.fails, report.diagnostics)))
 
@@ -102,7 +102,7 @@ def write(report: Report, args: Namespace, files: int, stream: TextIO) -> None:
         write_statistics(report, args.output_format, stream, paths)
     else:
         write_report(report, args.output_format, stream)
-    if args.output_format in FOR_PEOPLE:
+    if args.output_format in FOR_PEOPLE and not args.quiet:
         separator = "\n" if report.diagnostics and (args.output_format == "text" or args.statistics) else ""
         hidden, fixable = len(report.suppressed), sum(is_fixable(one, paths) for one in report.diagnostics)
         notes = f"; {plural(hidden, 'warning')} suppressed" if hidden else ""

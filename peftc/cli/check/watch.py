@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from peftc.diagnostics.render import wants_color
+from peftc.diagnostics.render import is_terminal
 
 INTERVAL = 0.5  # seconds between two looks at the files
 _CLEAR = "\033[2J\033[H"
@@ -20,7 +20,7 @@ def watch(args: Namespace, run: Callable[[Namespace], int]) -> int:
     try:
         while True:
             before = state_of(args)
-            if wants_color(sys.stdout):
+            if is_terminal(sys.stdout):
                 sys.stdout.write(_CLEAR)
             run(args)
             print(f"\nwatching {', '.join(args.paths)}; Ctrl-C ends", flush=True)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from peftc import __version__
 from peftc.cli.parser.arguments import Argument
 from peftc.cli.parser.commands import COMMANDS, COMMON, Command
+from peftc.diagnostics.activity import activity
 from peftc.diagnostics.suggestions import did_you_mean
 
 _TOP_OPTIONS = ("-h", "--help", "--version")
@@ -122,5 +123,6 @@ class _Run:
         self.name = name
 
     def __call__(self, args: argparse.Namespace) -> int:
-        module = import_module(f"peftc.cli.{COMMANDS[self.name].module}")
+        with activity(f"importing what {self.name} needs"):
+            module = import_module(f"peftc.cli.{COMMANDS[self.name].module}")
         return getattr(module, f"run_{self.name}")(args)

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from pydantic import model_validator
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +17,8 @@ from peftc.planning.ir import FormInstance, SiteEdit
 from peftc.planning.report.plan_sites import PlanSites, Record
 from peftc.planning.selection.selector_errors import reason_lines
 from peftc.syntax.vocabulary import PLAN_COUNTS
+
+_UNLIMITED = 10_000  # characters of a line
 
 
 class PlanSpec(Record):
@@ -180,7 +183,7 @@ def render_plan(plan: Plan, site_edits: Sequence[SiteEdit] = ()) -> RenderableTy
     model = plan.model
     about = f"  ({model.type}, {model.parameters:,} parameters)"
     header = Text.assemble((plan.spec.path, "bold"), " on ", (model.id, "bold"), about)
-    parts: list[RenderableType] = [header, Text(), _counts(plan)]
+    parts: list[RenderableType] = [header, Text(), Fitting(_counts(plan), _counts_by_edit(plan))]
     for edit in plan.edits:
         parts += [Text(), _edit(edit, [s for s in site_edits if s.edit == edit.name])]
     if plan.expectations:
@@ -210,6 +213,33 @@ def _counts(plan: Plan) -> Table:
     total = sum(len(edit.sites) for edit in plan.edits)
     table.add_section()
     table.add_row("total", str(total), *_cells(plan.totals, plan.totals.base), style="bold")
+    return table
+
+
+class Fitting:
+    """A table, or another one where the lines are too short for it: numbers are never cut."""
+
+    def __init__(self, wide: Table, narrow: RenderableType) -> None:
+        self._wide, self._narrow = wide, narrow
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        need = Measurement.get(console, options.update(max_width=_UNLIMITED), self._wide).maximum
+        yield self._wide if need <= options.max_width else self._narrow
+
+
+def _counts_by_edit(plan: Plan) -> Table:
+    """The same counts, one below the other."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(overflow="fold")
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", style="dim", no_wrap=True)
+    sites = sum(len(edit.sites) for edit in plan.edits)
+    for name, number, counts in (*((e.name, len(e.sites), e) for e in plan.edits), ("total", sites, plan.totals)):
+        table.add_row(Text(name, "bold"))
+        table.add_row("  sites", f"{number:,}")
+        for count in PLAN_COUNTS:
+            value: int = getattr(counts, count)
+            table.add_row(f"  {count}", f"{value:,}", percent(value, plan.totals.base))
     return table
 
 

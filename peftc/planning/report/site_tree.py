@@ -20,7 +20,7 @@ Row = tuple[str, str, str, str, str]  # site, module, shape, parameters, states
 
 STATE_ORDER = ("x", "h", "res", "c", "q", "k", "v", "kv", "z", "w", "b")
 MIN_STATES = 8  # characters
-MAX_SITE = 24
+MAX_SITE, NARROW_SITE = 24, 16  # the second where there is no room for the first
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,11 +72,12 @@ def render_sites(table: SiteTable, width: int = 80) -> RenderableType:
         grid.add_column(name, no_wrap=True)
     grid.add_column("parameters", justify="right", no_wrap=True)
     grid.add_column("states", no_wrap=True, style="dim")
-    module_width, states_width = _widths(rows, width)
+    site_width, shape_width, module_width, states_width = _widths(rows, width)
     for site, module, shape, parameters, states in rows:
         name = site.lstrip()
         indent = " " * (len(site) - len(name))
-        site = indent + _wrap(name, MAX_SITE - len(indent), " ").replace("\n", f"\n{indent}")
+        site = indent + _wrap(name, site_width - len(indent), " ").replace("\n", f"\n{indent}")
+        shape = _wrap(shape, shape_width, " ")
         module, states = _wrap(module, module_width, "."), _wrap(states, states_width, " ")
         grid.add_row(*map(Text, (site, module, shape, parameters, states)))
     # a line for each shared module that is in no other shared module
@@ -86,11 +87,17 @@ def render_sites(table: SiteTable, width: int = 80) -> RenderableType:
     return Group(header, Text(), grid, *lines)
 
 
-def _widths(rows: Sequence[Row], width: int) -> tuple[int, int]:
+def _widths(rows: Sequence[Row], width: int) -> tuple[int, int, int, int]:
+    """Of the columns site, shape, module and states. Numbers are never cut."""
     site, module, shape, parameters, states = (max((len(row[i]) for row in rows), default=0) for i in range(5))
-    rest = width - min(site, MAX_SITE) - shape - max(parameters, len("parameters")) - 8
+    site, others = min(site, MAX_SITE), max(parameters, len("parameters")) + 8
+    if site + shape + others + 2 * MIN_STATES > width:
+        site = min(site, NARROW_SITE)
+        words = (len(word) for row in rows for word in row[2].split(" × "))
+        shape = max(len("shape"), *(n + 2 for n in words))  # a line for each size
+    rest = width - site - shape - others
     module = max(MIN_STATES, min(module, rest - min(states, MIN_STATES)))
-    return module, max(MIN_STATES, rest - module)
+    return site, shape, module, max(MIN_STATES, rest - module)
 
 
 def _wrap(text: str, width: int, separator: str) -> str:
