@@ -54,6 +54,7 @@ STAGES = (
     "peftc.standalone",
     "peftc.checking",
     "peftc",
+    "peftc.language_server",
     "peftc.cli",
     "peftc.__main__",
 )
@@ -70,6 +71,7 @@ TORCH_FREE = (
     "peftc.planning",
     "peftc.comparison",
     "peftc.checking",
+    "peftc.language_server",
     "peftc.pictures",
 )
 MOST_FILES = 15  # of a package, but for `forms`

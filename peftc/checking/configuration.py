@@ -20,6 +20,7 @@ from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.diagnostics.codes import CODES
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.filesystem.bounded_read import read_regular
+from peftc.filesystem.open_texts import open_text
 
 FILE, PYPROJECT, TABLE = "peftc.toml", "pyproject.toml", ("tool", "peftc")
 _MAX_BYTES = 1_000_000
@@ -152,7 +153,8 @@ def read_configuration(path: Path, optional: bool = False) -> Configuration | No
 
 def _text(path: Path, optional: bool) -> str | None:
     try:
-        return read_regular(path, _MAX_BYTES).decode("utf-8")
+        data = open_text(path)
+        return (read_regular(path, _MAX_BYTES) if data is None else data).decode("utf-8")
     except (OSError, UnicodeDecodeError, PeftcError) as error:
         if optional:
             return None

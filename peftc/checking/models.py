@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from importlib import import_module
+from typing import NamedTuple
 
 from peftc.cache.checks import is_allowed, keep_allowed
 from peftc.cache.lookup import cached_table
@@ -14,15 +15,25 @@ from peftc.planning.planner import PlanResult
 from peftc.syntax import ast
 
 
-def check_on_model(
-    flat: ast.Spec, target: Target, trust_remote_code: bool = False, cache: bool = True
-) -> tuple[Diagnostic, ...]:
-    """All that a plan of an expanded spec on a model reports."""
+class Outcome(NamedTuple):
+    """A spec on a model.
+
+    Attributes:
+        diagnostics: all that its plan reports.
+        plan: None if there is an error.
+    """
+
+    diagnostics: tuple[Diagnostic, ...]
+    plan: PlanResult | None = None
+
+
+def check_on_model(flat: ast.Spec, target: Target, trust_remote_code: bool = False, cache: bool = True) -> Outcome:
+    """What the plan of an expanded spec on a model reports."""
     try:
         result = plan_target(flat, target, trust_remote_code, cache)
     except PeftcError as error:
-        return tuple(_with_place(one, target) for one in error.diagnostics)
-    return (*result.failed_expectations, *result.warnings)
+        return Outcome(tuple(_with_place(one, target) for one in error.diagnostics))
+    return Outcome((*result.failed_expectations, *result.warnings), result)
 
 
 def plan_target(flat: ast.Spec, target: Target, trust_remote_code: bool = False, cache: bool = True) -> PlanResult:

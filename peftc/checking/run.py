@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from typing import Any
 
 from peftc.checking.policy import Policy
 from peftc.checking.targets import Target
@@ -10,7 +11,7 @@ from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.diagnostics.formats.report import Case, Report
 from peftc.diagnostics.suggestions import join_names
 from peftc.semantics.expand import check_file, expand
-from peftc.semantics.files import changes_model
+from peftc.semantics.files import Include, changes_model
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 
@@ -25,14 +26,16 @@ class Checker:
         policy: what to report.
         cases: what was checked.
         locked: whether plans must be those of the locks.
+        observe: what to do with an expanded spec and its plan on a model.
     """
 
     targets: Callable[[str], Sequence[Target]] = lambda path: ()
-    include: Sequence[str] = ()
+    include: Include = ()
     policy: Policy = field(default_factory=Policy)
     trust_remote_code: bool = False
     cache: bool = True
     locked: bool = False
+    observe: Callable[[ast.Spec, str, Any], None] | None = None
     cases: list[Case] = field(default_factory=list[Case])
     _sources: dict[Source, bool] = field(default_factory=dict[Source, bool])  # whether models were checked
 
@@ -72,8 +75,10 @@ class Checker:
         per_task = any(isinstance(one, ast.Edit) and one.per_task for one in flat.statements)
         for target in targets:
             target = target if per_task else replace(target, tasks=None)
-            diagnostics = check_on_model(flat, target, self.trust_remote_code, self.cache)
+            diagnostics, plan = check_on_model(flat, target, self.trust_remote_code, self.cache)
             self.cases.append(Case(path, target.model, diagnostics))
+            if self.observe is not None and plan is not None:
+                self.observe(flat, target.model, plan)
 
     def report(self, strict: bool = False) -> Report:
         """What is to be reported of all."""

@@ -15,7 +15,7 @@ from peftc.syntax.lexer import Lexemes, Token
 _COMMENT = re.compile(r"#\s*peftc\s*:\s*ignore\b\s*(?:\[([^\]]*)\])?\s*:?\s*(.*)")
 _MENTION = re.compile(r"#\s*peftc\s*:")
 _OF_SPECS_ALONE = frozenset({"P205", "P208", "P302"})  # besides P0xx and P1xx
-_NOT_HERE = frozenset({"P127", "P128", "P129"})
+UNSUPPRESSIBLE = frozenset({"P127", "P128", "P129"})  # what is wrong with comments
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Suppressions:
 
     def reason(self, diagnostic: Diagnostic) -> str | None:
         """Why a diagnostic is suppressed; None if it is not."""
-        if diagnostic.source is None or diagnostic.span is None or diagnostic.code in _NOT_HERE:
+        if diagnostic.source is None or diagnostic.span is None or diagnostic.code in UNSUPPRESSIBLE:
             return None
         for one in self.of(diagnostic.source):
             if one.line == diagnostic.span.line and diagnostic.code in one.codes and one.is_complete:

@@ -15,6 +15,7 @@ from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.filesystem import resources
 from peftc.filesystem.bounded_read import check_path, printable_path, read_regular
+from peftc.filesystem.open_texts import exists, open_text
 from peftc.semantics.checks.definitions import bound_twice, check_definitions
 from peftc.semantics.substitute import Environment, is_constant, substitute
 from peftc.syntax import ast
@@ -60,7 +61,8 @@ def read_spec(path: str | PathLike[str]) -> ast.Spec:
 def read_used_spec(path: Path) -> ast.Spec:
     """Parses a used file; no message shows the content of another. Raises: as `read_spec`; P125."""
     try:
-        data = read_regular(path, MAX_BYTES)
+        data = open_text(path)
+        data = read_regular(path, MAX_BYTES) if data is None else data
     except OSError as error:
         raise _unreadable(path, error) from None
     if not begins_as_spec(data.decode("utf-8", errors="replace")):
@@ -89,7 +91,7 @@ class Folders:
         candidates = [Path(os.path.realpath(base / file)) for base in (folder, *self.include)]
         allowed = [path for path in candidates if any(path.is_relative_to(root) for root in roots)]
         if allowed:
-            return next((path for path in allowed if os.path.exists(path)), allowed[0])
+            return next((path for path in allowed if exists(path)), allowed[0])
         message = f"`{printable_path(file)}` is outside the allowed folders"
         note = f"files are read within {join_names(map(str, roots))}" if roots else "this spec may not use files"
         help_ = None if self.own is None else "add the folder: `--include DIR`, in Python `include=[…]`"
