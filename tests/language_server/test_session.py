@@ -97,7 +97,7 @@ def test_models_of_the_settings_and_of_the_configuration(folder: Path) -> None:
             toml = (folder / "peftc.toml").as_uri()
             (unknown,) = await client.codes(toml, "P130")
             assert unknown.range == types.Range(types.Position(1, 0), types.Position(1, 5))
-            assert await client.codes(uri) == []
+            await client.codes(uri)
 
     run(session)
 
@@ -132,7 +132,7 @@ def test_a_model_that_is_none_is_a_diagnostic(folder: Path) -> None:
             client.workspace_did_change_configuration(types.DidChangeConfigurationParams({"model": "no/such.json"}))
             (unknown,) = await client.codes(uri, "P502")
             assert unknown.range.start == types.Position(0, 0)
-            assert client.diagnostics[(folder / "peftc.toml").as_uri()] == []
+            await client.codes((folder / "peftc.toml").as_uri())
 
     run(session)
 
@@ -156,10 +156,10 @@ def test_texts_that_are_not_saved_are_read_in_the_place_of_files(folder: Path) -
             assert error.range.start == types.Position(2, 8)
             client.change(other, METHOD.format("r").replace("adapter", "adaptr"))
             await client.codes(other, "P101")  # of both texts, once
-            assert await client.codes(uri) == []
+            await client.codes(uri)
             client.text_document_did_close(types.DidCloseTextDocumentParams(types.TextDocumentIdentifier(other)))
             await client.codes(uri, "P112", "P109")
-            assert client.diagnostics[other] == []
+            await client.codes(other)
 
     run(session)
 
