@@ -349,5 +349,5 @@ COMMANDS = {
     "export": _EXPORT,
     "convert": _CONVERT,
     "import": _IMPORT,
-    "lsp": Command("answer an editor, as a language server over standard input and output", "lsp_command", (FORMS,)),
+    "lsp": Command("answer an editor, as a language server over standard input and output", "check.lsp", (FORMS,)),
 }

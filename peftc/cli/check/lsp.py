@@ -1,4 +1,4 @@
-"""The command `lsp`: the language server, over standard input and output."""
+"""The command `lsp`: `check` in an editor, as a language server over standard input and output."""
 
 import gc
 from argparse import Namespace
