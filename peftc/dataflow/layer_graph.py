@@ -1,11 +1,13 @@
 """A traced layer: its graph, together with the module that it was traced from."""
 
+from functools import cached_property
+
 from torch import fx, nn
 
 from peftc.addressing.sites import FeatureDims, Slice
 from peftc.dataflow.linear_code import has_own_forward, returns_other_features
 from peftc.dataflow.matrices import MatrixProduct, matrix_product
-from peftc.dataflow.nodes import example, first_input, is_tensor, shape
+from peftc.dataflow.nodes import example, first_input, is_tensor, module_path, shape
 from peftc.dataflow.normalization import Normalization, normalization
 from peftc.dataflow.operations import LAYOUT, Op, module_op, op_of
 from peftc.dataflow.values import upstream, value_users
@@ -77,6 +79,18 @@ class LayerGraph:
     def is_read_besides(self, parameter: str) -> bool:
         """Whether code computes with a parameter, and not by multiplying by it as a matrix."""
         return any(self.product(n) is None and op_of(n) not in PRODUCTS for n in self.uses(parameter))
+
+    @cached_property
+    def further_reads(self) -> list[tuple[str, str]]:
+        """The parameters of modules that the graph calls with which code around the call computes,
+        too, each with the module of that code.
+        """
+        # Seen in: no transformers model, but feed-forward parts whose `down` is the transposed `up`
+        calls = {str(n.target) for n in self.graph.nodes if n.op == "call_module"}
+        reads = [n for n in self.graph.nodes if n.op == "get_attr" and is_tensor(n)]
+        further = [n for n in reads if any(name in calls for name in _enclosing(str(n.target)))]
+        pairs = dict.fromkeys((str(n.target), module_path(n)) for n in further if self.uses(str(n.target)))
+        return list(pairs)
 
     def uses(self, parameter: str) -> list[fx.Node]:
         """The operations that read a parameter, behind those that change its layout."""
@@ -214,3 +228,9 @@ class LayerGraph:
                     (linears if self.is_linear(user) else queue).append(user)
         behind = {n: set(upstream(n)) for n in linears}
         return next((n for n in linears if not any(n in behind[other] for other in linears if other is not n)), None)
+
+
+def _enclosing(parameter: str) -> list[str]:
+    """The modules around a parameter: `a` and `a.b` of `a.b.weight`."""
+    *parts, _ = parameter.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]

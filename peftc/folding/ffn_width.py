@@ -162,7 +162,8 @@ class Widening(Folding):
         for site in (up, down):
             for ref in (state.weight for state in site.states.values() if state.weight is not None):
                 name = parameter_name(ref)
-                if ref.is_partial or site.calls > 1 or any(name in group for group in (*table.tied, *table.overlaps)):
+                shared = any(name in group for group in (*table.tied, *table.overlaps, *table.external_reads))
+                if ref.is_partial or site.calls > 1 or shared:
                     raise NotWider(f"`{name}` is used elsewhere, too")
                 if name in self.trained:
                     raise NotWider(f"`{name}` is trained by `{self.trained[name]}`, which stays")

@@ -78,13 +78,21 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
         shared_modules=structure.shared,
         aliases=tuple(module_aliases(structure)),
         cross_layer_calls=tuple(structure.seen.cross_layer_calls.items()),
-        external_reads=tuple((name, *readers) for name, readers in structure.seen.external_reads.items()),
+        external_reads=(*_external_reads(structure),),
         warnings=tuple(_warnings(source, fake, sites, untraced)),
         untraced=untraced,
         unplaced=unplaced_modules(structure),
         positions=_positions(fake),
     )
     return Analysis(structure, table)
+
+
+def _external_reads(structure: ModelStructure) -> Iterator[tuple[str, ...]]:
+    """Each parameter that code outside of its module computes with, too, and whose code it is."""
+    yield from ((name, *readers) for name, readers in structure.seen.external_reads.items())
+    for stack in structure.stacks:
+        for root, kind in zip(stack.roots, stack.kinds, strict=True):
+            yield from ((f"{root}.{name}".strip("."), root) for name, _ in kind.layer.further_reads)
 
 
 def _check_names(model: nn.Module) -> None:

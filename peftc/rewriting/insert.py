@@ -10,7 +10,7 @@ from torch import fx
 
 from peftc.addressing.sites import WeightRef, parameter_name
 from peftc.dataflow.layer_graph import LayerGraph
-from peftc.dataflow.nodes import is_edit
+from peftc.dataflow.nodes import is_edit, is_tensor
 from peftc.dataflow.operations import Op
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.equation_code.form_code import FormCode
@@ -239,7 +239,7 @@ class EquationInserter(NodeBuilder):
             new = self.method("contiguous", self.method("t", new))  # as it was stored
         for read in reads:  # earlier equations keep the value that they read; the device is the stored weight's
             self.inserter.latest(read).replace_all_uses_with(
-                new, delete_user_cb=lambda user: not is_edit(user) and user.target is not getattr
+                new, delete_user_cb=lambda user: not is_edit(user) and (user.target is not getattr or is_tensor(user))
             )
         self.inserter.replacements[node] = new
 

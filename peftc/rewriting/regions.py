@@ -278,6 +278,8 @@ class LayerRegions:
     def has_external_reads(self, region: str) -> bool:
         """Whether code around a region may read its parameters without calling it."""
         root = self.kind.root
+        if any(contains(region, name) and not contains(region, code) for name, code in self.kind.layer.further_reads):
+            return True
         outer = [n for n in parents(region) if not has_fast_path(type(submodule(root, n)))]
         names = own_parameters(submodule(root, region), region, recurse=True) if outer else []
         return any(

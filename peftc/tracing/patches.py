@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._functorch import eager_transforms, vmap
 from torch._functorch import utils as functorch
+from torch.autograd import forward_ad
+from torch.autograd import functional as autograd_functional
+from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from transformers.modeling_utils import AttentionInterface
@@ -33,6 +37,15 @@ PLAIN = frozenset({bool, int, float, str, tuple, list, type(None)})  # attribute
 MANAGERS: tuple[Any, ...] = (torch.autocast, torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
 GRADIENT_QUERIES = ("is_grad_enabled",)
 AUTOCAST_QUERIES = ("is_autocast_enabled", "get_autocast_dtype", "is_autocast_cache_enabled")
+# Their C code takes proxies for tensors and ends the process, or they ask examples for gradients.
+TRANSFORMS: tuple[tuple[Any, str], ...] = (
+    (vmap, "_create_batched_inputs"),
+    (eager_transforms, "_wrap_all_tensors"),
+    (eager_transforms, "_wrap_all_tensors_to_functional"),
+    (forward_ad, "make_dual"),
+    (proxy_tensor._MakefxTracer, "trace"),  # pyright: ignore[reportPrivateUsage]
+    (autograd_functional, "_grad_preprocess"),
+)
 FUNCTION_BASE: Any = torch.autograd.Function.__mro__[1]  # Function.apply calls the `apply` of this class
 DTYPE: Any = torch.Tensor.dtype
 _ARGUMENTS, _CALL = "_peftc_arguments", "_peftc_call"  # attributes of context managers that a trace makes
@@ -160,6 +173,7 @@ def patch_libraries(tracer: TracerBase) -> Generator[None]:
         (torch.jit.ScriptFunction, "__call__", intercept(_record_script_function, contains_proxy)),
         (FUNCTION_BASE, "apply", _recording_apply),
         (functorch, "unwrap_dead_wrappers", intercept(_without_wrappers, contains_proxy)),
+        *((owner, name, intercept(_reject_transform, contains_proxy)) for owner, name in TRANSFORMS),
         (checkpoint, "_checkpoint_without_reentrant_generator", intercept(_skip_checkpoint, contains_proxy)),
         (nn.functional, "multi_head_attention_forward", intercept(_trace_attention, contains_proxy)),
         *((manager, name, intercept(partial(record, manager))) for manager in MANAGERS for name, record in block),
@@ -248,6 +262,12 @@ def _recording_apply(_: Any) -> Any:
 def _without_wrappers(tracer: TracerBase, unwrap: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """`Function.apply` asks C code about each tensor; proxies are none."""
     return args
+
+
+def _reject_transform(tracer: TracerBase, transform: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Raises: TraceError for `torch.vmap`, `torch.func.grad`, `torch.autograd.functional`."""
+    # Seen in: no transformers model, but layers that train a part of themselves on each input
+    raise TraceError("a graph cannot hold a transform of a function, such as `torch.vmap`")
 
 
 def _skip_checkpoint(tracer: TracerBase, generator: Any, /, *args: Any, **kwargs: Any) -> Generator[None]:

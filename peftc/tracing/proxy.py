@@ -112,6 +112,8 @@ class ConcreteProxy(fx.Proxy):
     def __getattr__(self, name: str) -> Any:
         value = object.__getattribute__(self, "_value")
         if isinstance(value, torch.Tensor):
+            if name == "requires_grad" and self.node.op != "placeholder" and not is_called_by_library(1):
+                return self.tracer.record("call_function", getattr, (self, name))  # examples have no gradients
             if name in TENSOR_PROPERTIES:
                 if self.node.op != "placeholder" or name == "ndim":  # the `ndim` of an argument is always guarded
                     return getattr(value, name)

@@ -145,7 +145,7 @@ def _other_effects(
         subject = f"entries of `{min(own)}` are in the same place in memory, as in an expanded tensor"
         yield f"{subject}: a fold would change both"
     for name, reader, *_ in external_reads:
-        if name in names:
+        if name in names and not (target.side == "weight" and reader == site.root != ""):  # an edit of w acts at both
             subject = f"`{reader}` computes" if reader else "the model's own code computes"
             yield f"{subject} with `{name}`, too: a fold would change both uses"
 
