@@ -1,6 +1,6 @@
 """Suggestions for misspelled names, lists of names, and other common parts of messages."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
@@ -30,6 +30,14 @@ _SYNONYMS = {
     "w": "weight",
     "b": "bias",
     "r": "rank dim bottleneck_dim bottleneck_size",
+    "d": "dim size width hidden_size",
+    "h": "hidden hidden_state hidden_states",
+    "x": "input inputs",
+    "silu": "swish",
+    "true": "yes on",
+    "false": "no off",
+    "lora": "loraconfig loralayer",
+    "adapter": "bottleneckadapter adapterconfig",
     "alpha": "lora_alpha",
     "dropout": "lora_dropout",
     "act": "activation non_linearity nonlinearity",
@@ -41,7 +49,10 @@ _SYNONYMS = {
     "concat": "cat",
     "magnitude": "dora",
 }
-ALIASES: Mapping[str, str] = {alias: name for name, aliases in _SYNONYMS.items() for alias in aliases.split()}
+_ALIASES: dict[str, list[str]] = {}
+for _name, _aliases in _SYNONYMS.items():
+    for _alias in _aliases.split():
+        _ALIASES.setdefault(_alias, []).append(_name)
 
 # A search takes longer for longer and for more names, which may be untrusted.
 _MAX_LENGTH = 80
@@ -58,8 +69,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _nearest(name: str, names: tuple[str, ...]) -> str | None:
-    alias = ALIASES.get(name.lower().replace("-", "_"))
-    if alias in names:
+    aliases = _ALIASES.get(name.lower().replace("-", "_"), ())
+    if (alias := next((each for each in aliases if each in names), None)) is not None:
         return alias
     folded = {candidate.lower().replace("_", ""): candidate for candidate in reversed(names)}
     word = name.lower().replace("_", "").replace("-", "")

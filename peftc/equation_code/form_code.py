@@ -13,8 +13,7 @@ from peftc.equation_code import functions
 from peftc.equation_code.code import VARIABLE, Code, Emit, Operation, emit_into
 from peftc.equation_code.functions import add_linear, add_to
 from peftc.equations.analysis import Place
-from peftc.equations.operands import OUT
-from peftc.equations.words import PERMUTATION
+from peftc.equations.words import OUT, PERMUTATION
 from peftc.forms.rowwise_module import linear
 from peftc.syntax import ast
 

@@ -11,10 +11,10 @@ from math import prod
 from typing import Any
 
 from peftc.equations.bindings import write_out
-from peftc.equations.operands import OUT, Operands
+from peftc.equations.operands import Operands
 from peftc.equations.products import Products
 from peftc.equations.values import Budget, FormError, Number, SiteNumbers, Type, Value, real, shown, type_of
-from peftc.equations.words import BUDGET, BUFFER, INITIAL_VALUES, NONE, function_of
+from peftc.equations.words import BUDGET, BUFFER, INITIAL_VALUES, NONE, OUT, function_of, owner_of
 from peftc.forms.form import DISTRIBUTIONS, Args
 from peftc.forms.shapes import KeyValue, Rows, Shape, Tokens, Vector, Weight
 from peftc.syntax import ast
@@ -261,7 +261,8 @@ def place_of(
             continue
         type_ = type_of(shape)
         if type_ is None:
-            raise FormError("P310", f"the equation of `{form.name}` has no values like {shape}", form)
+            message = f"{owner_of(name)} is {shape}: `{form.name}` takes hidden states, a weight or a vector"
+            raise FormError("P310", message, form)
         types[name] = type_
     if len(inputs) > 1:
         _check_second(form, inputs, shapes)

@@ -10,7 +10,7 @@ from peftc.equations.analysis import LOSS, mean_over_sites
 from peftc.equations.bindings import BINDERS, INITIAL
 from peftc.equations.definition import RESULT, inputs_of
 from peftc.equations.matrices import DECOMPOSITIONS
-from peftc.equations.operands import OUT, POSITIONS, TOKENS
+from peftc.equations.operands import POSITIONS, TOKENS
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS
 from peftc.equations.table import FORMS
 from peftc.equations.words import (
@@ -19,6 +19,7 @@ from peftc.equations.words import (
     INITIAL_VALUES,
     NONE,
     NUMBERS,
+    OUT,
     PERMUTATION,
     RANDOM,
     SIZES,
@@ -284,7 +285,8 @@ class _FormChecker:
                 yield Diagnostic("P101", "write `mean(x, tokens)`", call.function_span)
             return
         known = [*FUNCTIONS, *NUMBERS, *SIZES, *BINDERS, INITIAL, RANDOM]
-        help_ = did_you_mean(function, known) or f"the functions are {join_names(sorted(known))}"
+        sizes = f"sizes are {join_names(SIZES)}; the language reference lists the functions"
+        help_ = did_you_mean(function, known) or sizes
         if function in FORMS:
             help_ = "a form is called in an edit; write its equation here"
         yield Diagnostic("P101", f"there is no function `{function}` in a form", call.function_span, help=help_)

@@ -11,14 +11,13 @@ from peftc.equations.matrices import DECOMPOSITIONS
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, OPERATORS
 from peftc.equations.rules import Mismatch, Operand, Primitive
 from peftc.equations.values import NUMBERS_OF_SITES, FormError, Number, SiteNumbers, Type, Value, real, shown
-from peftc.equations.words import NONE, NUMBERS, RANDOM, SIZES, words_of
+from peftc.equations.words import NONE, NUMBERS, OUT, PLACES, RANDOM, SIZES, without_size, words_of
 from peftc.forms.shapes import KeyValue
 from peftc.syntax import ast
 from peftc.syntax.numbers import ARITHMETIC, numeric_value
 from peftc.syntax.printer import print_expression
 from peftc.syntax.walk import children, names_in
 
-OUT = "out"  # the name of the state that the equation writes, in sizes
 TOKENS = "tokens"  # `mean(x, tokens)`
 POSITIONS = "positions"  # `positions(x, first, last, token)`
 _MOST = 2**40  # of a size
@@ -303,7 +302,8 @@ class Operands:
             case ("cols", (_, d_in)) if self._is_weight(name):
                 return d_in
             case _:
-                raise FormError("P310", f"`{function}` is {SIZES[function]}, and `{name}` is {type_}", node)
+                kind = "a weight" if self._is_weight(name) else "hidden states" if type_.batch else "a vector"
+                raise FormError("P310", without_size(function, name, f"{kind} {type_}"), node, PLACES.get(function))
 
     def _item(self, node: ast.Item, value: ast.Expr, indices: Sequence[ast.Expr]) -> Operand:
         owner = self.operand(value)

@@ -16,6 +16,7 @@ NONE = "none"  # an argument without a value
 BUFFER = "buffer"  # a first value of what a command fills
 PERMUTATION = "permutation"  # a first value that is an order of entries
 BUDGET = "budget"  # `budget(v, target, total, …)`: v, of which training gives up entries
+OUT = "out"  # the name of the state that the equation writes, in sizes
 RANDOM = "random"  # `let i = random(n)`: one of 0, 1, … n - 1, in each forward while training
 
 # Functions of numbers, and of the shapes of inputs and of `out`, the state that is written.
@@ -43,6 +44,22 @@ SIZES: Mapping[str, str] = {
     "layer": "the number of this site's layer among them, from 0",
     "entries": "the entries of a weight, or of a vector",
 }
+PLACES: Mapping[str, str] = {  # where a form that asks for a size can stand
+    **dict.fromkeys(("d", "heads", "d_head"), "a form of hidden states stands at `h`, as in `h += lora(x, r=8)`"),
+    **dict.fromkeys(("rows", "cols"), "a form of weights stands at `w`, as in `w += lowrank(r=8)`"),
+}
+
+
+def owner_of(name: str) -> str:
+    """An input of a form, or what its equation writes, in a message."""
+    return "what the equation writes" if name == OUT else f"`{name}`"
+
+
+def without_size(function: str, name: str, kind: str) -> str:
+    """The message for a size that a state of another kind does not have."""
+    return f"`{function}({name})` is {SIZES[function]}, but {owner_of(name)} is {kind}"
+
+
 INITIAL_VALUES: Mapping[str, str] = {
     "zeros": "0",
     "ones": "1",

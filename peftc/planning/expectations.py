@@ -104,6 +104,8 @@ def _failure(statement: ast.Expect, text: str, left: Quantity, plan: Plan) -> Di
             notes = [f"`{edit.name}` has {count:,}" for edit in plan.edits if (count := getattr(edit, name))]
         case ast.Call("foldable", (ast.Name(name),)):
             notes = [f"`{name}` does not fold: {e.reason}" for e in plan.edits if e.name == name and not e.foldable]
+        case ast.Call("identity", (ast.Name(name),)):
+            notes = [f"before training, `{name}` already changes what the model computes"]
         case _:
             pass
     message = f"expected `{text}`, which does not hold"

@@ -35,6 +35,7 @@ from peftc.syntax.printer import print_expression
 from peftc.syntax.vocabulary import FROZEN_MODULES
 from peftc.syntax.walk import names_in
 
+_CONTAINERS = frozenset({"ModuleList", "ModuleDict"})
 WRITABLE = frozenset({"h", "q", "k", "v", "kv", "z", "w", "b"})
 MAX_QUOTE = 50  # characters of an expression in a message
 
@@ -145,6 +146,9 @@ class TermLowering:
             notes = (*notes, *([module.unknown] if module.unknown else ()))
             if not module.called and module.unknown:  # which says where its weight is read
                 help_ = "the weight may take the edit: `w += lowrank(r=8)`" if "w" in states else None
+            elif not module.called and module.type in _CONTAINERS:
+                notes = (*notes, f"`{module.name}` is a {module.type}: it has no forward of its own")
+                help_ = f'name the modules in it: `"{module.name}.*"`'
             elif not module.called:
                 notes = (*notes, f"no forward of the sample calls `{module.name}`")
                 help_ = "give a sample that reaches it, `sample={…}`, or several, `samples=[{…}, {…}]`"

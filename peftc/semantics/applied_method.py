@@ -26,7 +26,9 @@ def restrict(inner: ast.Selector, outer: ast.Selector) -> ast.Selector:
         case _, ast.Difference(left, right) if isinstance(outer, ast.Path):
             return replace(inner, left=restrict(left, outer), right=restrict(right, outer))
         case ast.Path(), ast.Path():
-            return replace(inner, steps=_Join(inner, outer).steps(inner.steps, outer.steps))
+            # The steps of `outer` are in another text, or in another place of it.
+            above = tuple(replace(step, span=inner.steps[0].span) for step in outer.steps)
+            return replace(inner, steps=_Join(inner, outer).steps(inner.steps, above))
         case _:
             raise _error(inner, outer, _PATTERN)
 

@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peftc.diagnostics import Diagnostic, PeftcError, Span, Suggestion
-from peftc.diagnostics.suggestions import did_you_mean, join_names
+from peftc.diagnostics.suggestions import did_you_mean, join_names, nearest
 from peftc.forms.form import Argument, ArgumentValue, Form
 from peftc.semantics.substitute import constant
 from peftc.syntax import ast
+from peftc.syntax.numbers import is_number
 from peftc.syntax.printer import print_expression
+
+_WHOLE = 100  # percent
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,12 @@ def bind(call: ast.Call, form: Form, *, shared: bool = False) -> BoundArguments:
     """
     errors = list(_input_errors(call, form, shared))
     args: dict[str, ArgumentValue] = {}
+    meant = set[str | None]()  # by unknown names
     for keyword in call.kwargs:
         param = form.argument(keyword.name)
         if param is None:
             errors.append(_unknown(keyword, form))
+            meant.add(nearest(keyword.name, [param.name for param in form.arguments]))
         elif keyword.name in args:
             message = f"`{form.name}` has two arguments `{keyword.name}`"
             errors.append(Diagnostic("P104", message, keyword.span, help="remove one of them"))
@@ -46,7 +51,7 @@ def bind(call: ast.Call, form: Form, *, shared: bool = False) -> BoundArguments:
         if param.name not in args:
             args[param.name] = param.default
             # With a surplus input (P108), the value is probably there, without its name.
-            if param.required and len(call.args) <= form.takes_input:
+            if param.required and len(call.args) <= form.takes_input and param.name not in meant:
                 message, notes = f"`{form.name}` needs `{param.name}`: {param.doc}", (f"`{signature(form)}`",)
                 errors.append(Diagnostic("P103", message, _name_span(call), help=f"add `{param.name}=…`", notes=notes))
     if errors:
@@ -139,8 +144,11 @@ def _number(value: ast.Expr, param: Argument, form: Form) -> int | float:
     too_low = low is not None and (number < low or (number == low and param.open in {"low", "both"}))
     too_high = high is not None and (number > high or (number == high and param.open in {"high", "both"}))
     if too_low or too_high:
-        message = f"`{param.name}` of `{form.name}` must be {interval(param)}, found {print_expression(value)}"
-        raise PeftcError(Diagnostic("P106", message, value.span, label=param.doc))
+        text = print_expression(value)
+        message = f"`{param.name}` of `{form.name}` must be {interval(param)}, found {text}"
+        is_percent = too_high and high == 1 and 1 < number < _WHOLE and isinstance(value, ast.Number)
+        help_ = Suggestion(f"did you mean `{param.name}={text}%`?", text, f"{text}%", "unsafe") if is_percent else None
+        raise PeftcError(Diagnostic("P106", message, value.span, label=param.doc, help=help_))
     return number if param.type == "int" else float(number)
 
 
@@ -177,6 +185,22 @@ def _nested_call(value: ast.Expr, param: Argument, form: Form) -> tuple[str, int
 
 
 def _wrong_type(value: ast.Expr, param: Argument, form: Form, expected: str) -> PeftcError:
-    message = f"`{param.name}` of `{form.name}` must be {expected}, found `{print_expression(value)}`"
-    help_ = f"no parameter and no constant is named `{value.id}`" if isinstance(value, ast.Name) else None
-    return PeftcError(Diagnostic("P105", message, value.span, label=param.doc, help=help_))
+    text = print_expression(value)
+    message = f"`{param.name}` of `{form.name}` must be {expected}, found `{text}`"
+    return PeftcError(Diagnostic("P105", message, value.span, label=param.doc, help=_instead(value, text, param)))
+
+
+def _instead(value: ast.Expr, text: str, param: Argument) -> str | None:
+    """What to write for a value of the wrong type, as other languages write it."""
+    words = ["true", "false"] if param.type == "bool" else ["none"] if param.default is None else []
+    match value:
+        case ast.Name(name):
+            return did_you_mean(name, words) or f"no parameter and no constant is named `{name}`"
+        case ast.String(word) if is_number(word) or word in words:
+            return Suggestion(f"write it without quotes: `{param.name}={word}`", text, word)
+        case ast.Number(0 | 1 as number) if param.type == "bool":
+            return Suggestion(f"write `{param.name}={words[1 - int(number)]}`", text, words[1 - int(number)])
+        case ast.List():
+            return "an edit has one value for all its sites; write an edit for each value"
+        case _:
+            return None

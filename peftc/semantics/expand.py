@@ -42,7 +42,7 @@ _MAX_DEPTH = 30  # of methods that apply methods
 _MAX_NOTE = 200  # characters of a statement in a note
 
 _ABOUT_ALL_STATEMENTS = frozenset({"P114", "P117"})  # may follow from a statement that failed to expand
-_ABOUT_NAMES = frozenset({"P101", "P105", "P107"})  # may follow from an invalid `let`
+_ABOUT_NAMES = frozenset({"P101", "P105", "P107", "P109"})  # may follow from an invalid `let` or `use`
 _ABOUT_MODEL = frozenset({"P205", "P208", "P302"})  # the planner reports these with the sites of the model
 _QUOTED = re.compile("`([^`]*)`")
 _BUDGET_OF_METHODS = 20 * BUDGET  # statements of all methods of a file
@@ -152,8 +152,8 @@ class Expander:
         errors = check(_with_statements(self._scope.spec, statements))
         if incomplete:
             errors = [error for error in errors if error.code not in _ABOUT_ALL_STATEMENTS]
-        quoted = ((error, _QUOTED.findall(error.message)) for error in errors)
-        return self.errors + [e for e, names in quoted if e.code not in _ABOUT_NAMES or invalid.isdisjoint(names)]
+        quoted = ((error, _QUOTED.findall(error.message)) for error in [*self.errors, *errors])
+        return [e for e, names in quoted if e.code not in _ABOUT_NAMES or invalid.isdisjoint(names)]
 
     def _check_settings(self, known: Sequence[str], owner: str) -> None:
         for name in self._settings:

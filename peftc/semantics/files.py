@@ -74,7 +74,8 @@ def read_used_spec(path: Path) -> ast.Spec:
 def _unreadable(path: Path, error: OSError) -> PeftcError:
     names = [file.name for file in path.parent.glob("*.peft")] if os.path.isdir(path.parent) else []
     message = f"cannot read {printable_path(path)}: {error.strerror or error}"
-    return PeftcError(Diagnostic("P112", message, help=did_you_mean(path.name, names, "unsafe")))
+    help_ = did_you_mean(path.name, names, "unsafe") or "a path is relative to the folder of the spec"
+    return PeftcError(Diagnostic("P112", message, help=help_))
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class ScopeReader:
 
     def __init__(self, folders: Folders) -> None:
         self.errors: list[Diagnostic] = []
-        self.invalid: set[str] = set()  # names whose `let` has an error, so that uses are not reported again
+        self.invalid: set[str] = set()  # names whose `let` or `use` has an error: their uses are not reported
         self._folders = folders
         self._scopes: dict[Path, Scope | None] = {}
         self._reading: list[Path] = []
@@ -187,12 +188,14 @@ class ScopeReader:
         scope.forms[form.name] = form
 
     def _use(self, use: ast.Use, scope: Scope) -> None:
+        self.invalid.add(use.name)
         with collect_errors(self.errors, scope.spec):
             imported = self._file(use, scope.spec)
             if imported is None:
                 return
             if use.name in imported.forms and use.source is not None:
                 self._add_form(imported.forms[use.name], use, scope)
+                self.invalid.discard(use.name)
                 return
             if use.name not in imported.methods:
                 known = [*imported.methods, *imported.forms]
@@ -200,6 +203,7 @@ class ScopeReader:
                 help_ = did_you_mean(use.name, known) or f"it has {join_names(known)}"
                 raise PeftcError(Diagnostic("P109", message, use.span, help=help_))
             self._define(use.name, imported.methods[use.name], use, scope)
+            self.invalid.discard(use.name)
 
     def _file(self, use: ast.Use, spec: ast.Spec) -> Scope | None:
         """The scope of the used file; None if it has errors, which are reported once."""

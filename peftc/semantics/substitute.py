@@ -74,7 +74,8 @@ def _signed(value: ast.Expr) -> tuple[Decimal, str] | None:
 
 
 def _error(value: ast.Expr, problem: str) -> PeftcError:
-    return PeftcError(Diagnostic("P120", f"`{print_expression(value)}` {problem}", value.span))
+    help_ = "a constant is a number that can be computed"
+    return PeftcError(Diagnostic("P120", f"`{print_expression(value)}` {problem}", value.span, help=help_))
 
 
 def with_span(value: ast.Expr, span: Span) -> ast.Expr:

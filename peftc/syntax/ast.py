@@ -254,6 +254,7 @@ class Train(Statement):
     states: tuple[str, ...]
     selector: Selector
     name_span: Span = field(default=NOWHERE, compare=False, repr=False)
+    state_spans: tuple[Span, ...] = field(default=(), compare=False, repr=False)
 
 
 @record()

@@ -195,8 +195,10 @@ class Builder:
 
     def _train(self, children: list[Any], **common: Any) -> ast.Train:
         _, name, _, states, _, selector = children
-        names = tuple([self._words[word] for word in states.children[1::2]])
-        return ast.build(ast.Train, name=name.id, states=names, selector=selector, name_span=name.span, **common)
+        words = states.children[1::2]
+        common["states"] = tuple([self._words[word] for word in words])
+        common["state_spans"] = tuple([self._span(word, word) for word in words])
+        return ast.build(ast.Train, name=name.id, selector=selector, name_span=name.span, **common)
 
     def _expect(self, children: list[Any], **common: Any) -> ast.Expect:
         _, left, *comparison = children

@@ -8,8 +8,7 @@ from functools import cached_property
 from itertools import accumulate, repeat
 from typing import NamedTuple
 
-from peftc.diagnostics import Diagnostic, Span, Suggestion
-from peftc.diagnostics.suggestions import instead_of
+from peftc.diagnostics import Span
 from peftc.syntax.tables import END, tables
 
 
@@ -40,6 +39,7 @@ _new = tuple.__new__  # of named tuples, whose own constructor takes twice as lo
 _HEADER = re.compile(r"\ufeff?(?:[ \t\f\r\n]|#[^\r\n]*+)*+peft[ \t\f\r\n]+([0-9]+)")
 VERSIONS = ("1", "2")
 OF_VERSION_2 = frozenset({"FORM", "REQUIRE", "PARAM", "FIXED", "COMMON", "SAVE", "IF", "IN", "AT_SIGN"})
+CLOSING = {"LBRACE": "RBRACE", "LPAR": "RPAR", "LSQB": "RSQB"}  # brackets
 NEED_VERSION_2 = "write `peft 2` on the first line"
 
 
@@ -128,74 +128,6 @@ def excerpt(text: str, limit: int = 30) -> str:
     """At most `limit` characters of untrusted text, without line breaks and control characters."""
     safe = "".join(char if char.isprintable() else f"\\u{ord(char):04x}" for char in text[: limit + 1])
     return safe if len(text) <= limit else safe[:limit] + "…"
-
-
-# Errors within a token: unknown characters, unterminated strings, malformed numbers
-
-# Characters from papers and word processors: the terminal and the text that they stand for.
-_LOOKALIKES = {
-    **dict.fromkeys("×·⊙∗", ("STAR", "*")),
-    **dict.fromkeys("−–—", ("MINUS", "-")),
-    "÷": ("SLASH", "/"),
-    "≤": ("COMPARISON", "<="),
-    "≥": ("COMPARISON", ">="),
-    "≠": ("COMPARISON", "!="),
-    "←": ("EQUAL", "="),
-    "…": ("DOT_DOT", ".."),
-}
-_HELP = {
-    ":": "write a range of layers as `0..5` (both ends included), an argument as `r=8`",
-    ";": "statements and equations need no separator",
-    "'": 'use double quotes: "file.peft"',
-    "“": 'use straight quotes: "file.peft"',
-    "”": 'use straight quotes: "file.peft"',
-    "@": f"the matrix product belongs to version 2 of the language: {NEED_VERSION_2}",
-    "\xa0": "this is a no-break space; write an ordinary one",
-}
-
-
-_STRAIGHT = {**dict.fromkeys("'“”", '"'), "\xa0": " "}
-
-
-def _help(char: str) -> str | None:
-    """What to do about an unknown character."""
-    text = _HELP.get(char)
-    return text if text is None or char not in _STRAIGHT else Suggestion(text, char, _STRAIGHT[char])
-
-
-def _closed(text: str) -> str:
-    """What to do about a string that is not closed. One that is a word ends with it."""
-    help_ = 'a string ends on its line with `"`'
-    word = re.match(r'"[^\s"{}]+', text)
-    return Suggestion(help_, word[0], f'{word[0]}"') if word else help_
-
-
-def repair_tokens(tokens: Sequence[Token]) -> tuple[list[Token], list[Diagnostic]]:
-    """The tokens with lexical errors repaired (or removed), and a diagnostic for each."""
-    repaired: list[Token] = []
-    errors: list[Diagnostic] = []
-    for token in tokens:
-        text = token.text
-        match token.type:
-            case "STRAY":
-                replacement = _LOOKALIKES.get(text)
-                help_ = instead_of(text, replacement[1]) if replacement else _help(text[0])
-                error = ("P003", f"unknown character `{excerpt(text)}`", help_)
-                replacement = ("DOT_DOT", "..") if text == ":" else replacement
-            case "OPEN_STRING":
-                error = ("P004", "this string is never closed", _closed(text))
-                replacement = ("STRING", f'{text}"')
-            case "BAD_NUMBER":
-                help_ = "a number is digits, at most one point and one of `%`, `K`, `M`, `B`; names begin with a letter"
-                error = ("P005", f"`{excerpt(text)}` is not a number", help_)
-                replacement = ("NUMBER", "1")
-            case _:
-                repaired.append(token)
-                continue
-        code, message, help_ = error
-        errors.append(Diagnostic(code, message, token.span, help=help_))
-        repaired += [Token(*replacement, token.span)] if replacement else []
-    return repaired, errors
 
 
 class CommentCursor:

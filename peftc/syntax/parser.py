@@ -12,9 +12,11 @@ from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
 from peftc.syntax import ast
 from peftc.syntax.automaton import Automaton, Tree, deeper_than
 from peftc.syntax.build import Builder
-from peftc.syntax.error_rules import error_context, syntax_error
-from peftc.syntax.lexer import Lexemes, Token, repair_tokens
-from peftc.syntax.recovery import accepted_terminals, resume
+from peftc.syntax.errors.context import error_context
+from peftc.syntax.errors.lexical import other_format, repair_tokens
+from peftc.syntax.errors.recovery import accepted_terminals, resume
+from peftc.syntax.errors.rules import syntax_error
+from peftc.syntax.lexer import Lexemes, Token
 from peftc.syntax.reducer import Reducer, Value
 from peftc.syntax.tables import END
 
@@ -87,6 +89,8 @@ def _parse(source: Source, start: str) -> tuple[Value, Lexemes, list[Diagnostic]
 
 def _check_syntax(lexemes: Lexemes, source: Source, start: str) -> None:
     """Raises: PeftcError P0xx, all syntax errors."""
+    if (error := other_format(lexemes.tokens)) is not None:
+        _raise([error], source)
     tokens, errors = repair_tokens(lexemes.tokens)
     if bracket := _excess_bracket(tokens):
         _raise([*errors, _too_deep(bracket.span)], source)
@@ -101,6 +105,7 @@ def _parse_tokens(tokens: Sequence[Token], errors: list[Diagnostic], start: str,
     parser = Automaton.starting(start)
     lexical_errors = [error.span.start for error in errors if error.span]
     at = quiet_until = resumptions = 0
+    in_form = is_unknown = False
     while at < len(tokens):
         if parser.feed(tokens[at]):
             at += 1
@@ -111,18 +116,26 @@ def _parse_tokens(tokens: Sequence[Token], errors: list[Diagnostic], start: str,
         if at >= quiet_until and not any(start in window for start in lexical_errors):
             context = error_context(tokens, at, accepts, parser.values)
             error, token = syntax_error(context)
+            in_form = context.block is not None and context.block.type == "FORM"
+            is_unknown = error.code == "P028"  # a statement of another version: it is skipped whole
             is_inserted = not token.text and token is not context.token  # by recovery
             # Only the first error may be the end of the text: a later one follows from the others.
             is_consequence = token is context.token and context.type == END and errors
             errors += [] if is_consequence or is_inserted else [error]
-        quiet_until = at + _QUIET_TOKENS
+        quiet_until = _next_line(tokens, at) if in_form else at + _QUIET_TOKENS  # a line of a form is a statement
         resumptions += 1
         give_up = len(errors) >= MAX_ERRORS or resumptions >= _MAX_RESUMPTIONS
-        resumption = None if give_up else resume(parser, tokens, at, accepts)
+        resumption = None if give_up else resume(parser, tokens, at, accepts, is_unknown)
         if resumption is None:
             break
         parser, at = resumption
     return parser.values[-1] if parser.values else tokens[-1]
+
+
+def _next_line(tokens: Sequence[Token], at: int) -> int:
+    """The index of the first token behind the line of a token."""
+    line = tokens[at].span.line
+    return next((number for number in range(at + 1, len(tokens)) if tokens[number].span.line > line), len(tokens))
 
 
 def _excess_bracket(tokens: Sequence[Token]) -> Token | None:

@@ -127,7 +127,12 @@ def no_module(glob: ast.Glob, table: SiteTable) -> Diagnostic:
     message = f'`"{glob.pattern}"` matches no module of {table.model_id}'
     label = f'no such module under `"{text}"`' if text else "no such module"
     notes = (f"there is {_join(children)}",) if children else ()
-    help_ = f'did you mean `"{".".join([*segments[:count], name, *segments[count + 1 :]])}"`?' if name else None
+    corrected = ".".join([*segments[:count], name, *segments[count + 1 :]]) if name else None
+    anywhere = f"**.{glob.pattern.removeprefix('*.')}"
+    if any(glob_pattern(anywhere).fullmatch(name) for name in names):
+        corrected = anywhere
+        notes = (*notes, "`*` is within one part of a name, `**` is any parts") if "*" in glob.pattern else notes
+    help_ = f'did you mean `"{corrected}"`?' if corrected else None
     return Diagnostic("P201", message, span, label=label, notes=notes, help=help_)
 
 

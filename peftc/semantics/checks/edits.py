@@ -4,6 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
+from peftc.equations.primitives import ACTIVATIONS
+from peftc.filesystem.resources import recipes
 from peftc.forms.form import Form
 from peftc.forms.registry import entry_point
 from peftc.semantics.arguments import bind
@@ -56,7 +58,8 @@ class _EquationChecker:
                 self._local[line.name] = line
             elif line.target in self._local:
                 message = f"`{line.target}` is bound by `let`; an equation assigns a state"
-                yield Diagnostic("P107", message, line.target_span)
+                help_ = f"bind another name: `let {line.target}_1 = …`"
+                yield Diagnostic("P107", message, line.target_span, help=help_)
             else:
                 yield from self._state(line.target, line.target_span, is_target=True)
         yield from (unused(let) for name, let in self._local.items() if name not in self._used)
@@ -144,6 +147,10 @@ def unknown_form(call: ast.Call, shared: Shared, forms: Forms) -> Diagnostic:
         suggestion = (
             f"{entry} is one: register it with `--forms {call.function}`, or `peftc.forms.register_entry_point`"
         )
+    if call.function in recipes():
+        suggestion = f"`{call.function}` is a recipe: `use {call.function} from std`, then `apply {call.function}()`"
+    elif call.function in ACTIVATIONS:
+        suggestion = f"an activation is an argument of a form: `adapter(x, r=8, act={call.function})`"
     help_ = suggestion or f"the forms are {join_names(sorted(forms))}"
     return Diagnostic("P101", f"there is no form `{call.function}`", call.function_span, help=help_)
 

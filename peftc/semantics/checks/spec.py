@@ -3,12 +3,13 @@
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from peftc.diagnostics import Diagnostic
+from peftc.diagnostics import Diagnostic, Suggestion
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.equations.table import forms_of
 from peftc.semantics.checks.definitions import unused
 from peftc.semantics.checks.edits import Forms, bind_errors, check_edit, check_selector, unknown_form
 from peftc.syntax import ast
+from peftc.syntax.numbers import is_number
 from peftc.syntax.printer import print_expression, print_selector
 from peftc.syntax.vocabulary import CONCAT, EDIT_FACTS, FROZEN_MODULES, PARAMETERS, PLAN_COUNTS, PREDICATES
 from peftc.syntax.walk import arms, children, is_shared, walk
@@ -68,13 +69,14 @@ def _duplicate_names(spec: ast.Spec) -> Iterator[Diagnostic]:
 
 
 def _train(train: ast.Train) -> Iterator[Diagnostic]:
-    for number, state in enumerate(train.states):
+    spans = train.state_spans or (train.span,) * len(train.states)
+    for number, (state, span) in enumerate(zip(train.states, spans, strict=True)):
         if state not in PARAMETERS:
             help_ = did_you_mean(state, PARAMETERS) or "`w` is the weight, `b` the bias"
             message = f"`train` takes the parameters `w` and `b`, found `{state}`"
-            yield Diagnostic("P107", message, train.span, help=help_)
+            yield Diagnostic("P107", message, span, help=help_)
         elif state in train.states[:number]:
-            yield Diagnostic("P104", f"`{state}` appears twice", train.span, help="remove one of them")
+            yield Diagnostic("P104", f"`{state}` appears twice", span, help="remove one of them")
 
 
 def _shared(let: ast.Let, forms: Forms) -> Iterator[Diagnostic]:
@@ -106,6 +108,8 @@ def _duplicate_assignments(spec: ast.Spec, edits: Sequence[ast.Edit]) -> Iterato
             other = next((first[target, place] for place in places if (target, place) in first), None)
             if other is None:
                 first.update({(target, place): edit for place in places})
+                continue
+            if other.name == edit.name:  # P111
                 continue
             message = f"`{edit.name}` and `{other.name}` both assign `{target}` at one site"
             help_ = "write both equations in one edit, in the intended order"
@@ -163,7 +167,10 @@ def _fact(value: ast.Expr, edits: Collection[str]) -> Iterator[Diagnostic]:
                 help_ = f"name the edit: `{name}(…)`"
             yield Diagnostic("P116", f"there is no fact `{name}`", value.span, help=help_)
         case ast.String():
-            yield Diagnostic("P116", f"`{print_expression(value)}` is not a number", value.span, help=_ALL_FACTS)
+            help_ = _ALL_FACTS
+            if is_number(value.value):
+                help_ = Suggestion("write it without quotes", f'"{value.value}"', value.value)
+            yield Diagnostic("P116", f"`{print_expression(value)}` is not a number", value.span, help=help_)
         case _:
             pass
 

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from peftc.diagnostics.suggestions import nearest
 from peftc.syntax.automaton import Automaton
-from peftc.syntax.error_rules import ASSIGNMENTS
+from peftc.syntax.errors.context import ASSIGNMENTS
 from peftc.syntax.lexer import Token, keywords, unknown_terminals
 
 _LOOKAHEAD = 16  # tokens by which a repair is judged
@@ -29,12 +29,17 @@ def accepted_terminals(parser: Automaton, version: str | None = None) -> frozens
     return parser.accepts() - _INVALID - unknown_terminals(version)
 
 
-def resume(parser: Automaton, tokens: Sequence[Token], at: int, accepts: frozenset[str]) -> Resumption | None:
-    """Recovers from the unexpected `tokens[at]`; None if no token is left to continue at."""
+def resume(
+    parser: Automaton, tokens: Sequence[Token], at: int, accepts: frozenset[str], skips: bool = False
+) -> Resumption | None:
+    """Recovers from the unexpected `tokens[at]`; None if no token is left to continue at.
+
+    `skips`: without a repair.
+    """
     missing_braces = -sum(_BRACES.get(token.type, 0) for token in tokens[at:])  # `}` that is missing before `at`
     if tokens[at].type in _STATEMENTS and missing_braces > 0:
         return _skip(parser, tokens, at + 1)
-    return _repair(parser, tokens, at, accepts) or _skip(parser, tokens, at)
+    return (None if skips else _repair(parser, tokens, at, accepts)) or _skip(parser, tokens, at)
 
 
 def _repair(parser: Automaton, tokens: Sequence[Token], at: int, accepts: frozenset[str]) -> Resumption | None:

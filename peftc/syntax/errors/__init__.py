@@ -1,0 +1,1 @@
+"""Syntax errors: their messages, and how parsing goes on behind them."""

@@ -1,0 +1,120 @@
+"""Errors within a token: unknown characters, strings that do not end, malformed numbers."""
+
+import re
+from collections.abc import Sequence
+
+from peftc.diagnostics import Diagnostic, Suggestion
+from peftc.diagnostics.suggestions import instead_of
+from peftc.syntax.lexer import CLOSING, NEED_VERSION_2, Token, excerpt
+
+# Characters from papers and word processors: the terminal and the text that they stand for.
+_LOOKALIKES = {
+    **dict.fromkeys("×·⊙∗", ("STAR", "*")),
+    **dict.fromkeys("−–—", ("MINUS", "-")),
+    "÷": ("SLASH", "/"),
+    "≤": ("COMPARISON", "<="),
+    "≥": ("COMPARISON", ">="),
+    "≠": ("COMPARISON", "!="),
+    "←": ("EQUAL", "="),
+    "…": ("DOT_DOT", ".."),
+}
+_HELP = {
+    ";": "statements and equations need no separator",
+    "^": "there is no power: write a product, `x * x`",
+    "%": "`%` stands behind a number: `0.5%`",
+    "&": "selectors are joined by `|`; write an `expect` for each fact",
+    "!": "`!=` compares; `foldable(…) == false` negates",
+    "$": "a parameter of a method is named without a sign: `r`",
+    "Δ": "a change of the weight is written `w += …`",
+    "'": 'use double quotes: "file.peft"',
+    "“": 'use straight quotes: "file.peft"',
+    "”": 'use straight quotes: "file.peft"',
+    "@": f"the matrix product belongs to version 2 of the language: {NEED_VERSION_2}",
+    "\xa0": "this is a no-break space; write an ordinary one",
+}
+
+
+_STRAIGHT = {**dict.fromkeys("'“”", '"'), "\xa0": " "}
+
+
+IN_NAMES = "a name has letters from a to z, digits and `_`"
+
+
+def _help(char: str, following: Token) -> str | None:
+    """What to do about an unknown character."""
+    text = _HELP.get(char)
+    if char == "'" and following.type in {"EQUAL", "PLUS_EQUAL", "STAR_EQUAL"}:  # h' = …
+        return IN_NAMES
+    if text is None:
+        return IN_NAMES if char.isalpha() else None
+    return text if char not in _STRAIGHT else Suggestion(text, char, _STRAIGHT[char])
+
+
+def _colon(tokens: Sequence[Token], at: int, bracket: str) -> tuple[str, tuple[str, str] | None]:
+    """What to do about a colon in a bracket of that type, and what it stands for."""
+    before = tokens[at - 1].type if at else ""
+    if before == "PEFT":
+        return Suggestion("the version follows without a sign: `peft 1`", ":", ""), None
+    if tokens[at + 1].type == "EQUAL":  # h := …
+        return Suggestion("write `=`", ":", ""), None
+    if bracket == "LSQB":
+        return "a range of layers is written `0..5`, with both ends included", ("DOT_DOT", "..")
+    if bracket == "LPAR":
+        return Suggestion("an argument is written `r=8`", ":", "="), ("EQUAL", "=")
+    if before == "NAME" and tokens[at + 1].type == "LSQB":  # train norms: [w, b]
+        return Suggestion("write `=`", ":", " ="), ("EQUAL", "=")
+    return "the body of an edit, a method or a form stands in braces: `{ … }`", None
+
+
+def _closed(text: str) -> str:
+    """What to do about a string that is not closed. One that is a word ends with it."""
+    help_ = 'a string ends on its line with `"`'
+    word = re.match(r'"[^\s"{}]+', text)
+    return Suggestion(help_, word[0], f'{word[0]}"') if word else help_
+
+
+def other_format(tokens: Sequence[Token]) -> Diagnostic | None:
+    """P001 of a text that is JSON or YAML, by its first words."""
+    first, second = tokens[0], tokens[min(1, len(tokens) - 1)]
+    is_yaml = first.type == "NAME" and second.text == ":"
+    if first.type not in {"LBRACE", "LSQB"} and not is_yaml:
+        return None
+    message = f"expected `peft 1`, found {'YAML' if is_yaml else 'JSON'}"
+    help_ = "this is not a spec; `peftc new FOLDER` writes one for a configuration of PEFT"
+    return Diagnostic("P001", message, first.span, help=help_, label="a spec begins with its language version")
+
+
+def repair_tokens(tokens: Sequence[Token]) -> tuple[list[Token], list[Diagnostic]]:
+    """The tokens with lexical errors repaired (or removed), and a diagnostic for each."""
+    repaired: list[Token] = []
+    errors: list[Diagnostic] = []
+    open_brackets: list[str] = []
+    for at, token in enumerate(tokens):
+        text = token.text
+        match token.type:
+            case "STRAY":
+                replacement = _LOOKALIKES.get(text)
+                help_ = instead_of(text, replacement[1]) if replacement else None
+                if text == ":":
+                    help_, replacement = _colon(tokens, at, open_brackets[-1] if open_brackets else "")
+                elif help_ is None:
+                    help_ = _help(text[0], tokens[at + 1])
+                error = ("P003", f"unknown character `{excerpt(text)}`", help_)
+            case "OPEN_STRING":
+                error = ("P004", "this string is never closed", _closed(text))
+                replacement = ("STRING", f'{text}"')
+            case "BAD_NUMBER":
+                help_ = "a number is digits, at most one point and one of `%`, `K`, `M`, `B`; names begin with a letter"
+                error = ("P005", f"`{excerpt(text)}` is not a number", help_)
+                replacement = ("NUMBER", "1")
+            case _:
+                repaired.append(token)
+                if token.type in CLOSING:
+                    open_brackets.append(token.type)
+                elif token.type in CLOSING.values() and open_brackets:
+                    open_brackets.pop()
+                continue
+        code, message, help_ = error
+        errors.append(Diagnostic(code, message, token.span, help=help_))
+        repaired += [Token(*replacement, token.span)] if replacement else []
+    return repaired, errors
