@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from peftc.syntax.automaton import Automaton, Tree, Value, deeper_than
-from peftc.syntax.lexer import Lexemes, Token, repair_tokens, unknown_terminals
-from peftc.syntax.recovery import accepted_terminals, resume
+from peftc.syntax.errors.lexical import repair_tokens
+from peftc.syntax.errors.recovery import accepted_terminals, resume
+from peftc.syntax.lexer import Lexemes, Token, unknown_terminals
 from peftc.syntax.tables import END, tables
 
 _MOST_RECOVERIES = 40  # the time of each grows with the rest of the text
