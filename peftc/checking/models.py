@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from peftc.cache.checks import is_allowed, keep_allowed
+from peftc.cache.checks import Tasks, is_allowed, keep_allowed
 from peftc.cache.lookup import cached_table
 from peftc.checking.targets import Target
 from peftc.diagnostics import Diagnostic, PeftcError
@@ -38,20 +38,49 @@ def check_on_model(flat: ast.Spec, target: Target, trust_remote_code: bool = Fal
 
 def plan_target(flat: ast.Spec, target: Target, trust_remote_code: bool = False, cache: bool = True) -> PlanResult:
     """The plan of an expanded spec on a model. Raises: P2xx–P3xx, P5xx."""
-    table = cached_table(target.model, trust_remote_code) if cache else None
-    request = None if table is None else local_request(target.model, trust_remote_code)
-    if table is not None and request is not None:
-        result = plan_on_table(table, flat, target.tasks or ())
-        depends = target.tasks is not None or needs_graphs(result.site_edits)
-        if not depends or is_allowed(request, flat, target.tasks):
-            return result
-    with activity("importing torch and transformers"):
-        plan_edits = import_module("peftc.compiler").plan_edits
-    options = {"tasks": target.tasks, "trust_remote_code": trust_remote_code}
-    result = plan_edits(flat, target.model, cache=cache, **options)
-    if cache and (request := local_request(target.model, trust_remote_code)) is not None:
-        keep_allowed(request, flat, target.tasks)
-    return result
+    return ModelPlans(target.model, trust_remote_code, cache).plan(flat, target.tasks)
+
+
+class ModelPlans:
+    """Plans of specs on one model, by its cached table where that serves. It is traced at most
+    once.
+    """
+
+    def __init__(self, model: str, trust_remote_code: bool = False, cache: bool = True) -> None:
+        self._model, self._trust_remote_code, self._cache = model, trust_remote_code, cache
+        self._table = cached_table(model, trust_remote_code) if cache else None
+        self._request = None if self._table is None else local_request(model, trust_remote_code)
+        self._analysis: Any = None
+        self._error: PeftcError | None = None
+
+    def plan(self, flat: ast.Spec, tasks: Tasks = None) -> PlanResult:
+        """The plan of an expanded spec. Raises: P2xx–P3xx, P5xx."""
+        if self._table is not None and self._request is not None:
+            result = plan_on_table(self._table, flat, tasks or ())
+            depends = tasks is not None or needs_graphs(result.site_edits)
+            if not depends or is_allowed(self._request, flat, tasks):
+                return result
+        with activity("importing torch and transformers"):
+            compiler = import_module("peftc.compiler")
+        names = compiler.task_names(tasks)
+        result = compiler.plan_on(self._analyse(compiler), flat, names)
+        compiler.require_tasks(tasks, result)
+        if self._cache and (request := local_request(self._model, self._trust_remote_code)) is not None:
+            keep_allowed(request, flat, tasks)
+        return result
+
+    def _analyse(self, compiler: Any) -> Any:
+        """Raises: P5xx, at the second time without another attempt."""
+        if self._error is not None:
+            raise self._error
+        if self._analysis is None:
+            keep = self._cache and self._table is None
+            try:
+                self._analysis = compiler.analyse_base(self._model, None, self._trust_remote_code, keep)
+            except PeftcError as error:
+                self._error = error
+                raise
+        return self._analysis
 
 
 def _with_place(diagnostic: Diagnostic, target: Target) -> Diagnostic:

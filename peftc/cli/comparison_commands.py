@@ -9,7 +9,7 @@ from peftc.checking.locks import Options, drift_diagnostic, make_lock
 from peftc.checking.run import has_plan
 from peftc.cli.check.options import find_configuration, targets_of
 from peftc.cli.output import tell
-from peftc.cli.planning import plan_of
+from peftc.cli.plan.planning import plan_of
 from peftc.cli.spec_files import Unusable, find_specs, parse_file
 from peftc.comparison.difference import SpecDifference, difference
 from peftc.comparison.plan_file import PlanFile, lock_path, plan_file, read_plan_file, write_plan_file

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from peftc.cli.console import report
 from peftc.cli.output import tell
-from peftc.cli.planning import plan_of, table_of
+from peftc.cli.plan.planning import plan_of, table_of
 from peftc.cli.spec_files import parse_file
 from peftc.diagnostics.activity import activity
 from peftc.pictures.code import GeneratedCode

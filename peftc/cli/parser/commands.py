@@ -113,9 +113,24 @@ _EXPLAIN = Command(
 )
 _PLAN = Command(
     "print what compiling a spec onto a model would do",
-    "plan_commands",
+    "plan.commands",
     (
-        *ON_MODEL,
+        argument(
+            "specs",
+            values="spec",
+            nargs="+",
+            metavar="SPEC",
+            help="a spec, a folder of specs, or - for standard input; several are compared",
+        ),
+        argument(
+            "--model",
+            values="model",
+            action="append",
+            required=True,
+            metavar="MODEL",
+            help=f"{A_MODEL} (repeatable; several are compared)",
+        ),
+        *ON_MODEL[2:],
         FORMAT,
         NO_CACHE,
         JSON,
@@ -331,7 +346,7 @@ COMMANDS = {
     "explain": _EXPLAIN,
     "sites": Command(
         "print the sites of a model, which edits can name",
-        "plan_commands",
+        "plan.commands",
         (MODEL, REMOTE_CODE, NO_CACHE, MODEL_FORMAT, JSON),
     ),
     "plan": _PLAN,

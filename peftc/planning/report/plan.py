@@ -209,17 +209,17 @@ def _counts(plan: Plan) -> Table:
     for name in PLAN_COUNTS:
         table.add_column(name, justify="right")
     for edit in plan.edits:
-        table.add_row(Text(edit.name), str(len(edit.sites)), *_cells(edit, plan.totals.base))
+        table.add_row(Text(edit.name), str(len(edit.sites)), *counts_text(edit, plan.totals.base))
     total = sum(len(edit.sites) for edit in plan.edits)
     table.add_section()
-    table.add_row("total", str(total), *_cells(plan.totals, plan.totals.base), style="bold")
+    table.add_row("total", str(total), *counts_text(plan.totals, plan.totals.base), style="bold")
     return table
 
 
 class Fitting:
     """A table, or another one where the lines are too short for it: numbers are never cut."""
 
-    def __init__(self, wide: Table, narrow: RenderableType) -> None:
+    def __init__(self, wide: RenderableType, narrow: RenderableType) -> None:
         self._wide, self._narrow = wide, narrow
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -249,7 +249,8 @@ def percent(value: int, base: int) -> str:
     return f"{thousandths // 1000}.{thousandths % 1000:03} %"
 
 
-def _cells(numbers: PlanEdit | PlanTotals, base: int) -> Iterable[Text]:
+def counts_text(numbers: PlanEdit | PlanTotals, base: int) -> Iterable[Text]:
+    """Each count, with its share of the base below it."""
     for name in PLAN_COUNTS:
         value: int = getattr(numbers, name)
         yield Text.assemble(f"{value:,}", "\n", (percent(value, base), "dim"))

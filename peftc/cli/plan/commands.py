@@ -1,14 +1,15 @@
 """`sites` and `plan`. They import torch only where no cached table of sites serves."""
 
 import json
+import os
 import sys
 from argparse import Namespace
 from importlib import import_module
 
 from peftc.checking.suppressions import unsuppressed
 from peftc.cli.console import report, show
-from peftc.cli.planning import plan_of, table_of
-from peftc.cli.spec_files import parse_file
+from peftc.cli.plan.planning import plan_of, table_of
+from peftc.cli.spec_files import Unusable, parse_file
 from peftc.planning.report.plan import render_plan
 from peftc.planning.report.site_tree import render_sites
 from peftc.planning.report.sites_json import sites_data
@@ -35,9 +36,21 @@ def run_sites(args: Namespace) -> int:
 
 
 def run_plan(args: Namespace) -> int:
-    """Prints the plan; exit 1 if an expectation fails, or for warnings with `--strict`. Raises:
-    P0xx–P3xx (the spec), P5xx.
+    """Prints a plan, or compares several; exit 1 if one fails, or for warnings with `--strict`.
+
+    Raises: P0xx–P3xx (a single spec), P5xx.
     """
+    models = list(dict.fromkeys(args.model))
+    if len(args.specs) == len(models) == 1 and not os.path.isdir(args.specs[0]):
+        args.spec, args.model = args.specs[0], models[0]
+        return plan_one(args)
+    if args.output is not None:
+        raise Unusable("-o writes one plan: name one SPEC and one --model")
+    return import_module("peftc.cli.plan.comparison").compare_plans(args, models)
+
+
+def plan_one(args: Namespace) -> int:
+    """Prints the plan of one spec on one model."""
     flat = expand(parse_file(args.spec), parse_settings(args.set), args.include)
     result = plan_of(flat, args.model, args.tasks, trust_remote_code=args.trust_remote_code, cache=args.cache)
     records_only = bool(result.failed_expectations) and args.output_format == "json" and not args.json
