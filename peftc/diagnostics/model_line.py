@@ -5,8 +5,11 @@ import os
 import sys
 import sysconfig
 from dataclasses import dataclass
+from functools import partial
+from inspect import unwrap
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any, cast
 
 _OWN = str(Path(__file__).parent.parent)
 _STDLIB = sysconfig.get_path("stdlib")
@@ -57,6 +60,18 @@ def model_line(error: BaseException | None) -> str | None:
             return last
         error = error.__cause__
     return None
+
+
+def definition_line(function: Any) -> ModelLine | None:
+    """Where a function, a method, a partial or the call of an object is defined; None for C code,
+    and for code of peftc's, PyTorch's or Python's.
+    """
+    while isinstance(function, partial):
+        function = cast("partial[Any]", function).func
+    function = unwrap(getattr(function, "__func__", function))
+    code = getattr(function, "__code__", None) or getattr(getattr(type(function), "__call__", None), "__code__", None)
+    is_known = isinstance(code, CodeType) and is_model_code(code.co_filename)
+    return ModelLine(code, code.co_firstlineno) if is_known else None
 
 
 def is_model_code(filename: str) -> bool:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from peftc.concurrency.garbage_collection import paused_gc
 from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.diagnostics.model_line import model_line
+from peftc.diagnostics.model_line import definition_line, model_line
 from peftc.diagnostics.suggestions import join_names
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.lazy_layers import lazy_copy
@@ -36,7 +36,7 @@ def sample_inputs(model: nn.Module) -> dict[str, Any]:
     make = _MAKERS.get(name) if config is not None and isinstance(name, str) else None
     if make is None or not isinstance(name, str):
         reason = f"its main input is `{name}`" if isinstance(name, str) else "it has no `main_input_name`"
-        notes = (reason, f"known inputs: {', '.join(_MAKERS)}")
+        notes = (reason, f"known inputs: {', '.join(_MAKERS)}", forward_arguments(model))
         message = f"no sample input can be made for {type(model).__name__}"
         raise PeftcError(Diagnostic("P507", message, notes=notes, help="give a sample: `sample={name: tensor}`"))
     parameters = inspect.signature(model.forward).parameters
@@ -47,6 +47,13 @@ def sample_inputs(model: nn.Module) -> dict[str, Any]:
             inputs["decoder_input_ids"] = token_ids(DECODER_TOKENS)
     dtype = floating_dtype(model)
     return {k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
+
+
+def forward_arguments(model: nn.Module) -> str:
+    """The names of the arguments of a model's forward, and where it is defined."""
+    names, line = list(inspect.signature(model.forward).parameters), definition_line(model.forward)
+    text = f"its forward takes {join_names(names)}" if names else "its forward takes nothing"
+    return text if line is None else f"{text}, at {line}"
 
 
 def token_ids(tokens: int = TOKENS) -> torch.Tensor:
@@ -160,8 +167,7 @@ def check_runs(source: ModelSource, sample: Mapping[str, Any] | None) -> None:
     except PeftcError:
         return
     except Exception as error:  # whatever the model's own code raises
-        arguments = f"its forward takes {join_names(list(inspect.signature(fake.forward).parameters))}"
-        notes = (*stop_notes(error), arguments)
+        notes = (*stop_notes(error), forward_arguments(fake))
         diagnostic = Diagnostic("P509", f"{source.id} does not run on the given sample", notes=notes)
         if needs_data(error):
             message = f"{source.id} cannot be analysed: its code asks for the data of tensors"

@@ -7,6 +7,7 @@ import torch
 from torch import fx, nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics.model_line import definition_line
 from peftc.modules.instance_forward import FORWARD, instance_forward
 from peftc.modules.offload import HOOK, loads_submodules, offloaded_parameters, only_moves_arguments
 from peftc.modules.walk import submodule
@@ -69,8 +70,11 @@ def check_forward(name: str, module: nn.Module) -> None:
 
 def hidden_forward(name: str, module: nn.Module) -> Diagnostic:
     message = f"`{name or type(module).__name__}` has a `forward` in its instance whose code cannot be edited"
+    line = definition_line(vars(module).get(FORWARD))
+    notes = ("an edit of the class's code might never run", *(() if line is None else (f"what runs is at {line}",)))
+    notes += (f"modules outside of `{name}` can be edited",) if name else ()
     help_ = "assign it as a method, `module.forward = types.MethodType(function, module)`, or in the class"
-    return Diagnostic("P424", message, notes=("an edit of the class's code might never run",), help=help_)
+    return Diagnostic("P424", message, notes=notes, help=help_)
 
 
 def check_loaded(name: str, module: nn.Module) -> None:
