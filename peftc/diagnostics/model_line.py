@@ -69,9 +69,11 @@ def definition_line(function: Any) -> ModelLine | None:
     while isinstance(function, partial):
         function = cast("partial[Any]", function).func
     function = unwrap(getattr(function, "__func__", function))
-    code = getattr(function, "__code__", None) or getattr(getattr(type(function), "__call__", None), "__code__", None)
-    is_known = isinstance(code, CodeType) and is_model_code(code.co_filename)
-    return ModelLine(code, code.co_firstlineno) if is_known else None
+    call: Any = type(function).__call__ if callable(function) else None
+    code = getattr(function, "__code__", None) or getattr(call, "__code__", None)
+    if not isinstance(code, CodeType) or not is_model_code(code.co_filename):
+        return None
+    return ModelLine(code, code.co_firstlineno)
 
 
 def is_model_code(filename: str) -> bool:

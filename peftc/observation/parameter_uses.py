@@ -28,7 +28,8 @@ class ParameterUses(TorchFunctionMode):
             skeleton that of the original, which a closure still holds.
         token_products: the modules that run an attention, a softmax or a product of matrices.
         weight_products: the modules that multiply by a weight of their own.
-        lines: where code first computes with a parameter of another module, by its storage.
+        lines: where code first computes with a parameter of another module, or of none, by its
+            storage.
     """
 
     def __init__(self, model: nn.Module, running: list[str]) -> None:
@@ -66,6 +67,7 @@ class ParameterUses(TorchFunctionMode):
                         self.weight_products.add(reader)
                 elif isinstance(value, nn.Parameter):
                     self.closure_reads[key] = reader
+                    self.lines.setdefault(key, running_line())
         return result
 
     def external_reads(self, layers: Collection[str]) -> dict[str, tuple[str, ...]]:
@@ -85,7 +87,12 @@ class ParameterUses(TorchFunctionMode):
 
     def lines_by_name(self) -> dict[str, ModelLine]:
         """`lines`, by the names of the parameters."""
-        return {name: line for key, line in self.lines.items() if line is not None for name in self.names[key]}
+        lines = ((key, line) for key, line in self.lines.items() if line is not None and key in self.names)
+        return {name: line for key, line in lines for name in self.names[key]}
+
+    def closure_lines(self) -> dict[int, ModelLine]:
+        """`lines` of parameters of no module."""
+        return {key: line for key in self.closure_reads if (line := self.lines[key]) is not None}
 
 
 def _owner(parameter: str) -> str:

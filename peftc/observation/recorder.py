@@ -107,7 +107,7 @@ class Recorder:
             if before is None or not record.layers.keys() - before.layers.keys():
                 raise
         record.external_reads, record.closure_reads = uses.external_reads(record.candidates), uses.closure_reads
-        record.parameter_lines = uses.lines_by_name()
+        record.parameter_lines, record.closure_lines = uses.lines_by_name(), uses.closure_lines()
         record.token_products, record.weight_products = dict(uses.token_products), uses.weight_products
         return record
 

@@ -82,6 +82,7 @@ class SampleForward:
     image, a sound or the like reaches. `callers`: of each module the one whose code calls it first.
     `arguments`: of the first calls of further modules, with a key as in `layers`.
     `closure_reads`: modules that compute with a parameter in a closure, by its storage.
+    `closure_lines`: where they do so.
     `external_reads`: modules that compute with a parameter of another module, by its name.
     `token_products`: modules that run an attention, a softmax or a product of matrices.
     `weight_products`: modules that multiply by a weight of their own. `parameter_lines`: where code
@@ -98,6 +99,7 @@ class SampleForward:
     modality: dict[str, str] = field(default_factory=dict[str, str])
     sample: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the arguments of the forward
     closure_reads: dict[int, str] = field(default_factory=dict[int, str])
+    closure_lines: dict[int, ModelLine] = field(default_factory=dict[int, ModelLine])
     external_reads: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     token_products: dict[Op, set[str]] = field(default_factory=dict[Op, set[str]])
     weight_products: set[str] = field(default_factory=set[str])
@@ -138,6 +140,7 @@ class SampleForward:
         self.weight_products |= other.weight_products
         self.parameter_lines = {**other.parameter_lines, **self.parameter_lines}
         self.closure_reads = {**other.closure_reads, **self.closure_reads}
+        self.closure_lines = {**other.closure_lines, **self.closure_lines}
         self.cross_layer_calls = {**other.cross_layer_calls, **self.cross_layer_calls}
         for name, readers in other.external_reads.items():
             self.external_reads[name] = tuple(dict.fromkeys((*self.external_reads.get(name, ()), *readers)))

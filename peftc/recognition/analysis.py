@@ -1,7 +1,7 @@
 """From a model, or the name of one, to its sites."""
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from os import PathLike
@@ -36,6 +36,7 @@ from peftc.recognition.site_builder import all_sites
 from peftc.recognition.stack_names import name_stacks
 from peftc.recognition.unplaced.hidden_modules import hidden_module_lines
 from peftc.recognition.unplaced.modules import unplaced_modules
+from peftc.tracing.tracer import UNKNOWN_MODULE
 
 ModelLike = str | PathLike[str] | PretrainedConfig | nn.Module
 
@@ -62,7 +63,8 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
     name_stacks(structure)
     structure.shared = shared_modules(structure)
     layers = [kind for stack in structure.stacks for kind in stack.kinds]
-    sites, untraced = all_sites(structure), untraced_modules(structure)
+    sites = all_sites(structure)
+    untraced = _with_hidden_modules(untraced_modules(structure), fake if source.module is None else source.module)
     parameters = ParameterFacts.of(fake)
     table = SiteTable(
         model_id=source.id,
@@ -72,7 +74,7 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
         fingerprint=parameters.fingerprint,
         fingerprint_version=VERSION,
         sites=sites,
-        modules=module_infos(structure),
+        modules=module_infos(structure, source.module),
         tied=parameters.tied,
         overlaps=parameters.overlaps,
         shared_modules=structure.shared,
@@ -85,6 +87,15 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
         positions=_positions(fake),
     )
     return Analysis(structure, table)
+
+
+def _with_hidden_modules(untraced: tuple[UntracedModule, ...], model: nn.Module) -> tuple[UntracedModule, ...]:
+    """With the attribute that may hold the module which stopped a trace."""
+    if not any(UNKNOWN_MODULE in one.reason for one in untraced) or not (lines := hidden_module_lines(model)):
+        return untraced
+    return tuple(
+        replace(one, reason=f"{one.reason}; {lines[0]}") if UNKNOWN_MODULE in one.reason else one for one in untraced
+    )
 
 
 def _external_reads(structure: ModelStructure) -> Iterator[tuple[str, ...]]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from operator import attrgetter
 
 import torch
@@ -28,6 +28,7 @@ from peftc.dataflow.layer_graph import is_pointwise
 from peftc.dataflow.operations import is_norm_module
 from peftc.diagnostics.model_line import ModelLine
 from peftc.forms import shapes
+from peftc.modules.memory import storage_id
 from peftc.modules.walk import (
     Named,
     all_named_modules,
@@ -206,23 +207,34 @@ def heads(structure: ModelStructure) -> Iterator[Site]:
         yield _module_site(name, (("head", None),), structure)
 
 
-def module_infos(structure: ModelStructure) -> ModuleInfos:
-    """Every module with its own parameters; one that is used under several names once for each."""
+def module_infos(structure: ModelStructure, original: nn.Module | None = None) -> ModuleInfos:
+    """Every module with its own parameters; one that is used under several names once for each.
+
+    Args: `original`: the model whose skeleton the structure is of, if it is in memory.
+    """
+    closures = {} if original is None else _lines_in_closures(structure, original)
     layers = [(n, kind) for s in structure.stacks for n, kind in zip(s.roots, s.kinds, strict=True)]
     if not has_aliases(structure.model) and all(kind.is_module for _, kind in layers):
         modules = outline(structure.model)
-        return ModuleInfos(_Infos(structure, frozenset(structure.seen.calls)).blocks(modules, dict(layers)))
+        return ModuleInfos(_Infos(structure, frozenset(structure.seen.calls), closures).blocks(modules, dict(layers)))
     modules = all_named_modules(structure.model)
     called = {id(module) for name, module in modules if name in structure.seen.calls}  # under whichever of its names
-    infos = _Infos(structure, {name for name, module in modules if id(module) in called})
+    infos = _Infos(structure, {name for name, module in modules if id(module) in called}, closures)
     names = {name for name, _ in named_modules(structure.model)}.union(*structure.shared)
     every = (infos.info(name, module) for name, module in modules if name in names)
     return ModuleInfos.of(every, {name for stack in structure.stacks for name in stack.modules})
 
 
-def _lines_in_all_layers(structure: ModelStructure) -> dict[str, ModelLine]:
+def _lines_in_closures(structure: ModelStructure, original: nn.Module) -> dict[str, ModelLine]:
+    """Where functions that hold modules of the original compute with their parameters."""
+    if not (lines := structure.seen.closure_lines):
+        return {}
+    names = ((name, lines.get(storage_id(p))) for name, p in original.named_parameters(remove_duplicate=False))
+    return _in_all_layers({name: line for name, line in names if line is not None}, structure)
+
+
+def _in_all_layers(lines: dict[str, ModelLine], structure: ModelStructure) -> dict[str, ModelLine]:
     """Where code computes with parameters of other modules. Of equal layers, one has run."""
-    lines = dict(structure.seen.parameter_lines)
     for stack in structure.stacks if lines else ():
         for kind in {id(kind): kind for kind in stack.kinds}.values():
             roots = [root for root, other in zip(stack.roots, stack.kinds, strict=True) if other is kind]
@@ -232,11 +244,13 @@ def _lines_in_all_layers(structure: ModelStructure) -> dict[str, ModelLine]:
 
 
 class _Infos:
-    """Infos of modules. `called`: the names of those that are called."""
+    """Infos of modules. `called`: the names of those that are called. `closures`: where functions
+    that hold a module compute with its parameters.
+    """
 
-    def __init__(self, structure: ModelStructure, called: Set[str]) -> None:
+    def __init__(self, structure: ModelStructure, called: Set[str], closures: Mapping[str, ModelLine]) -> None:
         self.calls, self.products, self.called = structure.seen.calls, structure.seen.weight_products, called
-        self.lines = _lines_in_all_layers(structure)
+        self.lines, self.closures = _in_all_layers(structure.seen.parameter_lines, structure), closures
         self.transposed: dict[object, bool] = {}
         self.templates: dict[object, list[tuple[object, ModuleTemplate]]] = {}  # of layers
         self.by_number: dict[int, list[int]] = {}  # of each kind of layer, the modules that `depends_on_numbers`
@@ -249,6 +263,8 @@ class _Infos:
         x, h = module_features(module, call, name in self.products)
         is_called, line = name in self.called, self.lines.get(f"{name}.weight")
         unknown = "" if line is None else f"no forward calls it: its weight is read at {line}"
+        if (line := self.closures.get(f"{name}.weight")) is not None:
+            unknown = f"a function or a container holds the module and calls it, at {line}: call it as `self.…` there"
         return ModuleInfo(
             name,
             type(module).__name__,

@@ -38,6 +38,7 @@ from peftc.tracing.region_trace import ModuleCall, RegionTrace, TraceError, geti
 from peftc.tracing.tensor_caches import without_cached_tensors
 from peftc.tracing.tracer_base import TracerBase, patch_attribute
 
+UNKNOWN_MODULE = "a module that is no child of its modules"
 CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, str, int, float, complex, bool)
 
 
@@ -171,6 +172,8 @@ class RegionTracer(TracerBase):
             return self.provenance.node(a)
         if isinstance(a, CONSTANTS) or callable(a):
             return a
+        if isinstance(a, nn.Parameter):
+            raise TraceError(f"a parameter of {UNKNOWN_MODULE} is used in it")
         raise TraceError(f"a value of type {type(a).__name__} from outside the region is used in it")
 
     def attribute_node(self, path: str, value: Any) -> fx.Node:
@@ -184,7 +187,7 @@ class RegionTracer(TracerBase):
         """Records the call of a child as a node, or enters its code."""
         name = self.module_names.get(id(m))
         if name is None:
-            raise TraceError(f"a {type(m).__name__} from outside the region is called in it")
+            raise TraceError(f"a {type(m).__name__}, {UNKNOWN_MODULE}, is called in it")
         if isinstance(m, nn.Identity) and args == (None,):
             return None
         arguments = bind_arguments(type(m).forward, m, args, kwargs)

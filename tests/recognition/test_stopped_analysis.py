@@ -5,6 +5,8 @@ can be traced works still.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -244,6 +246,161 @@ def test_modules_that_pytorch_does_not_know_are_named(model: Callable[[], nn.Mod
     with pytest.raises(peftc.PeftcError, match="P201") as refusal:
         peftc.plan(LORA.format("layer[*].ffn.up"), model(), sample={"x": X})
     assert line in str(refusal.value)
+
+
+class Hides(Block):
+    """Its `down` is called where a copy of the model does not reach; `HIDE` is the line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = self.hide(self.down)
+
+    def hide(self, down: nn.Module) -> Any:
+        return lambda x: down(x)  # HIDE
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + self.call(torch.relu(self.up(x)))
+
+    def call(self, z: Tensor) -> Tensor:
+        return self.hidden(z)
+
+
+class InDefault(Hides):
+    def hide(self, down: nn.Module) -> Any:
+        def call(x: Tensor, module: nn.Module = down) -> Tensor:
+            return module(x)  # HIDE
+
+        return call
+
+
+ELSEWHERE: dict[int, nn.Module] = {}
+
+
+class InGlobal(Hides):
+    def hide(self, down: nn.Module) -> Any:
+        ELSEWHERE[id(self)] = down
+        return id(self)
+
+    def call(self, z: Tensor) -> Tensor:
+        return ELSEWHERE[self.hidden](z)  # HIDE
+
+
+class OnlyHidden(Hides):
+    """The module is no child."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x)[:, None], self.k(x)[:, None], self.v(x)[:, None]
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v)[:, 0])
+        return x + self.call(torch.relu(self.up(x)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.down
+
+
+class InObject(OnlyHidden):
+    def hide(self, down: nn.Module) -> Any:
+        return SimpleNamespace(down=down)
+
+    def call(self, z: Tensor) -> Tensor:
+        return self.hidden.down(z)  # HIDE
+
+
+class InPartial(OnlyHidden):
+    def hide(self, down: nn.Module) -> Any:
+        return partial(down)
+
+    def call(self, z: Tensor) -> Tensor:
+        return self.hidden(z)  # HIDE
+
+
+class InTuple(OnlyHidden):
+    def hide(self, down: nn.Module) -> Any:
+        return (down,)
+
+    def call(self, z: Tensor) -> Tensor:
+        return self.hidden[0](z)  # HIDE
+
+
+class AsAttribute(OnlyHidden):
+    def hide(self, down: nn.Module) -> Any:
+        vars(self)["alias"] = down
+        return None
+
+    def call(self, z: Tensor) -> Tensor:
+        alias: Any = self.alias
+        return alias(z)  # HIDE
+
+
+class OnlyCallsHidden(Hides):
+    """Its `down` has no other call."""
+
+    forward = OnlyHidden.forward
+
+
+class OnlyCallsInDefault(InDefault):
+    forward = OnlyHidden.forward
+
+
+class OnlyCallsInGlobal(InGlobal):
+    forward = OnlyHidden.forward
+
+
+@pytest.mark.parametrize("block", [OnlyCallsHidden, OnlyCallsInDefault, OnlyCallsInGlobal])
+def test_a_child_that_a_function_or_a_global_calls_is_no_child_that_nothing_calls(block: type[Block]) -> None:
+    model = Net(block, block)
+    with pytest.raises(peftc.PeftcError, match="P205") as refusal:
+        peftc.plan(LORA.format('"layers.*.down"'), model, sample={"x": X})
+    assert "holds the module and calls it, at " in str(refusal.value)
+    assert "# HIDE`" in str(refusal.value)
+    assert "no forward" not in str(refusal.value)
+    base = model(X)
+    peftc.compile('peft 1  edit e at "layers.*.down" { w += lowrank(r=1) }', model, seed=0, sample={"x": X})
+    with torch.no_grad():
+        for parameter in peftc.parameters(model).values():
+            parameter.fill_(0.3)
+    assert not torch.equal(model(X), base)  # what the message proposes
+
+
+@pytest.mark.parametrize(
+    ("block", "line"),
+    [
+        (OnlyHidden, "`layers.0.hidden` of OnlyHidden is a function that holds a module"),
+        (InTuple, "`layers.0.hidden` of InTuple is a tuple, and PyTorch does not know the modules in it"),
+        (InObject, "`layers.0.hidden` of InObject is no child, but holds one"),
+        (InPartial, "`layers.0.hidden` of InPartial is no child, but holds one"),
+        (AsAttribute, "`layers.0.alias` of AsAttribute is no child, but is a module"),
+    ],
+)
+def test_where_a_module_hides_that_stops_a_trace_is_named(block: type[Block], line: str) -> None:
+    with pytest.raises(peftc.PeftcError, match="P214") as refusal:
+        peftc.plan(LORA.format("layer[*].ffn.up"), Net(block, block), sample={"x": X})
+    assert "a module that is no child" in str(refusal.value)
+    assert "# HIDE`" in str(refusal.value)
+    assert line in str(refusal.value)
+
+
+def replacement(x: Tensor) -> Tensor:  # STOP
+    return x
+
+
+@pytest.mark.parametrize("forward", [replacement, partial(replacement)])
+def test_a_forward_of_an_instance_that_cannot_be_edited_has_its_line(forward: Any) -> None:
+    model = Net(Block, Block)
+    model.layers[0].forward = forward
+    with pytest.raises(peftc.PeftcError, match="P424") as refusal:
+        peftc.compile(LORA.format('"layers.0.q"'), model, sample={"x": X})
+    assert "# STOP`" in str(refusal.value)
+    assert "modules outside of `layers.0` can be edited" in str(refusal.value)
+    peftc.compile(LORA.format('"layers.1.q"'), model, sample={"x": X})
+
+
+def test_a_model_without_a_sample_is_refused_with_the_arguments() -> None:
+    with pytest.raises(peftc.PeftcError, match="P507") as refusal:
+        peftc.sites(Net(Block))
+    assert "its forward takes `x`, at " in str(refusal.value)
+    assert "in Net.forward: `def forward(self, x: Tensor)" in str(refusal.value)
 
 
 def test_code_that_needs_data_is_not_said_to_fail() -> None:

@@ -1,11 +1,13 @@
-"""Modules that PyTorch does not know: in plain lists, and in functions that attributes hold."""
+"""Modules that PyTorch does not know: in plain lists and objects, and in functions that attributes
+hold.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
-from types import FunctionType, MethodType
-from typing import Any
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, cast
 
 from torch import nn
 
@@ -16,10 +18,11 @@ _MOST = 3  # lines
 
 def hidden_module_lines(model: nn.Module) -> list[str]:
     """A line for each attribute that holds modules which are no children, at most a few."""
-    lines: list[str] = []
-    for name, module in outline(model):
+    modules = outline(model)
+    lines, known = list[str](), {id(module) for _, module in modules}
+    for name, module in modules:
         for attribute, value in vars(module).items():
-            if attribute.startswith("_") or (line := _line(value)) is None:
+            if attribute.startswith("_") or (line := _line(value, known)) is None:
                 continue
             path = f"{name}.{attribute}".lstrip(".")
             lines.append(f"`{path}` of {type(module).__name__} is {line}")
@@ -28,30 +31,43 @@ def hidden_module_lines(model: nn.Module) -> list[str]:
     return lines
 
 
-def _line(value: Any) -> str | None:
+def _line(value: Any, known: Collection[int]) -> str | None:
+    """What a line says of the value of an attribute. `known`: the children, by `id`."""
+    if isinstance(value, FunctionType) and any(isinstance(part, nn.Module) for part in _function_parts(value)):
+        return "a function that holds a module of the model: a copy of the model would call the same module"
+    if all(id(part) in known for part in _parts(value) if isinstance(part, nn.Module)):
+        return None
     if isinstance(value, list | tuple | set | dict):
-        parts: Any = value.values() if isinstance(value, dict) else value
-        if not any(isinstance(part, nn.Module) for part in parts):
-            return None
         better = "nn.ModuleDict" if isinstance(value, dict) else "nn.ModuleList"
         return f"a {type(value).__name__}, and PyTorch does not know the modules in it: `{better}` makes them known"
-    if any(isinstance(part, nn.Module) for part in _held(value)):
-        return "a function that holds a module of the model: a copy of the model would call the same module"
-    return None
+    holds = "is a module" if isinstance(value, nn.Module) else "holds one"
+    return f"no child, but {holds} that PyTorch does not know: `self.NAME = module` makes it known"
 
 
-def _held(value: Any) -> Iterator[Any]:
-    """What a function has besides its arguments: a closure, defaults, the object of a method."""
-    if isinstance(value, partial):
-        yield from (value.func, *value.args, *value.keywords.values())
+def _parts(value: Any) -> Iterator[Any]:
+    """The values in which the attributes of a module may hold others."""
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, dict):
+        yield from cast("dict[Any, Any]", value).values()
+    elif isinstance(value, list | tuple | set):
+        yield from cast("list[Any]", value)
+    elif isinstance(value, partial):
+        call = cast("partial[Any]", value)
+        yield from (call.func, *call.args, *call.keywords.values())
     elif isinstance(value, MethodType):
         yield value.__self__
-    elif isinstance(value, FunctionType):
-        for cell in value.__closure__ or ():
-            try:
-                yield cell.cell_contents
-            except ValueError:  # it is not filled yet
-                continue
-        yield from value.__defaults__ or ()
-        defaults: Mapping[str, Any] = value.__kwdefaults__ or {}
-        yield from defaults.values()
+    elif not isinstance(value, type | FunctionType | ModuleType) and hasattr(value, "__dict__"):
+        yield from vars(value).values()
+
+
+def _function_parts(function: FunctionType) -> Iterator[Any]:
+    """What a function has besides its arguments: a closure and defaults."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # it is not filled yet
+            continue
+    yield from function.__defaults__ or ()
+    defaults: Mapping[str, Any] = function.__kwdefaults__ or {}
+    yield from defaults.values()
