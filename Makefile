@@ -10,7 +10,7 @@ QUANTIZED := .venv-quantized/ready
 ADAPTERHUB := .venv-adapterhub/ready
 CORE := tests/models tests/tracing tests/observation tests/recognition tests/rewriting tests/specialization tests/adapters/test_saved.py tests/adapters/test_saved_refusals.py tests/test_compiler.py --ignore tests/specialization/test_variants.py
 
-.PHONY: demo test test-full oldest lint format types tables package check benchmarks coverage adversarial interrupts verify mutants suite docs foreign workflows quantized adapterhub adapterhub-recorded clean
+.PHONY: demo test test-full oldest lint format types tables package check benchmarks coverage adversarial interrupts verify mutants locks suite docs foreign workflows quantized adapterhub adapterhub-recorded clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -48,7 +48,7 @@ tables: $(READY)
 package: $(READY)
 	PYTHON=$(BIN)/python .ci/package
 
-check: lint types test oldest package
+check: lint types locks test oldest package
 
 benchmarks: $(READY)
 	$(BIN)/python benchmarks/plan.py
@@ -83,6 +83,10 @@ interrupts: $(READY)
 # Small faults put into peftc, one at a time, against the tests that reach them: up to three hours.
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants.run
+
+# What the recipes do to the models of peftc.toml, against specs/*.lock.json. `peftc lock specs` writes these.
+locks: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/peftc check --locked specs
 
 # What `make test` costs, for README.md. Nothing else should run beside it.
 suite: $(READY)

@@ -118,6 +118,13 @@ class Session:
         path.write_text(block.text, encoding="utf-8")
         assert read_configuration(path) is not None, where
 
+    def run_yaml(self, block: Block, where: str) -> None:
+        """A workflow of GitHub, which gives the action of this repository inputs that it has."""
+        action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
+        steps = [step for job in yaml.safe_load(block.text)["jobs"].values() for step in job["steps"]]
+        (step,) = (step for step in steps if "/peftc@" in step["uses"])
+        assert step["with"].keys() <= action["inputs"].keys(), where
+
     def run_sh(self, block: Block, where: str) -> None:
         """Commands that CI runs elsewhere: targets of the Makefile, modules of benchmarks/."""
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
