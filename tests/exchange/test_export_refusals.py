@@ -35,6 +35,21 @@ def test_a_tied_parameter_has_two_uses_of_which_peft_changes_one(place: str, edi
     assert "are one parameter" in export_refused("P801", model, tmp_path).message
 
 
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        ("embed { w += sparse(density=10%) }", "has the full rank of the weight"),
+        ("layer[*].attn.q { w += sparse(density=10%) }", "has the full rank of the weight"),
+        ("layer[*].attn.q { w += masked(density=10%) }", "has the full rank of the weight"),
+        ("layer[*].attn.q { w += fastfood(d=16) }", "has the full rank of the weight"),
+        ("layer[*].attn.q { h *= scalar(init=1) }", "leaves the weight as it is"),
+    ],
+)
+def test_what_changes_nothing_before_training_is_no_lora_either(edit: str, reason: str, tmp_path: Path) -> None:
+    model = peftc.compile(f"peft 2\nedit e at {edit}\n", zoo.build("llama"), seed=0)
+    assert reason in export_refused("P801", model, tmp_path).message
+
+
 def test_a_linear_in_two_layers_is_one_module(tmp_path: Path) -> None:
     model: Any = zoo.build("llama", torch.float64)
     model.model.layers[1].self_attn.q_proj = model.model.layers[0].self_attn.q_proj

@@ -123,5 +123,6 @@ def _times(place: Place, node: ast.Expr, value: Affine, fold: Fold) -> Affine:
 
 def _fold(module: EquationModule, value: Affine) -> Fold:
     place = module.place
-    tensors = {name: tensor.detach().to(value.dtype) for name, tensor in module.tensors().items()}
+    own = {name: tensor.detach() for name, tensor in module.tensors().items()}
+    tensors = {name: one.to(value.dtype) if one.is_floating_point() else one for name, one in own.items()}
     return Fold(place, value, lambda node: evaluate(place, node, {}, tensors))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from peftc.addressing.sites import WeightRef
+from peftc.equation_code.module import EquationModule
 from peftc.exchange.low_rank_changes.factored import Factored, form_value, matrix_value
 from peftc.folding.module_folds import Interpreter, Value, eval_mode
 from peftc.folding.unrounded_parameters import Fold
@@ -65,7 +66,10 @@ class LowRankInterpreter(Interpreter):
         if self.matrix is not None:
             if source is not None:
                 raise NotAffine(f"`{show_term(term)}` is not the sum of the weight and a thin product", term)
-            value = matrix_value(self.modules[instance.key], self.matrix)
+            module = self.modules[instance.key]
+            value = matrix_value(module, self.matrix)
+            if value is None and not isinstance(module, EquationModule):  # such as `sparse`: a whole matrix
+                raise NotAffine(f"`{show_term(term)}` has the full rank of the weight", term)
             return super()._value(term) if value is None else value
         if not isinstance(source, Factored):
             return super()._value(term)
@@ -87,6 +91,9 @@ def products(folds: Iterable[Fold], weights: Weights) -> list[Product]:
             term = fold.site_edit.assigns[-1].value
             raise NotAffine(f"`{show_term(term)}` acts on what another edit of this Linear has changed", term)
         terms += own
+    if not terms and folds:
+        last = folds[-1].site_edit.assigns[-1].value
+        raise NotAffine(f"`{show_term(last)}` leaves the weight as it is, and a LoRA has a rank of 1 at least", last)
     return terms
 
 

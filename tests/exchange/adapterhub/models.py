@@ -11,6 +11,7 @@ import transformers as hf
 from safetensors.torch import load_file
 
 FOLDER = Path(__file__).parent / "recorded"
+NAMES = "names.json"  # the configurations of the library by its names for them
 _ENCODER: dict[str, Any] = {
     "hidden_size": 16,
     "num_hidden_layers": 2,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.exchange.adapterhub.models import FOLDER, MODELS, base, output
+from tests.exchange.adapterhub.models import FOLDER, MODELS, NAMES, base, output
 
 hub: Any = importlib.import_module("adapters")
 PICKLED = ("prefix", "mam", "unipelt", "norms")  # of which one module has a tensor twice, which safetensors refuses
@@ -90,6 +90,16 @@ def randomise(parameters: Any, std: float = 0.3) -> None:
         parameter.add_(torch.randn(parameter.shape) * std)
 
 
+def names() -> dict[str, dict[str, Any]]:
+    """Each name of the library, with its configuration."""
+    configs = importlib.import_module("adapters.configuration.adapter_config").ADAPTER_CONFIG_MAP
+    return {name: config.to_dict() for name, config in configs.items()}
+
+
+def names_text() -> str:
+    return json.dumps(names(), indent=1, sort_keys=True) + "\n"
+
+
 def record() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
@@ -117,6 +127,7 @@ def record() -> None:
         (FOLDER / name).mkdir(exist_ok=True)
         model.save_adapter(str(FOLDER / name / case), "task", with_head=case == "head", use_safetensors=is_safe)
     save_file(outputs, FOLDER / "outputs.safetensors")
+    (FOLDER / NAMES).write_text(names_text(), encoding="utf-8")
     print(f"recorded {len(outputs)} outputs")
 
 
@@ -151,5 +162,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--check"]:
         for folder in sys.argv[2:]:
             check(Path(folder))
+        if (FOLDER / NAMES).read_text(encoding="utf-8") != names_text():
+            raise SystemExit(f"{FOLDER / NAMES}: the library has other names")
     else:
         record()
