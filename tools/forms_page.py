@@ -5,17 +5,11 @@ python -m tools.forms_page > docs/forms.md
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 from peftc.equations.table import FORMS
-from peftc.filesystem import resources
 from peftc.forms import Argument, Form
 from peftc.semantics.arguments import interval, signature
 from peftc.semantics.form_facts import SITES, D, default_of, facts_of
-from peftc.syntax import ast
-from peftc.syntax.parser import parse_text
-from peftc.syntax.printer import print_expression
+from peftc.semantics.recipes import Recipe, recipes
 
 HEAD = """# Forms and recipes
 
@@ -92,7 +86,7 @@ def page() -> str:
     parts = [HEAD.format(examples=examples(), d=D, sites=SITES)]
     parts += [form_section(FORMS[name]) for name in sorted(FORMS)]
     parts.append(RECIPES)
-    parts += [recipe_section(name, path) for name, path in sorted(resources.recipes().items())]
+    parts += [recipe_section(recipe) for _, recipe in sorted(recipes().items())]
     return "\n".join(parts)
 
 
@@ -117,21 +111,11 @@ def argument_row(argument: Argument) -> str:
     return f"| `{argument.name}` | {'; '.join(cells)} | {default_of(argument)} |"
 
 
-def recipe_section(name: str, path: Path) -> str:
+def recipe_section(recipe: Recipe) -> str:
     """One recipe: what its file says of it, and the parameters of its method."""
-    text = path.read_text(encoding="utf-8")
-    method = next(s for s in parse_text(text, str(path)).statements if isinstance(s, ast.Method))
-    parameters = ", ".join(f"{p.name} = {print_expression(p.default)}" for p in method.params)
-    return "\n".join([f"### `{name}`", "", *comment_of(text), "", f"`method {method.name}({parameters})`", ""])
-
-
-def comment_of(text: str) -> Iterator[str]:
-    """The comment at the head of a file, which says what the recipe is and where it comes from."""
-    for line in text.splitlines()[1:]:
-        if line.startswith("#"):
-            yield line.removeprefix("#").strip()
-        elif line.strip():
-            return
+    parameters = ", ".join(f"{name} = {default}" for name, default in recipe.parameters.items())
+    head = f"`method {recipe.method.name}({parameters})`"
+    return "\n".join([f"### `{recipe.name}`", "", *recipe.comment, "", head, ""])
 
 
 if __name__ == "__main__":

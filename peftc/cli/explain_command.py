@@ -31,7 +31,7 @@ def run_explain(args: Namespace) -> int:
         known = (*forms, *CODES)
         help_ = did_you_mean(args.code, known) or "`peftc explain` lists all codes, docs/forms.md has all forms"
         raise Unusable(f"there is no form and no code {args.code}; {help_}")
-    print("\n".join(_form_lines(forms[args.code])))
+    print("\n".join(form_lines(forms[args.code])))
     return 0
 
 
@@ -51,7 +51,7 @@ def _explain_code(word: str) -> int:
     return 0
 
 
-def _form_lines(form: Form) -> Iterator[str]:
+def form_lines(form: Form) -> Iterator[str]:
     """How a form is called, its equation, its arguments, and what follows from them."""
     yield from (signature(form), "")
     yield from [form.equation if form.text is None else form.text]

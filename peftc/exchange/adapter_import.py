@@ -153,12 +153,21 @@ def write_adapter(base: Base, incoming: Incoming, target: Path, name: str) -> Im
     compiled = CompiledModel.active(base.module)
     selectors = Selectors(compiled.analysis.table)
     edits = edits_of(incoming.parts, selectors, incoming.name)
-    texts = [edit.text for edit in edits] + trained_text(list(incoming.saved), selectors, "saved")
-    forms = dict.fromkeys(part.form.strip() for part in incoming.parts if part.form)
-    texts = [*(f"{form}\n" for form in forms), *texts]
+    texts = _texts(incoming, edits, selectors)
     count = sum(len(part.tensors) for part in incoming.parts) + len(incoming.common) + len(incoming.saved)
     finish = partial(_fill, edits=edits, saved=incoming.saved, common=incoming.common)
     return write_text(base, compiled, texts, finish, target, name, count)
+
+
+def statements_of(incoming: Incoming, selectors: Selectors) -> list[str]:
+    """The forms, edits and `train` statements of an adapter. Raises: P804."""
+    return _texts(incoming, edits_of(incoming.parts, selectors, incoming.name), selectors)
+
+
+def _texts(incoming: Incoming, edits: list[IncomingEdit], selectors: Selectors) -> list[str]:
+    forms = dict.fromkeys(part.form.strip() for part in incoming.parts if part.form)
+    trained = trained_text(list(incoming.saved), selectors, "saved")
+    return [*(f"{form}\n" for form in forms), *(edit.text for edit in edits), *trained]
 
 
 def write_text(
@@ -178,18 +187,24 @@ def write_text(
         installed = InstalledSpec(name, spec, planned.plan, 0)
         compiled.add(installed, planned, tasks=(), finish=finish, draw=False)
     except PeftcError as error:
-        if error.diagnostics[0].code.startswith(("P5", "P8")):  # of the base, or of the adapter
-            raise
-        notes = tuple(f"{d.code}: {d.message}" for d in error.diagnostics[:3])
-        if error.diagnostics[0].code == "P317":  # a number above the limit of the model
-            raise PeftcError(Diagnostic("P804", error.diagnostics[0].message)) from error
-        raise unfit("the adapter does not fit the model", *notes) from error
+        raise misfit(error) from error
     try:
         record = installation_of(base.module)
         save_as(base.module, target, description=_description(base, record))
         return ImportedAdapter(str(target), installed.text, count)
     finally:
         compiled.remove()
+
+
+def misfit(error: PeftcError) -> PeftcError:
+    """What keeps the spec of an adapter from its base: P804, or an error of the base itself."""
+    first = error.diagnostics[0]
+    if first.code.startswith(("P5", "P8")):  # of the base, or of the adapter
+        return error
+    if first.code == "P317":  # a number above the limit of the model
+        return PeftcError(Diagnostic("P804", first.message))
+    notes = (f"{one.code}: {one.message}" for one in error.diagnostics[:3])
+    return unfit("the adapter does not fit the model", *notes)
 
 
 def _description(base: Base, record: Installation) -> Any:

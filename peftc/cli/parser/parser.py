@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 
 from peftc import __version__
 from peftc.cli.parser.arguments import Argument
-from peftc.cli.parser.commands import COMMANDS, COMMON, Command
+from peftc.cli.parser.command import COMMON, Command
+from peftc.cli.parser.commands import COMMANDS
 from peftc.diagnostics.activity import activity
 from peftc.diagnostics.suggestions import did_you_mean
 
