@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from peftc.dataflow.buffers import written_value
 from peftc.dataflow.nodes import example, first_input, is_tensor, nodes_in, output_of, shape
 from peftc.dataflow.operations import LAYOUT, OF_FIRST, SCALE, Op, is_in_place, op_of
 from peftc.fakes.data_answers import fake_data_answers
@@ -102,6 +103,8 @@ def _part(node: fx.Node) -> list[fx.Node] | None:
     """The operands of one item of a result, or of a module's result; None where unknown."""
     if node.op == "call_module":
         return node.meta.get(ITEM_OPERANDS, {}).get(WHOLE)
+    if (value := written_value(node)) is not None:
+        return [value]
     if node.target is not operator.getitem:
         return None
     source, index = node.args

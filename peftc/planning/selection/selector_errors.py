@@ -32,11 +32,23 @@ def no_match(path: ast.Path, steps: Sequence[ast.Step], paths: SitePaths) -> Dia
     help_ = STACK_CHOICE_HELP.get(step.name)
     if help_ is None and matched == len(steps):  # the path stops above a site, as `encoder` does
         help_ = f"to reach every module below, write `{text}.**`"
+    unplaced = _without_role(steps, paths.table)
+    if unplaced and help_ is None:
+        glob = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", unplaced[0].module)
+        help_ = f'name the module by a pattern in quotes, such as `"{glob}"`'
     help_ = help_ or _suggestion(step, steps[:matched], below)
     message = f"`{print_selector(path)}` matches nothing in {paths.table.model_id}"
     label = f"no such site under `{text}`" if text else "no such site"
-    notes = tuple(_notes(text, below, paths.stacks))
+    notes = (*_notes(text, below, paths.stacks), *reason_lines(unplaced))
     return Diagnostic("P201", message, name_span(step), label=label, notes=notes, help=help_)
+
+
+def _without_role(steps: Sequence[ast.Step], table: SiteTable) -> list[UnplacedModule]:
+    """The modules whose role is not known, and may be that which a path ends with."""
+    names = [step.name for step in steps]
+    below = names[names.index("layer") + 1 :] if "layer" in names else []
+    role = ".".join(name for name in below if name not in BRANCHES)
+    return [module for module in table.unplaced if role in module.roles]
 
 
 def _names_below(steps: Sequence[ast.Step], paths: SitePaths) -> NamesBelow:

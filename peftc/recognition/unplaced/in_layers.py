@@ -23,6 +23,7 @@ from peftc.recognition.module_features import reads_patches
 from peftc.recognition.sublayer import SubLayer
 from peftc.recognition.unplaced.unknown_products import unknown_matrices
 from peftc.recognition.unplaced.untraced import NOT_ADDED, UntracedPart
+from peftc.tracing.bytecode import line_of
 
 OUTSIDE = "what it computes is in no sub-layer of its layer"
 JOINED = "its result joins that of the Linear with the role"
@@ -117,9 +118,10 @@ class _Finder:
                 continue  # `output_of_both` has it
             if linears and lacking and not sub.experts and sub.router is None:
                 roles = frozenset(f"{sub.kind}.{role}" for role in lacking)
-                names = [owner(name_of(n, self.layer)) for n in linears]
+                lines = {owner(name_of(n, self.layer)): line_of(n.meta.get("stack", ())) for n in reversed(linears)}
                 reason = f"its `{sub.kind}` has no {' and no '.join(f'`{role}`' for role in lacking)}"
-                yield from (UntracedPart(name, reason, roles) for name in dict.fromkeys(names))
+                for name, line in reversed(lines.items()):
+                    yield UntracedPart(name, reason if line is None else f"{reason}, at {line}", roles)
 
     def without_roles(self, sub: SubLayer) -> list[fx.Node]:
         """The Linears of a sub-layer without a role, and convolutions over several positions."""
