@@ -19,11 +19,11 @@ from torch.nn import functional as F
 from peftc.equation_code import functions
 from peftc.equations.analysis import Place
 from peftc.equations.matrices import DECOMPOSED, DECOMPOSITIONS
-from peftc.equations.operands import POSITIONS, TOKENS
+from peftc.equations.operands import TOKENS
 from peftc.equations.primitives import FUNCTIONS, OPERATORS
 from peftc.equations.rules import Primitive
 from peftc.equations.values import Type, Value
-from peftc.equations.words import NONE
+from peftc.equations.words import NONE, POSITIONS
 from peftc.forms.rowwise_module import lookup
 from peftc.syntax import ast
 from peftc.syntax.walk import children

@@ -54,9 +54,13 @@ class FormCode:
                 if owner not in self.owner_nodes:
                     self.owner_nodes[owner] = self.emit(getattr, module, owner)
                 module = self.owner_nodes[owner]
-            is_buffer = name in self.place.buffers
-            own = (functions.filled_buffer, module, name, self.training) if is_buffer else (getattr, module, name)
-            self.parameters[name] = self.emit(*own)
+            selection = self.place.selection
+            if selection is not None and name in selection[:2]:
+                self.parameters[name] = self.emit(functions.selection_part, self.module, name, selection.units)
+            elif name in self.place.buffers:
+                self.parameters[name] = self.emit(functions.filled_buffer, module, name, self.training)
+            else:
+                self.parameters[name] = self.emit(getattr, module, name)
         return self.parameters[name]
 
     def attribute(self, name: str) -> fx.Node:

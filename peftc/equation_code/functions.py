@@ -122,6 +122,23 @@ def filled_buffer(form: Any, name: str, training: bool) -> Tensor:
     return getattr(form, name)
 
 
+def selection_part(form: Any, name: str, count: int) -> Tensor:
+    """Of selected values, or of their places, those of a site, which has `count` of them in all.
+
+    Raises: P540 while training, if nothing has been selected.
+    """
+    owner = form if form.owner_module is None else form.owner_module
+    if form.training:
+        owner.require_ready()
+    return owner.part(name, form.form_dims.spread[0], count)
+
+
+def scatter(values: Tensor, places: Tensor, n: int) -> Tensor:
+    """n rows, or entries, of which those at `places` are the values, and the others 0."""
+    known = (places >= 0).view(-1, *[1] * (values.ndim - 1))
+    return values.new_zeros(n, *values.shape[1:]).index_put((places.clamp(min=0),), values * known)
+
+
 def narrow(a: Tensor, start: int, count: int) -> Tensor:
     """So many of the first dimension, from `start` on."""
     return a.narrow(0, start, count)

@@ -12,6 +12,7 @@ from torch import Tensor
 from peftc.equation_code.code import evaluate, evaluate_all
 from peftc.equation_code.fold import Fold
 from peftc.equation_code.form_code import forward_of, sum_of
+from peftc.equation_code.functions import selection_part
 from peftc.equation_code.initial_values import draw_at, write_initial
 from peftc.equations.definition import OWNER, TextForm
 from peftc.equations.patterns import bottleneck_of, takes_rows
@@ -46,7 +47,7 @@ class EquationModule(Hookable, FormModule):
     def setup(self) -> None:
         place, own = self.place, self.own_names()
         self.arity = len(place.inputs)
-        states = (*place.copies, *place.buffers)
+        states = place.states
         self._fixed = tuple(name for name in own if place.parameters[name].fixed and name not in states)
         # Those whose first values follow from the base's weight.
         self._computed = tuple(name for name in own if name not in (*self._draws(), *states))
@@ -76,7 +77,11 @@ class EquationModule(Hookable, FormModule):
     def tensors(self) -> dict[str, Tensor]:
         """The parameters and fixed values of the equation, by name."""
         own = set(self.own_names())
-        return {n: getattr(self if n in own else self.owner_module, n) for n in self.place.parameters}
+        tensors = {n: getattr(self if n in own else self.owner_module, n) for n in self.place.parameters}
+        selection = self.place.selection
+        if selection is not None:
+            tensors |= {name: selection_part(self, name, selection.units) for name in selection[:2]}
+        return tensors
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return forward_of(self.place, self._owners)(self, *inputs[: self.arity or 1])
@@ -124,8 +129,7 @@ class EquationModule(Hookable, FormModule):
         """How parameters and fixed values are drawn, the same for all forms at alike places."""
         key = "draws", self.scopes
         if key not in self.place.code:
-            states = (*self.place.copies, *self.place.buffers)
-            own = (name for name in self.own_names() if name not in states)
+            own = (name for name in self.own_names() if name not in self.place.states)
             draws = ((name, draw_at(self.place, name)) for name in own)
             self.place.code[key] = {name: draw for name, draw in draws if draw is not None}
         return self.place.code[key]

@@ -4,7 +4,7 @@ its primitives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -13,8 +13,20 @@ from typing import Any
 from peftc.equations.bindings import write_out
 from peftc.equations.operands import Operands
 from peftc.equations.products import Products
-from peftc.equations.values import Budget, FormError, Number, SiteNumbers, Type, Value, real, shown, type_of
-from peftc.equations.words import BUDGET, BUFFER, INITIAL_VALUES, NONE, OUT, function_of, owner_of
+from peftc.equations.values import Budget, FormError, Number, Selection, SiteNumbers, Type, Value, real, shown, type_of
+from peftc.equations.words import (
+    BUDGET,
+    BUFFER,
+    INITIAL_VALUES,
+    NONE,
+    OUT,
+    OVER_SITES,
+    SCATTER,
+    SELECTION,
+    criterion_of,
+    function_of,
+    owner_of,
+)
 from peftc.forms.form import DISTRIBUTIONS, Args
 from peftc.forms.shapes import KeyValue, Rows, Shape, Tokens, Vector, Weight
 from peftc.syntax import ast
@@ -104,6 +116,7 @@ class Place(Operands):
             raise FormError("P319", message, self.form)
         self.value  # noqa: B018  # raises what has no meaning
         self.product  # noqa: B018  # known before an edit is made: it may be nested too deeply
+        self.selection  # noqa: B018
         return self
 
     @cached_property
@@ -114,14 +127,57 @@ class Place(Operands):
     @cached_property
     def budget(self) -> Budget | None:
         """The parameter of which training gives up entries."""
-        lines = [*self.lets.values(), *([] if self.result is None else [self.result])]
-        calls = [
-            part for line in lines for part in walk(line) if isinstance(part, ast.Call) and part.function == BUDGET
-        ]
-        for name, *numbers in (call.args for call in calls):
+        for call in self._calls(BUDGET):
+            name, *numbers = call.args
             assert isinstance(name, ast.Name)
-            return Budget(name.id, *(real(self.number(number), number) for number in numbers))  # pyright: ignore[reportArgumentType]  # as `under_budget` says
+            return Budget(name.id, *(real(self.number(number), number) for number in numbers))  # pyright: ignore[reportArgumentType]  # as its rule says
         return None
+
+    @cached_property
+    def selection(self) -> Selection | None:
+        """The values at selected places. Raises: FormError."""
+        calls = list(dict.fromkeys(self._calls(SCATTER)))
+        if len(calls) > 1:
+            message = f"`{print_expression(calls[0])}` is another selection, and a form has one"
+            raise FormError("P111", message, calls[1])
+        for call in calls:
+            values, places, n = call.args
+            name = next(one for one in names_in(values) if one in self.sizes)
+            assert isinstance(places, ast.Name)
+            line, own = self.parameters[places.id], self.parameters[name]
+            units = self.size(n)
+            for other in self._calls(OVER_SITES):
+                if self.number(other.args[0]) != units:
+                    text = f"`{print_expression(call)}` has {units} of a site"
+                    raise FormError("P318", f"{text}, and `{print_expression(other)}` sums up others", other)
+            fills = self.result is not None and self._is_scattered(self.result)
+            dimension = own.sizes.index(line.sizes[0])
+            return Selection(name, places.id, criterion_of(line), dimension, units, bool(line.scope), fills)
+        return None
+
+    def _is_scattered(self, node: ast.Expr) -> bool:
+        """Whether a value is that of `scatter` with other dimensions, or times a number."""
+        match node:
+            case ast.Name(name) if name in self.lets:
+                return self._is_scattered(self.lets[name])
+            case ast.Call("reshape" | "t", (value, *_)):
+                return self._is_scattered(value)
+            case ast.Binary("*", number, value) if not isinstance(self.operand(number), Value):
+                return self._is_scattered(value)
+            case _:
+                return isinstance(node, ast.Call) and node.function == SCATTER
+
+    def _calls(self, function: str) -> Iterator[ast.Call]:
+        lines = [*self.lets.values(), *([] if self.result is None else [self.result])]
+        lines += [size for parameter in self.parameters.values() for size in parameter.sizes]
+        parts = (part for line in lines for part in walk(line) if isinstance(part, ast.Call))
+        return (part for part in parts if part.function == function)
+
+    @cached_property
+    def states(self) -> tuple[str, ...]:
+        """The names of tensors that are saved, and change in other ways than by gradients."""
+        places = (name for name, line in self.parameters.items() if criterion_of(line))
+        return (*self.copies, *self.buffers, *places)
 
     def _add_loss(self, line: ast.Equation, name: str, value: ast.Expr) -> None:
         """Raises: FormError if a term of the loss is not one number of the parameters."""
@@ -193,7 +249,7 @@ class Place(Operands):
                 wanted = "a matrix" if least == 2 else "one with sizes"
                 message = f"`{name}` is a first value of {wanted}, and `{line.name}` is {Type(sizes)}"
                 raise FormError("P318", message, node)
-            for part in node.args if isinstance(node, ast.Call) else ():
+            for part in node.args if isinstance(node, ast.Call) and name != SELECTION else ():
                 if real(self.number(part), part) < 0:
                     raise FormError("P106", f"`{print_expression(part)}` is a deviation or a bound, and below 0", part)
             return

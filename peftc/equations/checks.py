@@ -8,9 +8,9 @@ from peftc.diagnostics import Diagnostic, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.equations.analysis import LOSS, mean_over_sites
 from peftc.equations.bindings import BINDERS, INITIAL
-from peftc.equations.definition import RESULT, inputs_of
+from peftc.equations.definition import RESULT
 from peftc.equations.matrices import DECOMPOSITIONS
-from peftc.equations.operands import POSITIONS, TOKENS
+from peftc.equations.operands import TOKENS
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS
 from peftc.equations.table import FORMS
 from peftc.equations.words import (
@@ -21,12 +21,17 @@ from peftc.equations.words import (
     NUMBERS,
     OUT,
     PERMUTATION,
+    POSITIONS,
     RANDOM,
+    SCATTER,
+    SELECTION,
     SIZES,
+    criterion_of,
     function_of,
+    inputs_of,
     words_of,
 )
-from peftc.forms.reserved import is_reserved
+from peftc.forms.reserved import RESERVED_BESIDES, is_reserved
 from peftc.syntax import ast
 from peftc.syntax.printer import print_expression
 from peftc.syntax.vocabulary import CONCAT, FROZEN_MODULES, SHARED, STATES
@@ -196,6 +201,14 @@ class _FormChecker:
                     if not line.fixed or len(line.sizes) != 1:
                         message = f"`{line.name}` is an order of entries, which nothing trains"
                         yield Diagnostic("P105", message, line.value.span, help="write `fixed order[n] = permutation`")
+            case ast.Call(name, args, kwargs) if name == SELECTION:
+                words = {param.name: param.default for param in self.form.params}
+                is_argument = isinstance(words.get(criterion_of(line)), ast.Name)
+                if not line.fixed or len(line.sizes) != 1 or not is_argument or kwargs:
+                    message = f"`{line.name}` has the numbers of what `peftc.calibrate` selects"
+                    help_ = f"write `fixed {line.name}[k] = selection(select)` with an argument `select = magnitude`"
+                    yield Diagnostic("P105", message, line.value.span, help=help_)
+                yield from (error for arg in args for error in self._expression(arg))
             case ast.Call(name, args, ()) if name in INITIAL_VALUES:
                 if len(args) > (1 if name in ("normal", "truncated", "uniform", "identity") else 0):
                     yield Diagnostic("P108", f"`{name}` is {INITIAL_VALUES[name]}", line.value.span)
@@ -237,14 +250,7 @@ class _FormChecker:
             case ast.Negative() | ast.Binary() | ast.Item():
                 yield from (error for part in children(value) for error in self._expression(part, of_weights))
             case _:
-                kinds = {
-                    ast.String: "text",
-                    ast.List: "a list",
-                    ast.Pair: "a pair",
-                    ast.Attribute: "an attribute",
-                    ast.Binding: "a name that is bound",
-                }
-                message = f"the equation of a form has no meaning for {kinds.get(type(value), 'this')}"
+                message = f"the equation of a form has no meaning for {_KINDS.get(type(value), 'this')}"
                 yield Diagnostic("P105", message, value.span)
 
     def _sum(self, call: ast.Call, of_weights: bool) -> Iterator[Diagnostic]:
@@ -308,6 +314,8 @@ class _FormChecker:
         over_tokens = function == "mean" and len(args) == 2 and args[1] == ast.Name(TOKENS)
         if function == BUDGET:
             yield from self._budget(call)
+        if function == SCATTER:
+            yield from self._scatter(call)
         ends = [ast.Name(NONE)] if function == POSITIONS else []
         for arg in args[:1] if over_tokens else [arg for arg in args if arg not in ends]:
             yield from self._expression(arg, of_weights)
@@ -325,15 +333,49 @@ class _FormChecker:
             message = f"`{self.limited[BUDGET]}` has a budget already, and a form has one"
             yield Diagnostic("P111", message, call.span)
 
+    def _scatter(self, call: ast.Call) -> Iterator[Diagnostic]:
+        """The errors of `scatter(v, places, n)`: v is a parameter, or its transpose."""
+        lines = {line.name: line for line in self.form.body if isinstance(line, ast.Parameter)}
+        value, places = (*call.args, None, None)[:2]
+        value = value.args[0] if isinstance(value, ast.Call) and value.function == "t" and value.args else value
+        v, at = (lines.get(part.id) if isinstance(part, ast.Name) else None for part in (value, places))
+        if at is None or not criterion_of(at):
+            help_ = "write `fixed places[k] = selection(select)`, and `scatter(v, places, n)`"
+            yield Diagnostic(
+                "P105", f"`{print_expression(call)}` has no places that are selected", call.span, help=help_
+            )
+        elif v is None or v.fixed or v.scope != at.scope or at.sizes[0] not in v.sizes:
+            message = (
+                f"`{print_expression(call)}` has no parameter with the dimension of `{at.name}`, and `per` the same"
+            )
+            yield Diagnostic("P105", message, call.span)
+        elif at.scope and (len(v.sizes) > 1 or v.value in (ast.Name("kaiming"), ast.Name("orthogonal"))):
+            message = f"`{v.name}` is one vector for all sites, with a first value of each entry"
+            yield Diagnostic("P105", message, call.span)
+        elif self.limited.setdefault(SCATTER, v.name) != v.name:
+            message = f"`{self.limited[SCATTER]}` has selected values already, and a form has one selection"
+            yield Diagnostic("P111", message, call.span)
+
     def _states(self) -> Iterator[Diagnostic]:
         """The errors of a form that is changed in several ways besides training."""
         parts = (part for value in values(self.form) for part in walk(value) if isinstance(part, ast.Call))
         ways = {part.function for part in parts if part.function in (RANDOM, BUDGET)}
         if any(isinstance(line, ast.Parameter) and line.value == ast.Name(BUFFER) for line in self.form.body):
             ways.add(BUFFER)
+        if any(isinstance(line, ast.Parameter) and criterion_of(line) for line in self.form.body):
+            ways.add(SELECTION)
         if len(ways) > 1:
             message = f"`{self.form.name}` has {join_names(sorted(ways), 'and')}, and a form has one of them"
             yield Diagnostic("P111", message, self.form.name_span, help="write two forms, and call both")
+        for line in self.form.body if ways else ():
+            if isinstance(line, ast.Parameter) and any(self._is_of_module(line.name, way) for way in ways):
+                message = f"no parameter can be named `{line.name}`: the module of such a form has that name"
+                yield Diagnostic("P121", message, line.name_span, help="use another name")
+
+    def _is_of_module(self, name: str, way: str) -> bool:
+        """Whether the module of a form that changes in this way has a name."""
+        is_score = way == BUDGET and name.endswith(("_importance", "_uncertainty"))
+        return is_score or name in RESERVED_BESIDES[way]
 
     def _unused(self) -> Iterator[Diagnostic]:
         for name, at in self.names.items():

@@ -2,44 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal, cast
+from math import prod
+from typing import Any
 
 from peftc.diagnostics import Related, Source, Span
 from peftc.equations.analysis import Place, place_of
 from peftc.equations.bindings import is_written_out
 from peftc.equations.exports import Export, are_alternatives, export_of, may_hold
-from peftc.equations.operands import POSITIONS
 from peftc.equations.patterns import bottleneck_of
 from peftc.equations.values import NUMBERS_OF_SITES, FormError, SiteNumbers, Value, numbers_of, shape_of
-from peftc.equations.words import BUDGET, BUFFER, NONE, PERMUTATION, RANDOM, function_of, is_choice, words_of
-from peftc.forms.arguments import DTYPE, SEED
-from peftc.forms.form import Args, Argument, Dims, Form, Parameter, PlacementError, Scope
+from peftc.equations.words import (
+    BUDGET,
+    BUFFER,
+    NONE,
+    OVER_SITES,
+    PERMUTATION,
+    POSITIONS,
+    RANDOM,
+    SELECTION,
+    arguments_of,
+    criterion_of,
+    inputs_of,
+)
+from peftc.forms.arguments import DTYPE
+from peftc.forms.form import Args, Dims, Form, Parameter, PlacementError, Scope
 from peftc.forms.shapes import Ids, KeyValue, Prompt, Shape, Tokens, Weight
 from peftc.syntax import ast
-from peftc.syntax.numbers import numeric_value
 from peftc.syntax.printer import print_expression, print_statement
-from peftc.syntax.vocabulary import STATES
 from peftc.syntax.walk import names_in, values, walk
 
 MODULE = "peftc.equation_code.module:EquationModule"
+SELECTION_MODULE = "peftc.equation_code.selection_module:SelectionModule"
 BUFFER_MODULE = "peftc.equation_code.buffer_module:BufferModule"
 BUDGET_MODULE = "peftc.equation_code.budget_module:BudgetModule"
 RANDOM_MODULE = "peftc.equation_code.random_module:RandomModule"
 RESULT = "f"
 OWNER = "owner_module"  # the attribute of a module with the module of common parameters
-Ends = Literal["", "low", "high", "both"]
-_SWAPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 PARAMETERS = "parameters"  # of the code of a place
-_MODULES = {RANDOM: RANDOM_MODULE, BUFFER: BUFFER_MODULE, BUDGET: BUDGET_MODULE}
-_OF_WHOLE_NUMBERS = ("power", "pad", "top_k", "softmax", "corner", "svd", "positions", "reshape", "narrow")
-
-
-def inputs_of(form: ast.Form) -> tuple[str, ...]:
-    """The parameters of a form that are inputs: those that have the name of a state."""
-    return tuple(param.name for param in form.params if param.name in STATES and param.default is None)
+_MODULES = {RANDOM: RANDOM_MODULE, BUFFER: BUFFER_MODULE, BUDGET: BUDGET_MODULE, SELECTION: SELECTION_MODULE}
 
 
 class TextForm(Form):
@@ -53,7 +56,7 @@ class TextForm(Form):
         self.equation = f"{RESULT} = {print_expression(lines[-1].value)}" if lines else ""
         self.paper = " ".join(line.lstrip("# ") for line in form.leading if line)
         self.inputs = inputs_of(form)
-        self.arguments = (*self._arguments(), DTYPE)
+        self.arguments = (*arguments_of(self.form), DTYPE)
         self.gives_pair = any(isinstance(line.value, ast.Pair) for line in lines)
         exclude = are_alternatives(self._lines())
         if "site" in scopes and len(scopes) > 1 and not exclude:
@@ -65,7 +68,12 @@ class TextForm(Form):
         self._calls = [part for part in parts if isinstance(part, ast.Call)]
         functions = {call.function for call in self._calls}
         values_at_first = {line.value.id for line in self._lines() if isinstance(line.value, ast.Name)}
-        self.module = next((_MODULES[word] for word in _MODULES if word in functions | values_at_first), MODULE)
+        selection = next((line for line in self._lines() if criterion_of(line)), None)
+        words = functions | values_at_first
+        if selection is not None and selection.scope:
+            words.remove(SELECTION)
+            self.common_module, self.separates_tasks = SELECTION_MODULE, True
+        self.module = next((module for word, module in _MODULES.items() if word in words), MODULE)
         self._is_wide = "widest" in functions
         self._asked = functions.intersection(NUMBERS_OF_SITES)
         self._is_written_out = any(map(is_written_out, parts))
@@ -85,73 +93,6 @@ class TextForm(Form):
 
     def __reduce__(self) -> Any:
         return (text_form, (self.form, self.source))
-
-    # Arguments
-
-    def _arguments(self) -> Iterator[Argument]:
-        """The arguments of a call. Those that sizes are computed from are whole numbers."""
-        whole, ids, words = self._names_in_sizes(), self._names_of_ids(), words_of(self.form)
-        for param in self.form.params:
-            if param.name in self.inputs:
-                continue
-            name, is_whole = param.name, param.name in whole
-            doc = (param.trailing or f"an argument of `{self.form.name}`").lstrip("# ")
-            low, high, open_ends = self._range(name, int(name not in ids) if is_whole else None)
-            kind = "int" if is_whole else "float"
-            match param.default:
-                case None:
-                    yield Argument(name, kind, doc, None, True, low, high, open_ends)
-                case ast.Call() if (function := function_of(param)) is not None:
-                    yield Argument(name, "call", doc, choices=(function,))
-                case ast.Boolean(value):
-                    yield Argument(name, "bool", doc, value)
-                case ast.Name(word) if word in words.get(name, ()) and is_choice(self.form, name):
-                    yield Argument(name, "choice", doc, word, choices=words[name])
-                case ast.Number() as number:
-                    value = Place(self.form, {}, {}, ()).number(number)
-                    assert not isinstance(value, str)
-                    yield Argument(name, kind, doc, value if is_whole else float(value), False, low, high, open_ends)
-                case value:
-                    doc = doc if param.trailing or value == ast.Name(NONE) else f"{doc}; {print_expression(value)}"
-                    yield Argument(name, kind, doc, None, False, low, high, open_ends)
-        if any(line.fixed and line.value != ast.Name(BUFFER) for line in self._lines()):
-            yield SEED
-
-    def _range(self, name: str, low: float | None) -> tuple[float | None, float | None, Ends]:
-        """The least and the most that lines require of an argument, and which end is excluded."""
-        high: float | None = None
-        ends: set[str] = set()
-        for line in self.form.body:
-            if not isinstance(line, ast.Require) or line.condition is not None or line.op not in _SWAPPED:
-                continue
-            left, op, right = line.left, line.op, line.right
-            if isinstance(left, ast.Number):
-                left, op, right = right, _SWAPPED[op], left
-            if left != ast.Name(name) or not isinstance(right, ast.Number):
-                continue
-            value = float(numeric_value(right))
-            if op[0] == ">":
-                low = value
-            else:
-                high = value
-            (ends.add if len(op) == 1 else ends.discard)("low" if op[0] == ">" else "high")
-        return low, high, "both" if len(ends) == 2 else cast(Ends, "".join(ends))
-
-    def _names_of_ids(self) -> set[str]:
-        """The names of ids of tokens, which begin with 0; sizes and counts begin with 1."""
-        calls = [part for value in values(self.form) for part in walk(value) if isinstance(part, ast.Call)]
-        ids = [arg for call in calls if call.function == POSITIONS for arg in call.args[3:]]
-        return {name for arg in ids for name in names_in(arg)}
-
-    def _names_in_sizes(self) -> set[str]:
-        """The names that sizes, numbers of terms and indices depend on."""
-        lets = [line for line in self.form.body if isinstance(line, ast.Let)]
-        sizes = [size for line in self._lines() for size in line.sizes]
-        sizes += [number for value in values(self.form) for part in walk(value) for number in whole_numbers(part)]
-        names = {name for size in sizes for name in names_in(size)}
-        while more := {inner for let in lets if let.name in names for inner in names_in(let.value)} - names:
-            names |= more
-        return names
 
     # What the planner asks
 
@@ -270,8 +211,8 @@ class TextForm(Form):
                     name,
                     place.sizes[name],
                     scope="common" if line.scope else "site",
-                    role="state" if name in (*place.copies, *place.buffers) else "fixed" if line.fixed else trained,
-                    dtype="int64" if line.value == ast.Name(PERMUTATION) else "",
+                    role="state" if name in place.states else "fixed" if line.fixed else trained,
+                    dtype="int64" if line.value == ast.Name(PERMUTATION) or criterion_of(line) else "",
                 )
                 for name, line in place.parameters.items()
             ]
@@ -339,10 +280,27 @@ class TextForm(Form):
 
         Empty where they depend on the widest site, and `dims` do not say yet how wide that is.
         """
-        if self._is_wide and dims.widest == (0, 0):
+        if (self._is_wide and dims.widest == (0, 0)) or (OVER_SITES in self._asked and not dims.spread[1]):
             return ()
         place = self.at(args, dims)
         return tuple((n, place.sizes[n]) for n, line in place.parameters.items() if scope_of(line) != "site")
+
+    def entries(self, args: Args, dims: Dims) -> int:
+        if OVER_SITES not in self._asked:
+            return super().entries(args, dims)
+        selection = self.at(self.fill(args), replace(dims, spread=(0, 0))).selection
+        return super().entries(args, dims) if selection is None else selection.units
+
+    def changed_entries(self, args: Args, dims: Dims) -> int | None:
+        place = self.at(self.fill(args), dims)
+        if self.inputs or place.selection is None or not place.selection.fills:
+            return None
+        return prod(place.sizes[place.selection.values])
+
+    def selects_rows(self, args: Args, dims: Dims) -> bool:
+        """Whether it selects rows at each site."""
+        selection = self.at(self.fill(args), dims).selection
+        return selection is not None and not selection.together and selection.dimension == 0
 
     def shifts(self, args: Args, dims: Dims) -> bool:
         return self.at(args, dims).value.shifted
@@ -355,21 +313,6 @@ class TextForm(Form):
         if value.rank is None or (len(size) == 2 and value.rank >= min(size)):
             return None
         return value.rank
-
-
-def whole_numbers(node: ast.Expr) -> tuple[ast.Expr, ...]:
-    """The parts of an expression that are whole numbers, whatever they are."""
-    match node:
-        case ast.Binding(_, count) | ast.Call("random", (count,)):
-            return (count,)
-        case ast.Item(_, indices):
-            return indices
-        case ast.Call(function, (_, *numbers)) if function == BUDGET:
-            return tuple(numbers[:5])
-        case ast.Call(function, (_, *numbers)) if function in _OF_WHOLE_NUMBERS:
-            return tuple(numbers)
-        case _:
-            return ()
 
 
 def _size_at(place: Place, node: ast.Expr) -> tuple[int, ...]:

@@ -11,6 +11,15 @@ from peftc.equations.values import Type
 _SVD, _QR = "peftc.equation_code.functions.svd", "peftc.equation_code.functions.qr"
 
 
+def _scattered(operands: rules.Types) -> Type:
+    value, places, n = rules.tensor(operands), rules.vector(operands, 1), operands[2]
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise rules.Mismatch(f"expected a whole number above 0, found {n}", 2, "P106")
+    if value.batch or value.size[:1] != places.size:
+        raise rules.Mismatch(f"{value} has not one row for each of the places {places}")
+    return Type((n, *value.size[1:]))
+
+
 def _under_budget(operands: rules.Types) -> Type:
     """A vector, five whole numbers and two others."""
     for at, number in enumerate(operands[1:], 1):
@@ -197,6 +206,15 @@ MATRICES: Mapping[str, Primitive] = {
             affinity="linear",
             operands=(8, 8),
             by_rows=True,
+        ),
+        Primitive(
+            "scatter",
+            "scatter(v, places, n)",
+            "n rows, or entries, of which those at `places` are v, and the others 0",
+            _scattered,
+            "peftc.equation_code.functions.scatter",
+            affinity="linear",
+            operands=(3, 3),
         ),
         Primitive(
             "walsh",

@@ -11,7 +11,18 @@ from peftc.equations.matrices import DECOMPOSITIONS
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, OPERATORS
 from peftc.equations.rules import Mismatch, Operand, Primitive
 from peftc.equations.values import NUMBERS_OF_SITES, FormError, Number, SiteNumbers, Type, Value, real, shown
-from peftc.equations.words import NONE, NUMBERS, OUT, PLACES, RANDOM, SIZES, without_size, words_of
+from peftc.equations.words import (
+    NONE,
+    NUMBERS,
+    OUT,
+    OVER_SITES,
+    PLACES,
+    POSITIONS,
+    RANDOM,
+    SIZES,
+    without_size,
+    words_of,
+)
 from peftc.forms.shapes import KeyValue
 from peftc.syntax import ast
 from peftc.syntax.numbers import ARITHMETIC, numeric_value
@@ -19,7 +30,6 @@ from peftc.syntax.printer import print_expression
 from peftc.syntax.walk import children, names_in
 
 TOKENS = "tokens"  # `mean(x, tokens)`
-POSITIONS = "positions"  # `positions(x, first, last, token)`
 _MOST = 2**40  # of a size
 
 
@@ -226,6 +236,8 @@ class Operands:
         if function in SIZES:
             return self._size_of(node, function)
         function = self.function(function)
+        if function == OVER_SITES and self.numbers_of_site.over_sites:
+            return self.numbers_of_site.over_sites
         if function == POSITIONS and len(node.args) in (3, 4):
             value, *ends = node.args
             return self._positions(node, self.operand(value), [self.argument(end) for end in ends])
@@ -265,11 +277,9 @@ class Operands:
         for operand, part in ((keys, node.first), (values, node.second)):
             if not isinstance(operand, Value) or operand.type.batch or len(operand.type.size) != 3:
                 other = operand.type if isinstance(operand, Value) else "a number"
-                raise FormError(
-                    "P301", f"expected rows [heads, rows, features], `{print_expression(part)}` is {other}", part
-                )
-        assert isinstance(keys, Value)
-        assert isinstance(values, Value)
+                message = f"expected rows [heads, rows, features], `{print_expression(part)}` is {other}"
+                raise FormError("P301", message, part)
+        assert isinstance(keys, Value) and isinstance(values, Value)  # noqa: PT018
         if keys.type.size[:2] != values.type.size[:2]:
             raise FormError("P301", f"keys {keys.type} and values {values.type} have other heads or rows", node)
         return Value(keys.type, reason="it adds rows to the keys and values, which no weight holds", pair=values.type)

@@ -86,7 +86,7 @@ def takes_rows(place: Place) -> bool:
 
     So it is for entries, last dimensions, and matrices that multiply each token.
     """
-    if place.copies or place.buffers or any(place.types[name].batch != "tokens" for name in place.inputs):
+    if place.states or any(place.types[name].batch != "tokens" for name in place.inputs):
         return False
     parts = [place.product[1], *place.products.lets.values()]
     return all(_is_of_rows(place, part) for part in parts)

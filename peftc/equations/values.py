@@ -92,6 +92,28 @@ class Budget(NamedTuple):
     beta2: float
 
 
+class Selection(NamedTuple):
+    """`scatter(values, places, n)`, and `fixed places[k] = selection(select)`.
+
+    Attributes:
+        values: the name of the parameter.
+        places: the name of the numbers of rows, or of entries.
+        criterion: the name of the argument that says by what they are selected.
+        dimension: of `values`, the one of places.
+        units: how many rows, or entries, the site has.
+        together: whether sites select together.
+        fills: whether the value of the form is that of `scatter`, with other dimensions.
+    """
+
+    values: str
+    places: str
+    criterion: str
+    dimension: int
+    units: int
+    together: bool
+    fills: bool
+
+
 class SiteNumbers(NamedTuple):
     """What an equation knows of its site besides shapes: 0 where its text does not ask.
 
@@ -102,6 +124,7 @@ class SiteNumbers(NamedTuple):
         site: which of them this is.
         layers: how many layers they are in.
         layer: which of these this one is in.
+        over_sites: the rows, or entries, of which sites select together.
     """
 
     widest: tuple[int, int] = (0, 0)
@@ -110,15 +133,17 @@ class SiteNumbers(NamedTuple):
     site: int = 0
     layers: int = 0
     layer: int = 0
+    over_sites: int = 0
 
 
-NUMBERS_OF_SITES = ("d_model", "sites", "site", "layers", "layer")
+NUMBERS_OF_SITES = ("d_model", "sites", "site", "layers", "layer", "over_sites")
 
 
 def numbers_of(dims: Dims, names: Collection[str], is_wide: bool) -> SiteNumbers:
     """The numbers of these names, so that sites which do not differ in them are one place."""
     layers, layer = layers_of(dims)
     own = {"d_model": dims.d_model, "sites": dims.sites, "site": dims.index, "layers": layers, "layer": layer}
+    own |= {"over_sites": dims.spread[1]}
     return SiteNumbers(dims.widest if is_wide else (0, 0), **{name: own[name] for name in names})
 
 

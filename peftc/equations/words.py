@@ -6,18 +6,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, cast
 
 from peftc.equations.primitives import ACTIVATIONS
+from peftc.forms.arguments import SEED
+from peftc.forms.form import Argument
 from peftc.syntax import ast
-from peftc.syntax.walk import values, walk
+from peftc.syntax.numbers import numeric_value
+from peftc.syntax.printer import print_expression
+from peftc.syntax.vocabulary import STATES
+from peftc.syntax.walk import children, names_in, values, walk
 
 NONE = "none"  # an argument without a value
 BUFFER = "buffer"  # a first value of what a command fills
 PERMUTATION = "permutation"  # a first value that is an order of entries
 BUDGET = "budget"  # `budget(v, target, total, …)`: v, of which training gives up entries
 OUT = "out"  # the name of the state that the equation writes, in sizes
+POSITIONS = "positions"  # `positions(x, first, last, token)`
+OVER_SITES = "over_sites"  # `over_sites(n)`: the sum of n over the sites that have parameters in common
+SELECTION, SCATTER = "selection", "scatter"  # `fixed places[k] = selection(select)`, and values at these places
+# By what rows or entries are selected: of weights that a form changes, or of its own parameters.
+CRITERIA, OWN_CRITERIA = ("fisher", "change", "magnitude", "random"), ("snip", "magnitude", "random")
 RANDOM = "random"  # `let i = random(n)`: one of 0, 1, … n - 1, in each forward while training
+Ends = Literal["", "low", "high", "both"]
+_SWAPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+_OF_WHOLE_NUMBERS = ("power", "pad", "top_k", "softmax", "corner", "svd", POSITIONS, "reshape", "narrow", SCATTER)
 
 # Functions of numbers, and of the shapes of inputs and of `out`, the state that is written.
 NUMBERS: Mapping[str, Callable[..., Any]] = {
@@ -26,6 +39,8 @@ NUMBERS: Mapping[str, Callable[..., Any]] = {
     "sqrt": math.sqrt,
     "abs": abs,
     "floor": math.floor,
+    "round": round,
+    OVER_SITES: lambda n: n,  # where the others are not known
     "power_of_two": lambda n: 1 << (n - 1).bit_length(),
     "root_divisor": lambda n: max(m for m in range(1, math.isqrt(n) + 1) if n % m == 0),
 }
@@ -71,6 +86,7 @@ INITIAL_VALUES: Mapping[str, str] = {
     "identity": "ones on the diagonal, identity(x) with x beside it",
     "signs": "1 or -1, each as likely",
     BUFFER: "0, of a `fixed` tensor that a command fills and an adapter keeps, as `peftc.fuse` does",
+    SELECTION: "of a `fixed` vector the numbers of what `peftc.calibrate` selects: selection(select)",
     PERMUTATION: "0, 1, … n - 1 in any order, of a `fixed` vector",
 }
 
@@ -100,12 +116,25 @@ def words_of(form: ast.Form) -> dict[str, tuple[str, ...]]:
             words[name] = dict.fromkeys(ACTIVATIONS)
         elif default == ast.Name(NONE):
             words[name] = {NONE: None}
+    has_inputs = any(name in STATES and default is None for name, default in defaults.items())
+    for line in form.body:
+        if isinstance(line, ast.Parameter) and (name := criterion_of(line)) in defaults:
+            words[name] = dict.fromkeys(OWN_CRITERIA if has_inputs else CRITERIA)
     for left, right in _equalities(form):
         if left.id in defaults and right.id not in defaults:
             default = defaults[left.id]
             first = [default.id] if isinstance(default, ast.Name) and default.id not in defaults else []
             words.setdefault(left.id, {}).update(dict.fromkeys((*first, right.id)))
     return {name: tuple(own) for name, own in words.items()}
+
+
+def criterion_of(line: ast.Parameter) -> str:
+    """The argument by which a line selects; empty if it does not."""
+    match line.value:
+        case ast.Call(function, (ast.Name(name),), ()) if function == SELECTION:
+            return name
+        case _:
+            return ""
 
 
 def is_choice(form: ast.Form, name: str) -> bool:
@@ -121,3 +150,105 @@ def _equalities(form: ast.Form) -> Iterator[tuple[ast.Name, ast.Name]]:
             if one.op in ("==", "!=") and isinstance(one.left, ast.Name) and isinstance(one.right, ast.Name):
                 yield one.left, one.right
                 yield one.right, one.left
+
+
+# Arguments
+
+
+def inputs_of(form: ast.Form) -> tuple[str, ...]:
+    """The parameters of a form that are inputs: those that have the name of a state."""
+    return tuple(param.name for param in form.params if param.name in STATES and param.default is None)
+
+
+def arguments_of(form: ast.Form) -> Iterator[Argument]:
+    """The arguments of a call. Those that sizes are computed from are whole numbers."""
+    whole, ids, words, inputs = _names_in_sizes(form), _names_of_ids(form), words_of(form), inputs_of(form)
+    for param in form.params:
+        if param.name in inputs:
+            continue
+        name, is_whole = param.name, param.name in whole
+        doc = (param.trailing or f"an argument of `{form.name}`").lstrip("# ")
+        low, high, open_ends = _range(form, name, int(name not in ids) if is_whole else None)
+        kind = "int" if is_whole else "float"
+        match param.default:
+            case None:
+                yield Argument(name, kind, doc, None, True, low, high, open_ends)
+            case ast.Call() if (function := function_of(param)) is not None:
+                yield Argument(name, "call", doc, choices=(function,))
+            case ast.Boolean(value):
+                yield Argument(name, "bool", doc, value)
+            case ast.Name(word) if word in words.get(name, ()) and is_choice(form, name):
+                yield Argument(name, "choice", doc, word, choices=words[name])
+            case ast.Number() as number:
+                value = numeric_value(number)
+                yield Argument(name, kind, doc, value if is_whole else float(value), False, low, high, open_ends)
+            case value:
+                doc = doc if param.trailing or value == ast.Name(NONE) else f"{doc}; {print_expression(value)}"
+                yield Argument(name, kind, doc, None, False, low, high, open_ends)
+    if any(line.fixed and line.value != ast.Name(BUFFER) for line in _parameters(form)):
+        yield SEED
+
+
+def _parameters(form: ast.Form) -> list[ast.Parameter]:
+    return [line for line in form.body if isinstance(line, ast.Parameter)]
+
+
+def _range(form: ast.Form, name: str, low: float | None) -> tuple[float | None, float | None, Ends]:
+    """The least and the most that lines require of an argument, and which end is excluded."""
+    high: float | None = None
+    ends: set[str] = set()
+    for line in form.body:
+        if not isinstance(line, ast.Require) or line.condition is not None or line.op not in _SWAPPED:
+            continue
+        left, op, right = line.left, line.op, line.right
+        if isinstance(left, ast.Number):
+            left, op, right = right, _SWAPPED[op], left
+        if left != ast.Name(name) or not isinstance(right, ast.Number):
+            continue
+        value = float(numeric_value(right))
+        if op[0] == ">":
+            low = value
+        else:
+            high = value
+        (ends.add if len(op) == 1 else ends.discard)("low" if op[0] == ">" else "high")
+    return low, high, "both" if len(ends) == 2 else cast(Ends, "".join(ends))
+
+
+def _names_of_ids(form: ast.Form) -> set[str]:
+    """The names of ids of tokens, which begin with 0; sizes and counts begin with 1."""
+    calls = [part for value in values(form) for part in walk(value) if isinstance(part, ast.Call)]
+    ids = [arg for call in calls if call.function == POSITIONS for arg in call.args[3:]]
+    return {name for arg in ids for name in names_in(arg)}
+
+
+def _names_in_sizes(form: ast.Form) -> set[str]:
+    """The names that sizes, numbers of terms and indices depend on."""
+    lets = [line for line in form.body if isinstance(line, ast.Let)]
+    sizes = [size for line in _parameters(form) for size in line.sizes]
+    sizes += [number for value in values(form) for part in walk(value) for number in whole_numbers(part)]
+    names = {name for size in sizes for name in names_of_whole(size)}
+    while more := {inner for let in lets if let.name in names for inner in names_of_whole(let.value)} - names:
+        names |= more
+    return names
+
+
+def whole_numbers(node: ast.Expr) -> tuple[ast.Expr, ...]:
+    """The parts of an expression that are whole numbers, whatever they are."""
+    match node:
+        case ast.Binding(_, count) | ast.Call("random", (count,)):
+            return (count,)
+        case ast.Item(_, indices):
+            return indices
+        case ast.Call(function, (_, *numbers)) if function == BUDGET:
+            return tuple(numbers[:5])
+        case ast.Call(function, (_, *numbers)) if function in _OF_WHOLE_NUMBERS:
+            return tuple(numbers)
+        case _:
+            return ()
+
+
+def names_of_whole(node: ast.Expr) -> set[str]:
+    """The names in a whole number that are whole numbers: what is rounded need not be one."""
+    is_rounded = isinstance(node, ast.Call) and node.function == "round"
+    inner = [] if is_rounded else map(names_of_whole, children(node))
+    return {node.id} if isinstance(node, ast.Name) else set[str]().union(*inner)

@@ -13,8 +13,6 @@ from peftc.forms import (
     ladder,
     layer_attention,
     masked,
-    pruned,
-    sparse,
 )
 from peftc.forms.form import Args, Argument, ArgumentValue, Count, Dims, Form, Parameter, PlacementError, Scope
 from peftc.forms.registry import PYTHON_FORMS, register, register_entry_point, unregister
@@ -42,10 +40,8 @@ __all__ = [
     "ladder",
     "layer_attention",
     "masked",
-    "pruned",
     "register",
     "register_entry_point",
-    "sparse",
     "unregister",
 ]
 

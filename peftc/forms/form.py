@@ -61,7 +61,7 @@ class Parameter:
             "saved" if it is of that form, and not trained; "state" if it is saved, and changes in
             other ways than by gradients; "fixed" if it is drawn from the argument `seed`, and
             neither trained nor saved.
-        dtype: of a fixed one that has another dtype than the form, such as "int64".
+        dtype: of one that has another dtype than the form, such as "int64": it is not counted.
     """
 
     name: str
@@ -299,7 +299,8 @@ class Form:
     def _count(self, args: Args, dims: Dims, scopes: set[str]) -> Count:
         parameters = [p for p in self.parameters(args, dims) if p.scope in scopes]
         trained = sum(p.entries for p in parameters if p.role in ("trained", "training"))
-        return Count(trained, sum(p.entries for p in parameters if p.role in ("trained", "saved", "state")))
+        saved = [p for p in parameters if p.role in ("trained", "saved", "state") and not p.dtype]
+        return Count(trained, sum(p.entries for p in saved))
 
     def argument(self, name: str) -> Argument | None:
         return next((argument for argument in self.arguments if argument.name == name), None)

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from peftc.forms.arguments import DTYPE, changed_weight, number, size_of
-from peftc.forms.form import Args, Argument, Dims, Parameter, Scope
+from peftc.forms.form import Args, Argument, Dims, Form, Parameter, Scope
 from peftc.forms.registry import register
-from peftc.forms.shapes import entries
-from peftc.forms.sparse import WeightChange, chosen
+from peftc.forms.shapes import Shape, entries
 
 
 @register
-class Masked(WeightChange):
+class Masked(Form):
     name = "masked"
     equation = "f = z ⊙ Δ, z hard-concrete gates with learnt α; `peftc.calibrate` keeps the largest among all sites of the edit"
     paper = "Guo et al. 2021, arXiv:2012.07463 (Diff Pruning); gates of Louizos et al. 2018, arXiv:1712.01312"
     module = "peftc.forms.masked_module:MaskedModule"
     common_module = "peftc.forms.masked_module:MaskedSites"
+    inputs = ()
     mixes_shapes = True
     separates_tasks = True
     arguments = (
@@ -46,6 +46,15 @@ class Masked(WeightChange):
         DTYPE,
     )
 
+    def shape(self, args: Args, dims: Dims) -> Shape:
+        return changed_weight(self.name, dims)
+
+    def initial(self, args: Args, dims: Dims) -> float | None:
+        return 0.0
+
+    def not_affine(self, args: Args, dims: Dims) -> str | None:
+        return None
+
     def parameters(self, args: Args, dims: Dims) -> Iterable[Parameter]:
         size, alpha = size_of(changed_weight(self.name, dims)), number(args, "alpha")
         role = "trained" if args["keep"] else "training"
@@ -62,4 +71,4 @@ class Masked(WeightChange):
         return None if args["keep"] else "sparse"
 
     def changed_entries(self, args: Args, dims: Dims) -> int:
-        return chosen(args, dims.spread[1] or entries(dims.target))
+        return max(1, round(number(args, "density") * (dims.spread[1] or entries(dims.target))))

@@ -19,6 +19,21 @@ train training type value_at with_values xpu zero_grad
 _OF_CODE = ("self", "torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree", "getattr")
 RESERVED = frozenset({*_OF_MODULES.split(), *_OF_CODE, *kwlist})
 
+# What modules have besides, of forms with random numbers, buffers, a budget or a selection.
+_BESIDES = {
+    "random": "route",
+    "buffer": "adapter filled filling is_known",
+    "budget": """
+        budget dimensions give_up has_budget has_gradients is_smoothed is_trained keep kept last_round limited scores
+        smooth
+        """,
+    "selection": """
+        between bounds choose criterion dense drawn_at drawn_together first_number first_values is_selected origin part
+        place_numbers scored selected_parameter selection unit_count unit_total units
+        """,
+}
+RESERVED_BESIDES = {way: frozenset(names.split()) for way, names in _BESIDES.items()}
+
 
 def is_reserved(name: str) -> bool:
     """Whether a parameter cannot have this name."""

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.forms.module import FormModule, has_values
-
-UNCHOSEN = -1
+from peftc.forms.module import FormModule
 
 
 class SelectiveModule(FormModule):
@@ -55,50 +52,3 @@ class SelectiveModule(FormModule):
     def choose(self, places: Tensor) -> None:
         """Trains the units of these numbers, (unit_count,), from now on."""
         raise NotImplementedError
-
-
-class SelectedValues(SelectiveModule):
-    """Values of units that are chosen once: `places` has their numbers in ascending order, -1 before they have been chosen.
-
-    Shapes: places (k,).
-    """
-
-    values: nn.Parameter
-
-    def select(self, count: int) -> None:
-        """Makes room for the numbers of so many units."""
-        self.state("places", torch.full((count,), UNCHOSEN, dtype=torch.int64, device=self.values.device))
-        self.is_chosen = False  # known to be
-
-    @property
-    def unit_count(self) -> int:
-        """How many units are trained."""
-        return len(self.get_buffer("places"))
-
-    def choose(self, places: Tensor) -> None:
-        """Sets which units are trained; their values begin anew."""
-        with torch.no_grad():
-            self.get_buffer("places").copy_(places.sort()[0])
-            self.begin()
-        self.after_load()
-
-    def begin(self) -> None:
-        """Writes the first values of the chosen units."""
-        self.values.zero_()
-
-    def after_load(self) -> None:
-        self.is_chosen = False
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self.after_load()
-
-    def require_ready(self) -> None:
-        """Raises: P540 where nothing has been chosen."""
-        if self.is_chosen:
-            return
-        places = self.get_buffer("places")
-        if has_values(places) and int(places[0]) == UNCHOSEN:
-            message = f"`{self.definition.name}(select={self.criterion})` has not chosen what is trained"
-            raise PeftcError(Diagnostic("P540", message, help="peftc.calibrate(model, batches) chooses it"))
-        self.is_chosen = True

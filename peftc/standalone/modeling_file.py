@@ -171,6 +171,9 @@ class ModelingFile:
             if equation.differs_by_site:
                 what = f"`{path.rpartition('.')[2]}` at `{region}` makes the values of several sites"
                 raise refusal(f"{what}: save and load the adapter, which has them one by one")
+            if equation.place.selection is not None:
+                what = f"`{path.rpartition('.')[2]}` at `{region}` selects what it trains"
+                raise refusal(f"{what}: fold it, and save the model")
             yield path, f"({_sizes(form)}, {None if owner is None else self.owners[id(owner)]!r})"
 
     def _float32_modules(self) -> list[str]:

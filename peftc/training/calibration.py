@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from peftc.addressing.sites import WeightRef
 from peftc.concurrency.interrupts import Deferral, shielded
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.forms.lines_module import LinesModule
+from peftc.equations.definition import TextForm
 from peftc.forms.module import FormModule
 from peftc.forms.selective_module import SelectiveModule
 from peftc.installation.base_weights import refuse_quantised, view_of
@@ -153,7 +153,7 @@ def selectors_of(model: nn.Module, record: Installation) -> list[Selector]:
             if isinstance(term, ir.FormCall):
                 first.setdefault(id(term.instance), (assign, term.instance))
         calls = list(first.values())
-        row_states = [a.state for a, one in calls if one.form.name == "lines" and one.args["by"] == "row"]
+        row_states = [assign.state for assign, one in calls if selects_rows(one)]
         for assign, instance in calls:
             for task, suffix in instance.task_suffixes():
                 if not record.task.concerns(task):
@@ -170,10 +170,15 @@ def selectors_of(model: nn.Module, record: Installation) -> list[Selector]:
                 weight = site_edit.site.states[assign.state].weight
                 if weight is not None and module.scored == "weights":
                     # Entries of a bias follow the ranks of the rows of the weight.
-                    follows = isinstance(module, LinesModule) and assign.state == "b" and "w" in row_states
+                    follows = selects_rows(instance) and assign.state == "b" and "w" in row_states
                     selector.weights.append(weight)
                     selector.scored.append(site_edit.site.states["w" if follows else assign.state].weight or weight)
     return list(selectors.values())
+
+
+def selects_rows(instance: ir.FormInstance) -> bool:
+    """Whether a form selects rows of each weight or bias."""
+    return isinstance(instance.form, TextForm) and instance.form.selects_rows(instance.args, instance.dims)
 
 
 def key(ref: WeightRef) -> str:

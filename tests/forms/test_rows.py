@@ -169,7 +169,7 @@ REFUSED = [
     ("gate", {}, Heads(2, 4), T, "P310", "input"),
     ("linear", {}, Heads(2, 4), T, "P310", "input"),
     ("linear", {}, T, W, "P310", None),
-    ("sparse_adapter", {"density": 0.1}, T, T, "P312", None),
+    ("sparse_adapter", {"density": 0.1}, T, T, "P317", "r"),
     ("sparse_adapter", {"density": 0.1, "r": 2}, T, W, "P310", None),
     ("masked", {"density": 0.1}, None, T, "P310", None),
     ("layer_attention", {}, Tokens(4), T, "P301", "input"),
@@ -177,7 +177,7 @@ REFUSED = [
     ("fusion", {"n": 2}, T, T, "P317", "r"),
     ("fusion", {"n": 2, "r": 2}, Tokens(4), T, "P317", "input"),
     ("lines", {"density": 0.1}, None, T, "P310", None),
-    ("lines", {"density": 0.1, "by": "column"}, None, Vector(8), "P310", "by"),
+    ("lines", {"density": 0.1, "by": "column"}, None, Vector(8), "P317", "by"),
 ]
 
 

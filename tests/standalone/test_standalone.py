@@ -112,6 +112,7 @@ def test_a_saved_model_computes_the_same_without_peftc(name: str, folder: Path, 
     [
         ("edit p at layer[*].attn { kv = concat(prefix(len=3, reparam=mlp(4)), kv) }", "`prefix` at `"),
         ("edit v at layer[*].attn.q { w += masked(density=0.5) }", "`masked` at `"),
+        ("edit v at layer[*].attn.q { w += lines(density=0.5) }", "`lines` at `"),
         ("edit r at layer[*] { h += reft(h, r=2, first=1) }", "runs all children"),
         ("edit t at layer[*].attn.q per task { h += lora(x, r=2) }", "for each task"),
     ],

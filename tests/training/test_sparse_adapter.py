@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import peftc
-from peftc.forms.pruned_module import PrunedValues
+from peftc.equation_code.selection_module import SelectionModule
 from peftc.installation.contents import states
 from tests import zoo
 from tests.laws.harness import Before, close
@@ -27,8 +27,8 @@ def compiled(name: str, select: str, **how: Any) -> Any:
     return peftc.compile(SPEC.format(select), zoo.build(name, torch.float64), **{"seed": 0, **how})
 
 
-def owner(model: nn.Module) -> PrunedValues:
-    (result,) = [m for m in model.modules() if isinstance(m, PrunedValues)]
+def owner(model: nn.Module) -> SelectionModule:
+    (result,) = [m for m in model.modules() if isinstance(m, SelectionModule)]
     return result
 
 
@@ -89,7 +89,7 @@ def test_trained_saved_and_pruned_stays_pruned(tmp_path: Path) -> None:
         optimizer.step()
     want = model.eval()(**arguments).logits
     places, values = owner(model).get_buffer("places"), owner(model).values.detach()
-    whole = values.new_zeros(owner(model).total).index_put((places,), values)
+    whole = values.new_zeros(owner(model).unit_total).index_put((places,), values)
     other, _ = dense("llama", whole)
     with torch.no_grad():
         for key, parameter in peftc.parameters(other).items():
