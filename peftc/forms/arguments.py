@@ -6,16 +6,12 @@ from peftc.forms.form import Args, Argument, Dims, FirstValue, PlacementError
 from peftc.forms.shapes import Ids, Tokens, Vector, Weight
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "leaky_relu", "tanh", "sigmoid", "none")
-_WRITTEN = {"relu": "ReLU", "gelu": "GELU", "silu": "SiLU"}  # activations, as papers write them
 
 ACT = Argument("act", "choice", "activation between the two projections", "relu", choices=ACTIVATIONS)
 WIDTH = Argument("r", "int", "width of the bottleneck, in features", low=1)
 REDUCTION = Argument("reduction", "int", "instead of r: r = d_in // reduction", low=1)
 DROPOUT = Argument(
     "dropout", "float", "probability of zeroing a feature while training", 0.0, low=0.0, high=1.0, open="high"
-)
-ALPHA = Argument(
-    "alpha", "float", "numerator of the scale; without it alpha = r, so that the scale is 1", low=0.0, open="low"
 )
 DTYPE = Argument(
     "dtype",
@@ -69,18 +65,6 @@ def size_of(target: Weight | Vector) -> tuple[int, ...]:
     return (target.d_out, target.d_in) if isinstance(target, Weight) else (target.d,)
 
 
-def bounded_rank(form: str, r: int, d_out: int, d_in: int) -> None:
-    """Raises: PlacementError P311 where r exceeds min(d_out, d_in), the most rank of such a product."""
-    if r > min(d_out, d_in):
-        raise PlacementError(
-            "P311",
-            f"`{form}` has rank {r}, above min(d_in, d_out) = {min(d_out, d_in)}",
-            "r",
-            (f"it maps {d_in} features to {d_out}: the change cannot have a higher rank than {min(d_out, d_in)}",),
-            f"use r <= {min(d_out, d_in)}",
-        )
-
-
 # Bottlenecks
 
 
@@ -106,11 +90,6 @@ def width(args: Args, d_in: int, form: str) -> int:
 def not_linear(args: Args) -> str | None:
     """Why a bottleneck is not affine: its activation; None where it has none."""
     return None if args["act"] == "none" else f"its activation {args['act']} is not linear"
-
-
-def activated(args: Args, inner: str) -> str:
-    """`ReLU(h W_down)`, or `h W_down` without an activation."""
-    return inner if args["act"] == "none" else f"{_WRITTEN.get(str(args['act']), str(args['act']))}({inner})"
 
 
 def first_projections(args: Args) -> tuple[FirstValue, FirstValue]:
