@@ -10,7 +10,7 @@ from peftc.equations.initial_numbers import first_value, initial_number, initial
 from peftc.equations.matrices import DECOMPOSITIONS
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, OPERATORS
 from peftc.equations.rules import Mismatch, Operand, Primitive
-from peftc.equations.values import NUMBERS_OF_SITES, FormError, Number, SiteNumbers, Type, Value, real, shown
+from peftc.equations.values import NUMBERS_OF_SITES, FormError, Number, SiteNumbers, Type, Value, pair_of, real, shown
 from peftc.equations.words import (
     NONE,
     NUMBERS,
@@ -155,7 +155,7 @@ class Operands:
             case ast.Item(value, indices):
                 return self._item(node, value, indices)
             case ast.Pair(keys, values):
-                return self._pair(node, self.operand(keys), self.operand(values))
+                return pair_of(node, self.operand(keys), self.operand(values))
             case ast.Attribute(ast.Call(function, args), name) if f"{function}.{name}" in DECOMPOSITIONS:
                 operands = tuple(map(self.operand, args))
                 if len(operands) != DECOMPOSITIONS[f"{function}.{name}"].operands[0]:
@@ -271,18 +271,6 @@ class Operands:
         """The name of a function, for which an argument may stand: `act` for `relu`."""
         value = self.numbers.get(name)
         return value if isinstance(value, str) else name
-
-    def _pair(self, node: ast.Pair, keys: Operand, values: Operand) -> Operand:
-        """Rows of keys and values, [heads, rows, features] each."""
-        for operand, part in ((keys, node.first), (values, node.second)):
-            if not isinstance(operand, Value) or operand.type.batch or len(operand.type.size) != 3:
-                other = operand.type if isinstance(operand, Value) else "a number"
-                message = f"expected rows [heads, rows, features], `{print_expression(part)}` is {other}"
-                raise FormError("P301", message, part)
-        assert isinstance(keys, Value) and isinstance(values, Value)  # noqa: PT018
-        if keys.type.size[:2] != values.type.size[:2]:
-            raise FormError("P301", f"keys {keys.type} and values {values.type} have other heads or rows", node)
-        return Value(keys.type, reason="it adds rows to the keys and values, which no weight holds", pair=values.type)
 
     def _size_of(self, node: ast.Call, function: str) -> int:
         (argument,) = node.args

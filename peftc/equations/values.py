@@ -218,3 +218,17 @@ def shape_of(type_: Type, target: Shape, tokens: str = "") -> Shape | None:
             return Weight(d_out, d_in)
         case _:
             return None
+
+
+def pair_of(node: ast.Pair, keys: Value | Number, values: Value | Number) -> Value:
+    """Rows of keys and values, [heads, rows, features] each. Raises: FormError for other values."""
+    for operand, part in ((keys, node.first), (values, node.second)):
+        if not isinstance(operand, Value) or operand.type.batch or len(operand.type.size) != 3:
+            other = operand.type if isinstance(operand, Value) else "a number"
+            message = f"expected rows [heads, rows, features], `{print_expression(part)}` is {other}"
+            raise FormError("P301", message, part)
+    assert isinstance(keys, Value)
+    assert isinstance(values, Value)
+    if keys.type.size[:2] != values.type.size[:2]:
+        raise FormError("P301", f"keys {keys.type} and values {values.type} have other heads or rows", node)
+    return Value(keys.type, reason="it adds rows to the keys and values, which no weight holds", pair=values.type)
