@@ -176,7 +176,7 @@ class EquationInserter(NodeBuilder):
             message = f"`{self.edit.edit}` can only join rows to the attention here, which the model computes itself"
             raise PeftcError(Diagnostic("P415", message, help="join rows: `kv = concat(prefix(len=l), kv)`"))
         assert isinstance(term.shape, KeyValue)
-        like = attention.batch_like(term.shape.kv_heads)
+        like = self.like = attention.batch_like(term.shape.kv_heads)
         for i in [*reversed(range(own)), *range(own + 1, len(parts))]:
             self.start_before(attention.softmax)
             key, value, _, _ = self.key_value(parts[i], None, like)

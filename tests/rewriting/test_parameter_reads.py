@@ -15,6 +15,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import peftc
+from benchmarks.families import build
 from peftc.rewriting.legality.bypasses import own_parameters, parameter_reads
 from tests.laws.harness import randomise
 from tests.specialization.test_modes import mode
@@ -315,3 +316,18 @@ def test_reads_in_code(cls: Any, region: str, names: list[tuple[str, ...]]) -> N
     model = cls()
     parameters = own_parameters(model.get_submodule(region), region, recurse=True) if region else ["weight"]
     assert [read.names for read in parameter_reads(model, parameters)] == names
+
+
+def test_an_edit_acts_where_code_multiplies_by_the_transposed_weight() -> None:
+    """`x @ self.weight.T` reads the new weight; `self.weight.device` is that of the stored one."""
+    model, inputs = build("causal-lm", "falcon")
+    model = model.double()
+    with torch.no_grad():
+        base = model(**inputs).logits
+        peftc.compile("peft 2\nedit e at layer[*].attn.q | layer[*].ffn.up { w += lowrank(r=2) }\n", model, seed=0)
+        randomise(peftc.parameters(model))
+        edited = model(**inputs).logits
+        peftc.fold(model)
+        folded = model(**inputs).logits
+    assert (edited - base).abs().max() > 1e-2
+    torch.testing.assert_close(folded, edited, rtol=0, atol=1e-10)
