@@ -58,8 +58,7 @@ def export(
         adapter: a compiled model, or a folder that `save` wrote.
         output: a new or empty folder. It appears complete, or not at all.
         to: `"peft"`: the files that PEFT's `save_pretrained` writes; `"vllm"`: the same, checked by
-            the rules of vLLM, which loads less; `"adapterhub"`: bottleneck adapters for the
-            library `adapters`.
+            the rules of vLLM, which loads less; `"adapterhub"`: those of the library `adapters`.
         model: the base of a saved adapter, by default the one that it names. Its weights are read
             only for edits that depend on them, such as `h += lora(h)`.
         max_rank: of a LoRA, at most. For vLLM the rank that it is started with.
@@ -90,11 +89,10 @@ def export(
     with edited(adapter, model, other_weights, trust_remote_code) as base:
         check_model(base.module)
         if to == "adapterhub":
-            config, tensors, sites = hub_export(base)
-            check_tensors(tensors, tensors)
-            write(target, config, tensors, hub_folder.TENSORS)
-            own = tuple(ExportedModule(module=site, rank=0) for site in sites)
-            return ExportReport(output=str(target), type="bottleneck", modules=own, saved=())
+            hub = hub_export(base)
+            hub_folder.write(target, hub.config, hub.tensors, hub.heads)
+            own = tuple(ExportedModule(module=site, rank=0) for site in hub.sites)
+            return ExportReport(output=str(target), type=hub.type, modules=own, saved=tuple(hub.heads))
         config, tensors, report = lora_export(base, max_rank, svd, to == "peft" and not svd)
         if to == "vllm":
             config, note = vllm_config(config, tensors, max_rank)

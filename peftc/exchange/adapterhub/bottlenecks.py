@@ -122,7 +122,7 @@ def _part(
     shared: Mapping[str, Tensor],
 ) -> SitePart:
     _note_training(adapter, config)
-    value, statement = _reading(config, site, places)
+    value, statement = reading(config, site, places)
     is_phm = config.flag("phm_layer")
     named = _named(tensors, site, {**(PHM if is_phm else LINEAR), **GATE, "scaling": "scaling"})
     gate = config.flag("use_gating")
@@ -142,7 +142,7 @@ def _part(
 _NORMED = "norm(h + res)"
 
 
-def _reading(config: PeftConfig, site: Site, places: HubPlaces) -> tuple[str, str]:
+def reading(config: PeftConfig, site: Site, places: HubPlaces) -> tuple[str, str]:
     """What the bottleneck reads, and how its value `a` is added. Raises: P802."""
     before, after = config.flag("original_ln_before"), config.values.get("original_ln_after", True)
     residual = config.values.get("residual_before_ln", True)

@@ -10,9 +10,10 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from peftc.adapters.loading import check_tensors
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.exchange.peft_format.config import PeftConfig, refusal
-from peftc.exchange.peft_format.folder import CONFIG, damaged, read_tensors
+from peftc.exchange.peft_format.folder import CONFIG, damaged, read_tensors, write_files
 
 TENSORS, PICKLED = "adapter.safetensors", "pytorch_adapter.bin"
 HEAD_CONFIG, HEAD, PICKLED_HEAD = "head_config.json", "model_head.safetensors", "pytorch_model_head.bin"
@@ -64,14 +65,30 @@ def is_of_adapterhub(values: Mapping[str, Any]) -> bool:
 
 def read_hub_adapter(folder: Path, values: Mapping[str, Any]) -> HubAdapter:
     """Raises: P026, P027, P802, P803."""
-    name = values.get("name")
-    if not isinstance(name, str) or not name:
+    if not isinstance(values.get("name"), str) or not values["name"]:
         raise damaged(f"{folder / CONFIG} has no name of an adapter")
-    tensors = [_split(key, value, _named(name)) for key, value in read_tensors(folder, TENSORS, PICKLED).items()]
+    tensors = read_tensors(folder, TENSORS, PICKLED)
     has_head = any((folder / file).exists() for file in (HEAD_CONFIG, HEAD, PICKLED_HEAD))
-    heads = read_tensors(folder, HEAD, PICKLED_HEAD) if has_head else {}
-    base = values.get("model_name")
-    return HubAdapter(name, base if isinstance(base, str) and base else None, _configs(values), tensors, heads)
+    return hub_adapter(values, tensors, read_tensors(folder, HEAD, PICKLED_HEAD) if has_head else {})
+
+
+def hub_adapter(values: Mapping[str, Any], tensors: Mapping[str, Tensor], heads: Mapping[str, Tensor]) -> HubAdapter:
+    """Raises: P802, P803."""
+    named, base = _named(values["name"]), values.get("model_name")
+    own = [_split(key, value, named) for key, value in tensors.items()]
+    name = base if isinstance(base, str) and base else None
+    return HubAdapter(values["name"], name, _configs(values), own, heads)
+
+
+def write(target: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], heads: Mapping[str, Tensor]) -> None:
+    """A new folder, complete or not at all. Raises: P561 (infinite or NaN values), P703, P704."""
+    check_tensors(tensors, tensors)
+    check_tensors(heads, heads)
+    configs, own = {CONFIG: config}, {TENSORS: tensors}
+    if heads:
+        configs[HEAD_CONFIG] = {**config, "config": None, "name": None}
+        own[HEAD] = heads
+    write_files(target, configs, own)
 
 
 def _named(name: str) -> re.Pattern[str]:

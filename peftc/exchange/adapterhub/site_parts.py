@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,8 @@ from peftc.adapters.loading import check_tensors
 from peftc.addressing.sites import Site
 from peftc.exchange.selector_text import Selectors
 from peftc.exchange.spec_text import statement, unfit
-from peftc.installation.record import installation_of
+from peftc.installation.record import Installation, installation_of
+from peftc.planning.ir import SiteEdit
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,18 +77,28 @@ def fill_sites(model: nn.Module, edits: list[SiteEdits]) -> int:
         part = parts.pop((site_edit.edit, site_edit.site.path), None)
         if part is None:
             raise unfit(f"`{site_edit.edit}` is at `{site_edit.site.path}`, for which the adapter has no tensors")
-        for instance in site_edit.instances:
-            for owner in dict.fromkeys((site_edit.owner_path, instance.owner)):
-                place = record.form_modules.get(f"{site_edit.edit}/{owner}/{instance.key}")
-                for name, parameter in model.get_submodule(place).named_parameters() if place is not None else ():
-                    tensor = part.tensors.get(f"{instance.key}.{name}")
-                    if tensor is None:
-                        raise unfit(f"`{site_edit.site.path}` has no tensor for `{instance.key}.{name}`")
-                    assign(parameter, tensor, f"{site_edit.site.path}/{instance.key}.{name}")
-                    filled.add(f"{site_edit.edit}/{owner}/{instance.key}.{name}")
+        for saved, name, parameter in site_parameters(model, record, site_edit):
+            tensor = part.tensors.get(name)
+            if tensor is None:
+                raise unfit(f"`{site_edit.site.path}` has no tensor for `{name}`")
+            assign(parameter, tensor, f"{site_edit.site.path}/{name}")
+            filled.add(saved)
     if parts:
         raise unfit(f"`{next(iter(parts))[1]}` is not among the sites that the edits change")
     return len(filled)
+
+
+def site_parameters(
+    model: nn.Module, record: Installation, site_edit: SiteEdit
+) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """The parameters of an edit at a site, also those that other sites have, too: the name under
+    which each is saved, and `form.parameter`.
+    """
+    for instance in site_edit.instances:
+        for owner in dict.fromkeys((site_edit.owner_path, instance.owner)):
+            place = record.form_modules.get(f"{site_edit.edit}/{owner}/{instance.key}")
+            for name, parameter in model.get_submodule(place).named_parameters() if place is not None else ():
+                yield f"{site_edit.edit}/{owner}/{instance.key}.{name}", f"{instance.key}.{name}", parameter
 
 
 def assign(parameter: nn.Parameter, tensor: Tensor, name: str) -> None:

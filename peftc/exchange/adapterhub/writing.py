@@ -1,62 +1,71 @@
-"""Bottleneck adapters in the format of AdapterHub's library."""
+"""An adapter in the format of AdapterHub's library.
+
+The writers propose a configuration and tensors. The reader says what these are as equations: they
+leave only if these are the edits, with the same tensors. So each rule of the format stands once.
+"""
 
 from __future__ import annotations
 
-from functools import cache
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from peftc.addressing.sites import Site
-from peftc.exchange.adapterhub.bottlenecks import ACTIVATIONS, FLAGS, LINEAR
+from peftc.addressing.sites import Site, SiteTable
+from peftc.diagnostics import PeftcError
+from peftc.exchange.adapterhub import bottleneck_writer, low_rank_writer, prefix_writer
+from peftc.exchange.adapterhub.bottleneck_writer import write_bottlenecks
+from peftc.exchange.adapterhub.edit_parts import NAME, EditPart, Written, edit_parts
+from peftc.exchange.adapterhub.folder import HubAdapter, hub_adapter
+from peftc.exchange.adapterhub.low_rank_writer import write_low_rank
 from peftc.exchange.adapterhub.places import HubPlaces
+from peftc.exchange.adapterhub.prefix_writer import write_prefixes
+from peftc.exchange.adapterhub.reading import read_parts
+from peftc.exchange.adapterhub.site_parts import SitePart, site_edits_of
+from peftc.exchange.adapterhub.terms import text
 from peftc.exchange.edited_model import Base
 from peftc.exchange.lora_export import no_form
+from peftc.exchange.selector_text import Selectors
 from peftc.folding.own_forward import base_class
 from peftc.folding.weights import Folding
 from peftc.planning.ir import SiteEdit
-from peftc.syntax import ast
+from peftc.planning.planner import make_plan
+from peftc.semantics import expand
 from peftc.syntax.parser import parse_text
 
-NAME = "peftc"
 VERSION = "adapters.1.3.0"  # whose meaning of the keys this is
-# What a bottleneck reads, by the position of the norm that the layer has behind the sum.
-_READS: dict[str, tuple[bool | None, dict[str, Any]]] = {
-    "h": (None, {"original_ln_before": False, "is_parallel": False}),
-    "norm(h + res)": (True, {"original_ln_before": True, "is_parallel": False}),
-    "h + res": (False, {"original_ln_before": True, "is_parallel": False}),
-    "res": (None, {"original_ln_before": False, "is_parallel": True}),
-}
-_TRAINED = {"scalar": "learned", "vector": "channel"}
+_PROMPT = (
+    "the library's prompt stands behind the norm and the positions of the embeddings, and counts as tokens of the text"
+)
 
 
-def hub_export(base: Base) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
-    """The configuration, the tensors, and the paths of the sites. Raises: P801."""
+@dataclass(frozen=True, eq=False)
+class HubExport:
+    """`config`: what adapter_config.json has; `heads`: the tensors beside the base model's own."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    heads: dict[str, Tensor]
+    sites: list[str]
+    type: str
+
+
+def hub_export(base: Base) -> HubExport:
+    """Raises: P801."""
     folding = Folding(base.module, None, None, None)
-    record, places = folding.record, HubPlaces(folding.analysis.table, base.module)
-    if record.trained:
-        edit = next(iter(record.trained)).partition("/")[0]
-        raise no_form(edit, "the library has parameters of the base in heads alone")
-    _check_names(folding.names[0] if folding.names else "it", places)
-    config, tensors, sites = dict[str, Any](), dict[str, Tensor](), dict[str, Site]()
-    for site_edit in record.site_edits:
-        site = site_edit.site
-        if site.path in sites:
-            raise no_form(
-                site_edit.edit, f"`{site.path}` has an edit already, and the library has one bottleneck there"
-            )
-        own, named = _bottleneck(site_edit, folding, places)
-        if config not in ({}, own):
-            raise no_form(site_edit.edit, f"the library has one of each for all sites, and `{site.path}` has {own}")
-        config, sites[site.path] = own, site
-        owner = places.owner(site)
-        tensors |= {f"{owner}.adapters.{NAME}.{end}": tensor for end, tensor in named.items()}
-    if not sites:
-        raise no_form("it", "AdapterHub gets bottlenecks: `h += adapter(…)` at attentions and ffns")
-    config |= _layers(record.site_edits[0].edit, list(sites.values()), places)
+    table, record = folding.analysis.table, folding.record
+    places, parts = HubPlaces(table, base.module), edit_parts(base.module, record)
+    if not parts:
+        raise no_form(", ".join(folding.names) or "it", "the library has no adapters that train the base alone")
+    _check_names(parts[0].edit, places)
+    written, kinds = _written(parts, places)
+    configs = [one.config for one in written]
     settings: Any = base.module.config
     whole = {
-        "config": config,
+        "config": configs[0] if len(configs) == 1 else {"architecture": "union", "configs": configs},
         "hidden_size": getattr(settings, "hidden_size", None),
         "model_class": base_class(base.module).__name__,
         "model_name": base.id,
@@ -64,7 +73,38 @@ def hub_export(base: Base) -> tuple[dict[str, Any], dict[str, Tensor], list[str]
         "name": NAME,
         "version": VERSION,
     }
-    return whole, tensors, list(sites)
+    tensors = {name: tensor for one in written for name, tensor in one.tensors.items()}
+    heads = _heads(base, record.trained, places)
+    _check_reading(hub_adapter(whole, tensors, heads), parts, table, base)
+    sites = list(dict.fromkeys(part.site.path for part in parts))
+    return HubExport(whole, tensors, heads, sites, kinds[0] if len(configs) == 1 else "union")
+
+
+def _written(parts: Sequence[EditPart], places: HubPlaces) -> tuple[list[Written], list[str]]:
+    own: dict[str, list[EditPart]] = {"prefix_tuning": [], "bottleneck": [], "lora": []}
+    paths = Counter[tuple[str, str]]()
+    for part in parts:
+        kind = _kind(part)
+        paths[kind, part.site.path] += 1
+        if paths[kind, part.site.path] > 1:
+            raise part.no_form(f"`{part.site.path}` has another edit, and the library has one of a kind there")
+        own[kind].append(part)
+    written = [write_prefixes(own["prefix_tuning"], places)] if own["prefix_tuning"] else []
+    written += write_bottlenecks(own["bottleneck"], places)
+    written += [write_low_rank(own["lora"], places)] if own["lora"] else []
+    return written, [kind for kind, members in own.items() if members]
+
+
+def _kind(part: EditPart) -> str:
+    if part.forms & prefix_writer.FORMS:
+        return "prefix_tuning"
+    if part.forms & bottleneck_writer.FORMS:
+        return "bottleneck"
+    if part.forms & low_rank_writer.FORMS:
+        return "lora"
+    if "prompt" in part.forms:
+        raise part.no_form(_PROMPT)
+    raise part.no_form("AdapterHub has bottlenecks, Compacter, prefixes, LoRA and (IA)³")
 
 
 def _check_names(edit: str, places: HubPlaces) -> None:
@@ -74,80 +114,61 @@ def _check_names(edit: str, places: HubPlaces) -> None:
     for site in places.sublayers:
         if site.runs > 1 or site.shared_with:
             raise no_form(edit, f"`{site.path}` is of a layer that runs several times")
-        if (
-            site.steps[-1][0] == "cross"
-            and places.is_behind_norm(site)
-            and not places.owner(site).endswith("_adapters")
-        ):
+        if _is_beside_another(site, places):
             raise no_form(edit, f"the library does not tell `{site.path}` from the attention beside it")
 
 
-def _bottleneck(site_edit: SiteEdit, folding: Folding, places: HubPlaces) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    edit, site, equation = site_edit.edit, site_edit.site, site_edit.assigns[0].source
-    if site.path not in {one.path for one in places.sublayers} or len(site_edit.assigns) != 1 or site_edit.lets:
-        raise no_form(edit, f"AdapterHub has nothing like it at `{site.path}`")
-    if any(one.tasks or one.owner is not None for one in site_edit.instances):
-        raise no_form(edit, "it has parameters for each task, or some that sites share")
-    scaling, call = _scaling(equation)
-    if (equation.target, equation.op) != ("h", "+=") or not isinstance(call, ast.Call) or call.function != "adapter":
-        raise no_form(edit, "it is not `h += adapter(…)`, with a number, `scalar` or `vector` before it")
-    behind = places.is_behind_norm(site)
-    chosen = next((own for text, own in _READS.items() if call.args and _value(text) == call.args[0]), None)
-    if chosen is None or chosen[0] not in (None, behind) or places.shares_residual(site):
-        raise no_form(
-            edit, "the library's bottlenecks read `h`, `res`, or the sum behind them as the model computes it"
-        )
-    modules, instance = folding.modules(site_edit), next(one for one in site_edit.instances if one.key == "adapter")
-    args = instance.form.fill(instance.args)
-    act = next((name for name, own in ACTIVATIONS.items() if own == args["act"]), None)
-    if act is None or args["dropout"] or not args["bias"] or (args["norm_out"] and scaling != 1.0) or args["norm_in"]:
-        raise no_form(edit, "the library has other activations, its biases, and dropout and norms in other places")
-    named = {end: parameter for end, name in LINEAR.items() if (parameter := _parameter(modules, name)) is not None}
-    form = next((key for key in _TRAINED if _TRAINED[key] == scaling), None)
-    if form is not None:
-        named["scaling"] = modules[form].get_parameter("scale").detach()
-    width = len(named["adapter_down.0.weight"])
-    features = int(named["adapter_up.weight"].shape[0])
-    factor = features // width if features % width == 0 else features / width
-    if int(features // factor) != width:
-        raise no_form(edit, f"no `reduction_factor` gives the width {width}")
-    own = {"reduction_factor": factor, "non_linearity": act, "scaling": scaling, "ln_after": args["norm_out"]}
-    return {**own, **chosen[1], "residual_before_ln": True, "original_ln_after": True, "ln_before": False}, named
+def _is_beside_another(site: Site, places: HubPlaces) -> bool:
+    is_cross = site.steps[-1][0] == "cross"
+    return is_cross and places.is_behind_norm(site) and not places.owner(site).endswith("_adapters")
 
 
-def _parameter(modules: Any, name: str) -> Tensor | None:
-    form, _, attribute = name.partition(".")
-    parameters = dict(modules[form].named_parameters())
-    return parameters[attribute].detach() if attribute in parameters else None
+def _heads(base: Base, trained: Mapping[str, str], places: HubPlaces) -> dict[str, Tensor]:
+    """All parameters beside the base model, if `train` statements change some. Raises: P801."""
+    inside = f"{places.prefix}."
+    for saved, name in trained.items():
+        if places.prefix not in places.modules or name.startswith(inside):
+            edit = saved.partition("/")[0]
+            raise no_form(edit, f"`{name}` is of the base, of which the library has parameters in heads alone")
+    names = {n: p for n, p in base.module.named_parameters() if not n.startswith(inside) and "peftc" not in n}
+    if not trained:
+        return {}
+    with base.values(list(names)):
+        return {name: parameter.detach().clone() for name, parameter in names.items()}
 
 
-def _scaling(equation: ast.Equation) -> tuple[float | str, ast.Expr]:
-    value = equation.value
-    if isinstance(value, ast.Binary) and value.op == "*":
-        if isinstance(value.left, ast.Number):
-            return float(value.left.value), value.right
-        if isinstance(value.left, ast.Call) and value.left.function in _TRAINED:
-            return _TRAINED[value.left.function], value.right
-    return 1.0, value
+def _check_reading(adapter: HubAdapter, parts: Sequence[EditPart], table: SiteTable, base: Base) -> None:
+    """Raises: P801 where the library would compute something else than the edits."""
+    edit = parts[0].edit
+    try:
+        read = site_edits_of(read_parts(adapter, table, base.module).parts, Selectors(table))
+        statements = "\n".join(one.text for one in read)
+        planned = make_plan(expand(parse_text(f"peft 2\n{statements}\n"), include=None), table)
+    except PeftcError as error:
+        raise no_form(edit, error.diagnostics[0].message) from error
+    theirs = {one.name: one.parts for one in read}
+    left = [(site_edit, theirs[site_edit.edit][site_edit.site.path]) for site_edit in planned.site_edits]
+    for part in parts:
+        same = next((one for one in left if one[0].site.path == part.site.path and _is_same(one, part)), None)
+        if same is None:
+            reason = "the library computes something else there"
+            others = [one.equations for site_edit, one in left if site_edit.site.path == part.site.path]
+            raise part.no_form(f"{reason}, `{'`, `'.join(others[0])}`" if others else reason)
+        left.remove(same)
+    if left:
+        raise no_form(edit, f"the library would change `{left[0][0].site.path}`, too")
 
 
-def _layers(edit: str, sites: list[Site], places: HubPlaces) -> dict[str, Any]:
-    """Which sub-layers have a bottleneck, in all layers but some. Raises: P801."""
-    kinds = {site.steps[-1][0] for site in sites}
-    expected = [site for site in places.sublayers if site.steps[-1][0] in kinds]
-    present = {places.layer_number(site) for site in sites}
-    paths = {site.path for site in sites}
-    for site in expected:
-        if places.layer_number(site) in present and site.path not in paths:
-            raise no_form(edit, f"the library has bottlenecks at `{site.path}`, too, if at any in this layer")
-    left = sorted({places.layer_number(site) for site in expected} - present)
-    return {**{flag: kind in kinds for kind, flag in FLAGS.items()}, "leave_out": left}
+def _is_same(theirs: tuple[SiteEdit, SitePart], part: EditPart) -> bool:
+    """Whether equations and tensors are the same, bit for bit."""
+    site_edit, read = theirs
+    if _shape(site_edit) != _shape(part.site_edit) or part.tensors.keys() != read.tensors.keys():
+        return False
+    pairs = ((read.tensors[name], tensor) for name, tensor in part.tensors.items())
+    return all(one.dtype == two.dtype and torch.equal(one.reshape(two.shape), two) for one, two in pairs)
 
 
-@cache
-def _value(text: str) -> ast.Expr:
-    (edit,) = parse_text(f"peft 2\nedit e at layer[*] {{ h = {text} }}\n").statements
-    assert isinstance(edit, ast.Edit)
-    (equation,) = edit.body
-    assert isinstance(equation, ast.Equation)
-    return equation.value
+def _shape(site_edit: SiteEdit) -> tuple[object, ...]:
+    """The equations of an edit, and which of its parameters are those of other sites, too."""
+    instances = [(one.form.name, one.owner is None, one.index, one.dims.sites) for one in site_edit.instances]
+    return [(one.state, text(one.value)) for one in site_edit.assigns], sorted(instances)

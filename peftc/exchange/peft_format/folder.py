@@ -23,14 +23,23 @@ _LARGEST_CONFIG = 64_000_000  # bytes
 _LARGEST = 200_000_000_000  # bytes of tensors
 
 
-def write(target: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], file: str = TENSORS) -> None:
+def write(target: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Writes a new folder, complete or not at all. Raises: P703, P704."""
+    write_files(target, {CONFIG: config}, {TENSORS: tensors})
+
+
+def write_files(
+    target: Path, configs: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, Mapping[str, Tensor]]
+) -> None:
+    """Configurations and tensors by the names of their files. Raises: P703, P704."""
     with destination(target) as work:
         try:
-            text = json.dumps(dict(sorted(config.items())), indent=2, ensure_ascii=False)
-            (work / CONFIG).write_text(f"{text}\n", encoding="utf-8")
-            plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in sorted(tensors.items())}
-            save_file(plain, work / file, {"format": "pt"})
+            for file, config in configs.items():
+                text = json.dumps(dict(sorted(config.items())), indent=2, ensure_ascii=False)
+                (work / file).write_text(f"{text}\n", encoding="utf-8")
+            for file, own in tensors.items():
+                plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in sorted(own.items())}
+                save_file(plain, work / file, {"format": "pt"})
         except (OSError, SafetensorError) as error:
             raise unwritable(target, error if isinstance(error, OSError) else OSError(str(error))) from error
 
