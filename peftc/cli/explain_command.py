@@ -2,7 +2,7 @@
 
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from peftc.cli.output import report_error
 from peftc.cli.spec_files import Unusable, display_path, read
@@ -11,8 +11,7 @@ from peftc.diagnostics.codes import CODES
 from peftc.diagnostics.suggestions import did_you_mean
 from peftc.equations.table import FORMS, form_errors, forms_of
 from peftc.forms.form import Form
-from peftc.semantics.arguments import interval, signature
-from peftc.semantics.form_facts import default_of, facts_of
+from peftc.semantics.form_facts import form_lines
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 
@@ -49,19 +48,3 @@ def _explain_code(word: str) -> int:
         raise Unusable(f"there is no code {word}; {help_}")
     print(f"{code}: {CODES[code].title}\n\n{CODES[code].explanation.rstrip()}")
     return 0
-
-
-def form_lines(form: Form) -> Iterator[str]:
-    """How a form is called, its equation, its arguments, and what follows from them."""
-    yield from (signature(form), "")
-    yield from [form.equation if form.text is None else form.text]
-    yield ""
-    for param in form.arguments:
-        values = f": {', '.join(param.choices)}" if param.choices else ""
-        limits = f", {interval(param)}" if not values and (param.low, param.high) != (None, None) else ""
-        default = default_of(param).strip("`")
-        yield f"  {param.name:10} {param.doc}{values}{limits}{f' ({default})' if default else ''}"
-    yield ""
-    yield from (f"  {name:10} {fact.replace('`', '')}" for name, fact in facts_of(form).items())
-    if form.text is None:
-        yield f"  {'Source':10} {form.paper}"

@@ -49,11 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         if os.environ.get("PEFTC_TRACEBACK"):
             raise
-        last = import_module("traceback").extract_tb(error.__traceback__)[-1]
-        summary = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        note = f"in {last.name}, line {last.lineno} of {last.filename}"
-        help_ = "please report it, with the command, the spec and what PEFTC_TRACEBACK=1 shows"
-        bug = Diagnostic("P900", f"this is a bug in peftc: {summary}", notes=(note,), help=help_)
+        bug = import_module("peftc.diagnostics.bugs").bug_of(error)
         report_error(PeftcError(bug), args)
         return 2
 

@@ -12,6 +12,7 @@ from peftc.checking.policy import Policy
 from peftc.checking.run import Checker
 from peftc.checking.targets import Target
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics.bugs import bug_of
 from peftc.diagnostics.formats.report import Report
 from peftc.filesystem.open_texts import OpenTexts, reading
 from peftc.language_server.documents import Document, Settings
@@ -97,6 +98,8 @@ def analyse(document: Document, settings: Settings, texts: Mapping[str, str], on
             checker.check(document.text, document.path)
         except PeftcError as error:
             checker.add(document.path, error.diagnostics)
+        except Exception as error:  # the text before is not changed, and the next one may be well
+            checker.add(document.path, (bug_of(error),))
         report = checker.report()
     return Analysis(document, report, targets, tuple(plans), frozenset(opened.reads), on_models)
 

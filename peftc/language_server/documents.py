@@ -104,11 +104,11 @@ class Documents:
 
     def texts(self) -> dict[str, str]:
         """The texts of files, by their real paths."""
-        return {one.path: one.text for one in self._of.values() if one.has_file}
+        return {one.path: one.text for one in self if one.has_file}
 
     def at(self, path: str) -> Document | None:
         """The text that is open of a file, by its real path."""
-        return next((one for one in self._of.values() if one.path == path), None)
+        return next((one for one in self if one.path == path), None)
 
     def uri(self, source: Source) -> str | None:
         """The URI of the file of a source, as the client writes it if it is open."""

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from typing import Any, TypeVar
 
 from lsprotocol import types
 from pygls.lsp.server import LanguageServer
 
 from peftc import __version__
+from peftc.addressing.sites import SiteTable
+from peftc.cache.lookup import cached_table
 from peftc.filesystem.open_texts import OpenTexts, reading
-from peftc.language_server import actions
 from peftc.language_server.analysis import Analysis, Published, analyse, setup_of
+from peftc.language_server.answers import actions
 from peftc.language_server.diagnostics import by_file, to_protocol
-from peftc.language_server.documents import Document, Documents, Settings
-from peftc.language_server.formatting import format_edits
-from peftc.language_server.transport import Input, Protocol
+from peftc.language_server.documents import Document, Documents, Settings, path_of
+from peftc.language_server.library import Library, specs_of
+from peftc.language_server.transport import Protocol
 
 T = TypeVar("T")
 _PATIENCE = 2.0  # seconds for which an answer waits until a text has been analysed
@@ -43,11 +44,11 @@ class Server(LanguageServer):
         self.settings = Settings()
         self.published = Published()
         self.analyses: dict[str, Analysis] = {}  # by URI, the last one of each text
+        self.tables: dict[str, SiteTable | None] = {}  # by model; None where it has none
         self.is_shut_down = False
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._alone = ThreadPoolExecutor(1, "peftc-alone")
         self._on_models = ThreadPoolExecutor(1, "peftc-models")
-        register(self)
 
     @property
     def encoding(self) -> str:
@@ -70,13 +71,16 @@ class Server(LanguageServer):
             self._start_users({document.path}, document)
 
     def _start_users(self, paths: set[str], changed: Document | None = None) -> None:
-        """Analyses the texts again that depend on files."""
+        """Analyses the texts again that depend on files, or of which that is not known yet."""
         for document in self.documents:
-            analysis = self.analyses.get(document.uri)
-            if document is not changed and analysis is not None and not analysis.reads.isdisjoint(paths):
+            analysis, task = self.analyses.get(document.uri), self._tasks.get(document.uri)
+            is_known = analysis is not None and (task is None or task.done())
+            if document is not changed and not (is_known and analysis and analysis.reads.isdisjoint(paths)):
                 self.start(document)
 
     def start_all(self) -> None:
+        """Analyses all texts again: files, models or settings may have changed."""
+        self.tables.clear()
         for document in self.documents:
             self.start(document)
 
@@ -90,13 +94,19 @@ class Server(LanguageServer):
         alone = await self._in(self._alone, document, on_models=False)
         if alone is None:
             return
-        last = self.analyses.get(document.uri)
-        is_last = alone.has_errors or not alone.targets
+        last, is_last = self.analyses.get(document.uri), alone.has_errors or not alone.targets
         if is_last or last is None or not last.on_models:
             self.keep(alone)
+        for target in alone.targets:
+            await self._load(target.model)
         if not is_last and (complete := await self._in(self._on_models, document, on_models=True)) is not None:
             self.keep(complete)
             self.refresh()
+
+    async def _load(self, model: str) -> None:
+        """Makes the table of a model known, for texts that have no plan yet."""
+        if model not in self.tables:
+            self.tables[model] = await in_thread(self._on_models, lambda: table_of(model))
 
     async def _in(self, pool: ThreadPoolExecutor, document: Document, on_models: bool) -> Analysis | None:
         """An analysis, made in another thread; None if there is a newer version by then."""
@@ -134,6 +144,9 @@ class Server(LanguageServer):
 
     def refresh(self) -> None:
         """Asks the client to ask again for what depends on models."""
+        workspace = self.client_capabilities.workspace
+        if workspace is not None and workspace.inlay_hint is not None and workspace.inlay_hint.refresh_support:
+            self.workspace_inlay_hint_refresh(None)
 
     async def settled(self, uri: str) -> Analysis | None:
         """The analysis of the present version of a text, for which it waits a little."""
@@ -143,6 +156,31 @@ class Server(LanguageServer):
             await asyncio.wait({task}, timeout=end - loop.time())
         analysis = self.analyses.get(uri)
         return analysis if analysis is not None and self.documents.is_current(analysis.document) else None
+
+    # What answers are made of
+
+    def library(self, document: Document) -> Library:
+        """What reads the names of a text and of the files that it uses."""
+        include = setup_of(document, self.settings).include
+        return Library(OpenTexts(self.documents.texts()), include or ())
+
+    def tables_of(self, document: Document) -> dict[str, SiteTable]:
+        """The tables of the models of a text, as far as they are known."""
+        analysis = self.analyses.get(document.uri)
+        names = [target.model for target in analysis.targets] if analysis is not None else []
+        tables = {name: self.tables.get(name) for name in names}
+        return {name: table for name, table in tables.items() if table is not None}
+
+    async def answer(self, run: Callable[[], T]) -> T:
+        """An answer that reads texts or files: in the thread that analyses texts."""
+        return await in_thread(self._alone, run)
+
+    def specs(self, document: Document) -> list[str]:
+        """The real paths of the specs that are open, or of the workspace."""
+        folders = [
+            path for folder in tuple(self.workspace.folders.values()) if (path := path_of(folder.uri)) is not None
+        ]
+        return [document.path, *self.documents.texts(), *specs_of(folders)]
 
     # Settings
 
@@ -166,103 +204,14 @@ class Server(LanguageServer):
             self.configure(values[0])
 
 
+def table_of(model: str) -> SiteTable | None:
+    """The table of a model's sites: the cached one, or a new one, which is cached then."""
+    try:
+        return cached_table(model) or import_module("peftc.compiler").sites(model)
+    except Exception:  # the diagnostics of the text say what is wrong
+        return None
+
+
 async def in_thread(pool: ThreadPoolExecutor, run: Callable[[], T]) -> T:
     """The result of a call in another thread."""
     return await asyncio.get_running_loop().run_in_executor(pool, run)
-
-
-def register(server: Server) -> None:
-    """What the server answers."""
-    feature = server.feature
-
-    @feature(types.INITIALIZE)
-    def initialize(params: types.InitializeParams) -> None:
-        server.settings = Settings.read(params.initialization_options)
-
-    @feature(types.SHUTDOWN)
-    def shutdown(params: None) -> None:
-        server.is_shut_down = True
-
-    @feature(types.INITIALIZED)
-    async def initialized(params: types.InitializedParams) -> None:
-        await server.pull_settings()
-
-    @feature(types.WORKSPACE_DID_CHANGE_CONFIGURATION)
-    async def did_change_configuration(params: types.DidChangeConfigurationParams) -> None:
-        if params.settings:
-            server.configure(params.settings)
-        else:
-            await server.pull_settings()
-
-    @feature(types.TEXT_DOCUMENT_DID_OPEN)
-    def did_open(params: types.DidOpenTextDocumentParams) -> None:
-        document = params.text_document
-        server.open(document.uri, document.text, document.version)
-
-    @feature(types.TEXT_DOCUMENT_DID_CHANGE)
-    def did_change(params: types.DidChangeTextDocumentParams) -> None:
-        document = server.documents.get(params.text_document.uri)
-        if document is not None and params.content_changes:
-            text = changed(document, params.content_changes)
-            server.open(document.uri, text, params.text_document.version)
-
-    @feature(types.TEXT_DOCUMENT_DID_CLOSE)
-    def did_close(params: types.DidCloseTextDocumentParams) -> None:
-        server.close(params.text_document.uri)
-
-    @feature(types.TEXT_DOCUMENT_DID_SAVE)
-    def did_save(params: types.DidSaveTextDocumentParams) -> None:
-        server.start_all()
-
-    @feature(types.WORKSPACE_DID_CHANGE_WATCHED_FILES)
-    def did_change_watched_files(params: types.DidChangeWatchedFilesParams) -> None:
-        server.start_all()
-
-    @feature(types.TEXT_DOCUMENT_FORMATTING)
-    def formatting(params: types.DocumentFormattingParams) -> list[types.TextEdit] | None:
-        document = server.documents.get(params.text_document.uri)
-        return None if document is None else format_edits(document)
-
-    @feature(types.TEXT_DOCUMENT_CODE_ACTION, types.CodeActionOptions(code_action_kinds=actions.KINDS))
-    async def code_action(params: types.CodeActionParams) -> list[types.CodeAction]:
-        analysis = await server.settled(params.text_document.uri)
-        if analysis is None:
-            return []
-        start, end = (analysis.document.positions.offset(at) for at in (params.range.start, params.range.end))
-        choices = [*actions.actions(analysis, start, end, params.context.diagnostics)]
-        if (fix_all := await server.fix_all(analysis)) is not None:
-            choices.append(fix_all)
-        only = params.context.only
-        return [one for one in choices if only is None or any(_is_kind(one.kind, kind) for kind in only)]
-
-
-def _is_kind(kind: types.CodeActionKind | str | None, asked: types.CodeActionKind | str) -> bool:
-    """Whether a kind is another one, or below it."""
-    own, other = (getattr(one, "value", one) or "" for one in (kind, asked))
-    return not other or own == other or own.startswith(f"{other}.")
-
-
-def changed(document: Document, changes: Any) -> str:
-    """The text of a document after changes: whole texts, or those of ranges."""
-    text: str = document.text
-    for change in changes:
-        if isinstance(change, types.TextDocumentContentChangePartial):
-            positions = Document("", text, None, 0, "", False, document.encoding).positions
-            start, end = (positions.offset(at) for at in (change.range.start, change.range.end))
-            text = text[:start] + change.text + text[max(start, end) :]
-        else:
-            text = change.text
-    return text
-
-
-def run() -> int:
-    """Answers a client over standard input and output, and ends the process with the session.
-
-    What other code prints goes to standard error.
-    """
-    output = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    server = Server()
-    server.start_io(Input(sys.stdin.buffer), output)  # pyright: ignore[reportArgumentType]  # it reads lines and sizes
-    sys.stderr.flush()
-    os._exit(0 if server.is_shut_down else 1)  # an analysis that still runs is of no use to anyone

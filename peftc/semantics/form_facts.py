@@ -9,6 +9,7 @@ from peftc.diagnostics.suggestions import join_names
 from peftc.forms import Args, Argument, ArgumentValue, Count, Dims, Form, PlacementError
 from peftc.forms.form import Spot
 from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Shape, Tokens, Vector, Weight
+from peftc.semantics.arguments import interval, signature
 
 D, HEADS, SITES = 768, 12, 12
 GIVEN: dict[str, ArgumentValue] = {
@@ -158,3 +159,19 @@ def default_of(argument: Argument) -> str:
     if argument.default is None:
         return ""
     return f"`{str(argument.default).lower()}`" if isinstance(argument.default, bool) else f"`{argument.default}`"
+
+
+def form_lines(form: Form) -> Iterator[str]:
+    """How a form is called, its equation, its arguments, and what follows from them."""
+    yield from (signature(form), "")
+    yield from [form.equation if form.text is None else form.text]
+    yield ""
+    for param in form.arguments:
+        values = f": {', '.join(param.choices)}" if param.choices else ""
+        limits = f", {interval(param)}" if not values and (param.low, param.high) != (None, None) else ""
+        default = default_of(param).strip("`")
+        yield f"  {param.name:10} {param.doc}{values}{limits}{f' ({default})' if default else ''}"
+    yield ""
+    yield from (f"  {name:10} {fact.replace('`', '')}" for name, fact in facts_of(form).items())
+    if form.text is None:
+        yield f"  {'Source':10} {form.paper}"

@@ -59,7 +59,7 @@ class Automaton:
     def _reduce(self, rule: Rule) -> None:
         parts = self.values[-rule.size :]
         del self.values[-rule.size :], self.states[-rule.size :]
-        first, *others = (_spliced(part) for part in parts)
+        first, *others = (spliced(part) for part in parts)
         children = first if rule.inlined else first[:]  # a list of statements grows in place
         for more in others:
             children += more
@@ -82,7 +82,8 @@ class Automaton:
         return action is not None
 
 
-def _spliced(value: Value) -> list[Value]:
+def spliced(value: Value) -> list[Value]:
+    """A value, or what it has, if its rule only groups."""
     return value.children if isinstance(value, Tree) and value.rule.startswith("_") else [value]
 
 

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
-from peftc.syntax.automaton import Automaton, Tree, Value, deeper_than
+from peftc.syntax.automaton import Automaton, Tree, Value, deeper_than, spliced
 from peftc.syntax.errors.lexical import repair_tokens
 from peftc.syntax.errors.recovery import accepted_terminals, resume
 from peftc.syntax.lexer import Lexemes, Token, unknown_terminals
@@ -108,10 +108,10 @@ class Place:
         """The terminals that may follow."""
         return accepted_terminals(self._parser, self.version) - unknown_terminals(self.version)
 
-    @property
+    @cached_property
     def values(self) -> Sequence[Value]:
         """What has begun before and is not complete: trees, and words between them."""
-        return self._parser.values
+        return [part for value in self._parser.values for part in spliced(value)]
 
     def open_words(self) -> Iterator[tuple[int, Token]]:
         """The words of what has begun, the last one first, with their numbers in `values`."""

@@ -7,23 +7,10 @@ from pathlib import Path
 import pytest
 from lsprotocol import types
 
-import peftc
-from tests import zoo
 from tests.language_server.client import Client, applied, connected, run
 
 TYPO = 'peft 1\n# ✂ 𝔘 é\nedit ffn at layer[*].fnn { h += adaptr(x, r=64, act="relu") }\n'
 RIGHT = "peft 1\n\n# ✂ 𝔘 é\nedit ffn at layer[*].ffn { h += adapter(x, r=64, act=relu) }\n"
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with models whose tables are cached, so that the server needs no torch."""
-    monkeypatch.setenv("PEFTC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    for name in ("bart", "gpt2"):
-        zoo.config(name).to_json_file(f"{name}.json", use_diff=False)
-        peftc.sites(f"{name}.json")
-    return tmp_path
 
 
 def test_diagnostics_fixes_and_formatting(folder: Path) -> None:

@@ -13,4 +13,4 @@ def run_lsp(args: Namespace) -> int:
     if find_spec("pygls") is None:
         raise Unusable('the language server needs pygls: pip install "peftc[lsp]"')
     gc.enable()  # which commands that end soon do without
-    return import_module("peftc.language_server.server").run()
+    return import_module("peftc.language_server.features").run()

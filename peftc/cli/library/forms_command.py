@@ -6,14 +6,13 @@ from argparse import Namespace
 from typing import Any
 
 from peftc.cli.console import show
-from peftc.cli.explain_command import form_lines
 from peftc.cli.library.lists import render_list
 from peftc.cli.spec_files import Unusable
 from peftc.diagnostics.suggestions import did_you_mean
 from peftc.equations.table import FORMS
 from peftc.forms.form import Form
 from peftc.semantics.arguments import signature
-from peftc.semantics.form_facts import facts_of
+from peftc.semantics.form_facts import facts_of, form_lines
 
 
 def run_forms(args: Namespace) -> int:

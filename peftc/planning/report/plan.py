@@ -185,7 +185,7 @@ def render_plan(plan: Plan, site_edits: Sequence[SiteEdit] = ()) -> RenderableTy
     header = Text.assemble((plan.spec.path, "bold"), " on ", (model.id, "bold"), about)
     parts: list[RenderableType] = [header, Text(), Fitting(_counts(plan), _counts_by_edit(plan))]
     for edit in plan.edits:
-        parts += [Text(), _edit(edit, [s for s in site_edits if s.edit == edit.name])]
+        parts += [Text(), render_edit(edit, [s for s in site_edits if s.edit == edit.name])]
     if plan.expectations:
         table = Table.grid(padding=(0, 2, 0, 0))
         for expectation in plan.expectations:
@@ -256,7 +256,8 @@ def counts_text(numbers: PlanEdit | PlanTotals, base: int) -> Iterable[Text]:
         yield Text.assemble(f"{value:,}", "\n", (percent(value, base), "dim"))
 
 
-def _edit(edit: PlanEdit, site_edits: Sequence[SiteEdit]) -> RenderableType:
+def render_edit(edit: PlanEdit, site_edits: Sequence[SiteEdit]) -> RenderableType:
+    """Where an edit stands, its shapes, and whether it folds."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column(overflow="fold")

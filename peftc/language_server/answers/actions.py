@@ -10,7 +10,7 @@ from peftc.checking.fixes import fix_text
 from peftc.checking.suppressions import UNSUPPRESSIBLE, read_suppressions
 from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.language_server.analysis import Analysis
-from peftc.language_server.formatting import end_of_line, text_edits
+from peftc.language_server.answers.formatting import end_of_line, text_edits
 from peftc.semantics.expand import check_file
 from peftc.semantics.files import Include
 from peftc.syntax.parser import parse_text
