@@ -135,7 +135,7 @@ def test_texts_that_are_not_saved_are_read_in_the_place_of_files(folder: Path) -
     async def session() -> None:
         async with connected(folder) as client:
             client.open(uri, USER)
-            await client.codes(uri, "P112", "P109")
+            await client.codes(uri, "P112")
             client.open(other, METHOD.format("r"))
             await client.codes(uri)
             client.change(other, METHOD.format("rank"))
@@ -145,7 +145,7 @@ def test_texts_that_are_not_saved_are_read_in_the_place_of_files(folder: Path) -
             await client.codes(other, "P101")  # of both texts, once
             await client.codes(uri)
             client.text_document_did_close(types.DidCloseTextDocumentParams(types.TextDocumentIdentifier(other)))
-            await client.codes(uri, "P112", "P109")
+            await client.codes(uri, "P112")
             await client.codes(other)
 
     run(session)
