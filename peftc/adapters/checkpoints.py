@@ -36,7 +36,8 @@ from peftc.adapters.files import path_of, write
 from peftc.adapters.hub import upload
 from peftc.adapters.loading import check_tensors, notify_forms
 from peftc.adapters.metadata import METADATA, Adapter
-from peftc.adapters.saving import describe, without_expectations
+from peftc.adapters.saving import describe
+from peftc.comparison.moves import Moves
 from peftc.concurrency.context import ALL
 from peftc.diagnostics import Diagnostic, PeftcError, warn
 from peftc.filesystem.atomic import replace_text
@@ -44,6 +45,7 @@ from peftc.installation.completeness import complete_installation
 from peftc.installation.contents import parameters, states
 from peftc.installation.journal import transaction
 from peftc.installation.record import Installation, InstalledSpec, joint_spec
+from peftc.semantics.export_forms import without_expectations
 
 CONFIGURATION, INDEX = "config.json", "model.safetensors.index.json"
 WEIGHTS = "transformers_weights"  # the key of a configuration that names the file of weights
@@ -153,9 +155,13 @@ def is_adapter(state: Mapping[str, object]) -> bool:
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Reads the parameters of a compiled model from the tensors of an adapter that it has saved.
 
-    Raises: P525 for an adapter of other edits, P561 for values that are not finite.
+    Names are those that the specs of the model say that they had (`moved`). Raises: P525 for an
+    adapter of other edits, P561 for values that are not finite.
     """
     own = {**parameters(model), **states(model)}
+    for part in complete_installation(model).specs:
+        names = Moves.of(part.spec).renamed(tensors, own)
+        tensors = {names[name]: tensor for name, tensor in tensors.items()}
     help_ = "compile the spec that the checkpoint was saved with: `peftc.specs(model)` is that of the model"
     check_tensors(tensors, own, "the checkpoint has other edits than the model", help_)
     with transaction() as (journal, _):

@@ -1,23 +1,27 @@
 """Loads a saved adapter onto its base. All checks precede the first change of the model."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from peftc.adapters.base import Distance, differences, distance_from, dtype_name, require_finite, require_values
+from peftc.adapters.expected_tensors import expected_sizes, expected_tensors
 from peftc.adapters.files import listed_tensors, path_of, read
 from peftc.adapters.metadata import METADATA, Adapter, Base, changed_edits
+from peftc.comparison.breaking import breaking
+from peftc.comparison.findings import OnModel
+from peftc.comparison.moves import Moves
 from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError, warn
-from peftc.equations.table import with_built_in
+from peftc.equations.table import registered_forms, with_built_in
 from peftc.forms import PYTHON_FORMS
-from peftc.forms.module import FormModule, build, build_of_all, build_owner
+from peftc.forms.module import FormModule
 from peftc.forms.registry import class_path
 from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.contents import parameters, states
@@ -25,9 +29,11 @@ from peftc.installation.record import InstalledSpec
 from peftc.installation.spec_names import free_name, prefixed, task_names
 from peftc.models.samples import joint_sample
 from peftc.modules.offload import offloaded_parameters
-from peftc.planning import ir
 from peftc.planning.planner import PlanResult
 from peftc.semantics.expand import expand
+from peftc.semantics.export_forms import stored_statements
+from peftc.semantics.files import Include
+from peftc.semantics.spec_argument import Settings, SpecLike, flat_spec
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 
@@ -43,6 +49,9 @@ def load(
     other_weights: bool = False,
     strict: bool = False,
     cache: bool = True,
+    spec: SpecLike | None = None,
+    settings: Settings | None = None,
+    include: Include = (),
 ) -> nn.Module:
     """Compiles a saved adapter onto its base, in place, and returns the model.
 
@@ -60,6 +69,11 @@ def load(
             base gives a `PeftcWarning` (P524) with its distance.
         strict: refuses other weights, and quantised weights, which cannot be compared.
         cache: as in `compile`.
+        spec: loads the adapter under this spec, by default under the one that it holds. Its
+            statements `moved` say which names the adapter has. A spec that gives the values
+            another meaning is a `PeftcWarning` (P854).
+        settings: as in `compile`, of `spec`.
+        include: as in `compile`, of `spec`.
 
     Returns:
         The model, the same object.
@@ -68,7 +82,7 @@ def load(
         PeftcError: P412 and P414 (names and parameters of another spec), P520-P522 (the files),
             P523 (another base), P524 (other weights, if `strict`), P525 (tensors that do not fit),
             P527 (no weights), P537 (other tasks than the model has), P567 (an edit that had
-            another meaning). After an error the model is unchanged.
+            another meaning); with `spec`, as `compile`. After an error the model is unchanged.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
         message = f"an adapter is loaded onto a module, not a {type(model).__name__}"
@@ -76,7 +90,41 @@ def load(
     path = path_of(directory)
     with paused_gc(promote=True):
         compiled = CompiledModel.active(model, joint_sample(sample, samples))
-        return _load(path, compiled, name, prefix, other_weights, strict, cache)
+        if spec is None:
+            fit = partial(own_fit, path, compiled, cache and prefix is None)
+        else:
+            fit = partial(fit_under, flat_spec(spec, settings, include), compiled)
+        check = partial(check_base, model=model, other_weights=other_weights, strict=strict)
+        return _load(path, compiled, name, prefix, check, fit)
+
+
+class Fit(NamedTuple):
+    """An adapter under a spec.
+
+    Attributes:
+        spec: expanded; that of its own tensors, or another one.
+        tasks: of its edits `per task`.
+        planned: the plan of the spec.
+        expected: the tensors that the plan has, by name.
+        names: of the adapter's tensors, as the plan has them.
+        is_own: whether the adapter holds the spec.
+    """
+
+    spec: ast.Spec
+    tasks: tuple[str, ...]
+    planned: PlanResult
+    expected: dict[str, Tensor]
+    names: Mapping[str, str]
+    is_own: bool
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises: P525, P561."""
+        here = {self.names[name]: tensor for name, tensor in tensors.items()}
+        check_tensors(here, self.expected, *(() if self.is_own else (_OTHER_SPEC, _BREAKING)))
+
+
+_OTHER_SPEC = "the tensors of the adapter do not fit the spec"
+_BREAKING = "`peftc breaking SPEC --against ADAPTER` says why; without `spec=` the adapter is loaded as it was saved"
 
 
 def _load(
@@ -84,33 +132,73 @@ def _load(
     compiled: CompiledModel,
     name: str | None,
     prefix: str | None,
-    other_weights: bool,
-    strict: bool,
-    cache: bool,
+    check_model: Callable[[Adapter], None],
+    fit_of: Callable[[Adapter], Fit],
 ) -> nn.Module:
-    plans: list[tuple[tuple[str, ...], ast.Spec, PlanResult, dict[str, Tensor]]] = []
+    fits: list[Fit] = []
 
     def check(adapter: Adapter) -> None:  # called again if the adapter is replaced meanwhile
-        check_base(adapter, compiled.module, other_weights, strict)
-        spec = expanded_spec(adapter, path)
-        tasks = task_names(adapter_tasks(adapter, spec) or None, compiled.tasks)
-        planned = plan_adapter(adapter, spec, compiled, tasks, cache and prefix is None)
-        expected = dict(expected_tensors(planned, compiled))
-        check_tensors(listed_tensors(adapter), expected)
-        plans.append((tasks, spec, planned, expected))
+        check_model(adapter)
+        fits.append(fit_of(adapter))
+        fits[-1].check(listed_tensors(adapter))
 
     adapter, tensors = read(path, check)
-    tasks, spec, planned, expected = plans[-1]
-    check_tensors(tensors, expected)
+    fit = fits[-1]
+    fit.check(tensors)
+    if not fit.is_own:
+        _warn_of_meaning(adapter, path, compiled, fit)
+    tensors = {fit.names[name]: tensor for name, tensor in tensors.items()}
+    spec, planned = fit.spec, fit.planned
     if prefix is not None:
         spec = prefixed(spec, prefix)
-        planned = compiled.plan(spec, tasks)
-        names = zip((n for n, _ in expected_tensors(planned, compiled)), expected, strict=True)
+        planned = compiled.plan(spec, fit.tasks)
+        names = zip((n for n, _ in expected_tensors(planned, compiled)), fit.expected, strict=True)
         tensors = {new: tensors[old] for new, old in names}
     spec_name = free_name(compiled.specs, name or prefix, path.resolve().name or "default")
     installed = InstalledSpec(spec_name, spec, planned.plan, adapter.seed)
     finish = partial(_fill, name=spec_name, tensors=tensors)
-    return compiled.add(installed, planned, tasks=tasks, finish=finish, draw=False)
+    return compiled.add(installed, planned, tasks=fit.tasks, finish=finish, draw=False)
+
+
+def own_fit(path: Path, compiled: CompiledModel, cache: bool, adapter: Adapter) -> Fit:
+    """An adapter under the spec that it holds. `cache`: as in `compile`. Raises: P525, P567."""
+    spec = expanded_spec(adapter, path)
+    tasks = task_names(adapter_tasks(adapter, spec) or None, compiled.tasks)
+    planned = plan_adapter(adapter, spec, compiled, tasks, cache)
+    expected = dict(expected_tensors(planned, compiled))
+    return Fit(spec, tasks, planned, expected, {name: name for name in adapter.tensors}, is_own=True)
+
+
+def fit_under(flat: ast.Spec, compiled: CompiledModel, adapter: Adapter) -> Fit:
+    """An adapter under another expanded spec, with its parameters as they are trained or, where
+    these do not fit, in their export form. Raises: P2xx-P3xx (the spec), P304, P525, P567, P573.
+    """
+    check_python_forms(adapter, registered_forms(flat))
+    tasks = task_names(adapter_tasks(adapter, flat) or None, compiled.tasks)
+    fits: list[Fit] = []
+    for spec in dict.fromkeys((flat, stored_statements(flat))):
+        planned = compiled.plan(spec, tasks)
+        if planned.failed_expectations:
+            raise PeftcError(planned.failed_expectations)
+        check_changes(adapter, planned)
+        expected = dict(expected_tensors(planned, compiled))
+        names = Moves.of(spec).renamed(adapter.tensors, expected)
+        fits.append(Fit(spec, tasks, planned, expected, names, is_own=False))
+        if set(names.values()) == set(expected):
+            return fits[-1]
+    return fits[-1]
+
+
+def _warn_of_meaning(adapter: Adapter, path: Path, compiled: CompiledModel, fit: Fit) -> None:
+    """Warns of edits that compute something else than under the spec of the adapter (P854)."""
+    spec = expanded_spec(adapter, path)
+    own = compiled.plan(spec, fit.tasks)
+    on_model = (OnModel(own, expected_sizes(own)), OnModel(fit.planned, expected_sizes(fit.planned)))
+    findings = [one for one in breaking(("", ""), (spec, fit.spec), on_model).findings if one.category == "NUMERIC"]
+    if findings:
+        message = "the adapter computes something else under this spec than under its own"
+        notes = tuple(f"{one.edit}: {one.reason}" for one in findings)
+        warn(Diagnostic("P854", message, notes=notes, help="load it without `spec=`, or train it again"))
 
 
 @torch.no_grad()
@@ -193,34 +281,6 @@ def check_tensors(
     require_finite((n, tensor) for n, tensor, _ in pairs)
 
 
-def expected_tensors(planned: PlanResult, compiled: CompiledModel) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that an adapter of this plan has, by name: shapes and dtypes without values."""
-    known: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = {}  # of forms with equal arguments and shapes
-    for name, make, instance in _forms(planned):
-        key = (make, instance.form.name, *sorted(instance.args.items()), instance.dims)
-        if key not in known:
-            form = make(instance, dtype=torch.float32, device="meta")
-            known[key] = [*form.named_parameters(), *((n, form.get_buffer(n)) for n in form.states())]
-        yield from ((f"{name}.{n}", tensor) for n, tensor in known[key])
-    trained = planned.trained_parameters.items()
-    yield from ((name, compiled.module.get_parameter(parameter)) for name, parameter in trained)
-
-
-def _forms(planned: PlanResult) -> Iterator[tuple[str, Callable[..., FormModule], ir.FormInstance]]:
-    """The forms of a plan that have parameters: the saved name, its builder, the instance."""
-    seen = set[str]()
-    for site_edit in planned.site_edits:
-        for instance in site_edit.instances:
-            for owner in instance.owners():
-                if owner not in seen:
-                    seen.add(owner)
-                    make = build_of_all if owner == instance.all_tasks_owner else build_owner
-                    yield f"{site_edit.edit}/{owner}/{instance.key}", make, instance
-            if instance.has_site_parameters:
-                for _, suffix in instance.task_suffixes():
-                    yield f"{site_edit.edit}/{site_edit.owner_path}/{instance.key}{suffix}", build, instance
-
-
 def adapter_tasks(adapter: Adapter, spec: ast.Spec) -> tuple[str, ...]:
     """The tasks of an adapter's tensors. It may list more, of other specs. Raises: P525.
 
@@ -247,9 +307,14 @@ def _parsed(text: str, path: str) -> ast.Spec:
     return parse_text(text, path)
 
 
-def check_python_forms(adapter: Adapter) -> None:
-    """Raises: P573 for a Python form that is not registered, or has another version."""
+def check_python_forms(adapter: Adapter, names: Collection[str] | None = None) -> None:
+    """Raises: P573 for a Python form that is not registered, or has another version.
+
+    `names`: the forms to look at, by default all of the adapter.
+    """
     for name, saved in adapter.python_forms.items():
+        if names is not None and name not in names:
+            continue
         form = PYTHON_FORMS.get(name)
         if form is None:
             message = f"the adapter needs the Python form `{name}`, which is not registered"
@@ -271,12 +336,17 @@ def plan_adapter(
     """
     with _planning_errors():
         planned = compiled.first_plan(spec, tasks) if cache else compiled.plan(spec, tasks)
+    check_changes(adapter, planned)
+    return planned
+
+
+def check_changes(adapter: Adapter, planned: PlanResult) -> None:
+    """Raises: P567 for an edit that had another meaning when the adapter was saved."""
     for edit, change in changed_edits(adapter, planned.site_edits):
         message = f"`{edit.edit}` at `{edit.site.path}` {change.before} when the adapter was saved"
         notes = (f"since format {change.format}, {change.now}",)
         help_ = "load it with the version of peftc that saved it, or train it again"
         raise PeftcError(Diagnostic("P567", message, notes=notes, help=help_))
-    return planned
 
 
 @contextmanager

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from peftc.adapters.base import base_of, digest_of, elect_writer, other_gradients, require_finite, require_values, whole
 from peftc.adapters.files import listing, path_of, write
 from peftc.adapters.metadata import Adapter, Base, PythonForm, format_of, tensors_name
-from peftc.diagnostics import Diagnostic, PeftcError, warn
-from peftc.equations.table import FORMS, built_in_texts, forms_of, registered_forms
-from peftc.forms import Args, Form
+from peftc.diagnostics import PeftcError, warn
+from peftc.equations.table import built_in_texts, registered_forms
 from peftc.forms.module import FormModule
 from peftc.forms.registry import class_path
 from peftc.installation.builder import shared_name
@@ -30,10 +29,10 @@ from peftc.installation.contents import parameters, states
 from peftc.installation.record import Installation, InstalledSpec, joint_spec
 from peftc.installation.spec_names import with_note
 from peftc.planning.ir import SiteEdit
-from peftc.semantics.arguments import bind
+from peftc.semantics.export_forms import has_common_parameters, saved_form, stored_statements
+from peftc.semantics.moves import without_moves
 from peftc.syntax import ast
 from peftc.syntax.printer import print_spec
-from peftc.syntax.walk import is_shared, walk
 
 
 def save(model: nn.Module, directory: str | PathLike[str], name: str | None = None) -> Path:
@@ -98,7 +97,7 @@ def describe(
     return Adapter(
         format_version=format_of(own, forms, python_forms, base.origin),
         peftc=version("peftc"),
-        spec=print_spec(stored),
+        spec=print_spec(without_moves(stored)),
         source=print_spec(joint_spec(part.spec for part in parts)),
         forms=forms,
         python_forms=python_forms,
@@ -162,36 +161,10 @@ def stored_tensors(model: nn.Module, record: Installation, name: str | None = No
     return tensors
 
 
-def without_expectations(spec: ast.Spec) -> ast.Spec:
-    return replace(spec, statements=tuple(s for s in spec.statements if not isinstance(s, ast.Expect)))
-
-
-def stored_statements(spec: ast.Spec) -> ast.Spec:
-    """The spec whose parameters `stored_tensors` are, without expectations.
-
-    A `shared` binding is inlined unless its export form has shared parameters, too. Raises: P528.
-    """
-    bindings = {let.name: let.value for let in spec.statements if isinstance(let, ast.Let)}
-    bound = {n: v.args[0] if is_shared(v) and isinstance(v, ast.Call) else v for n, v in bindings.items()}
-    forms = forms_of(spec)
-    exported = {name: _export_form(value, forms) for name, value in bound.items()}
-    inlined = {name: bound[name] for name, form in exported.items() if form is not None and not _is_shared(form[1])}
-    statements: list[ast.Statement] = []
-    for statement in without_expectations(spec).statements:
-        if getattr(statement, "name", "") in inlined:
-            continue
-        if isinstance(statement, ast.Edit):
-            statement = _export_edit(statement, inlined, forms)
-        elif isinstance(statement, ast.Let):
-            statement = replace(statement, value=_export(statement.value, inlined, forms))
-        statements.append(statement)
-    return replace(spec, statements=tuple(statements))
-
-
 def _exports(record: Installation, site_edit: SiteEdit) -> Iterator[Export]:
     names = _saved_names(site_edit)
     for instance in site_edit.instances:
-        form = _saved_form(instance.form, instance.args)
+        form = saved_form(instance.form, instance.args)
         if form is None:
             continue
         name = f"{site_edit.edit}/{site_edit.site.path}/{instance.key}"
@@ -203,7 +176,7 @@ def _exports(record: Installation, site_edit: SiteEdit) -> Iterator[Export]:
                 continue
             module = shared_name(owner)
             shared = next(saved for saved, place in record.form_modules.items() if place == module)
-            if not _is_shared(form):
+            if not has_common_parameters(form):
                 yield Export(names[name] + suffix, f"{shared}.", module, instance.index)
                 continue
             key = names[name].rpartition("/")[2]
@@ -215,64 +188,13 @@ def _exports(record: Installation, site_edit: SiteEdit) -> Iterator[Export]:
             yield Export(place, f"{name}{suffix}.", module, instance.index)
 
 
-def _saved_form(form: Form, args: Args) -> Form | None:
-    """The form that is saved in the place of another."""
-    name = form.saved_as(form.fill(args))
-    return None if name is None else form if name == form.name else FORMS[name]
-
-
-def _is_shared(form: Form) -> bool:
-    return form.has_common_part and form.common(form.fill({})) is not None
-
-
 def _saved_names(site_edit: SiteEdit) -> dict[str, str]:
     """The saved names of an edit's forms at a site: `mixture` becomes `adapter`."""
     counts, names = Counter[str](), dict[str, str]()
     for instance in site_edit.instances:
-        form = (_saved_form(instance.form, instance.args) or instance.form).name
+        form = (saved_form(instance.form, instance.args) or instance.form).name
         counts[form] += 1
         key = form if counts[form] == 1 else f"{form}_{counts[form]}"
         place = f"{site_edit.edit}/{site_edit.site.path}"
         names[f"{place}/{instance.key}"] = f"{place}/{key}"
     return names
-
-
-def _export_form(value: ast.Expr, forms: Mapping[str, Form]) -> tuple[Mapping[str, str], Form] | None:
-    """The form that is saved in the place of a call, behind its names for arguments of the call."""
-    form = forms.get(value.function) if isinstance(value, ast.Call) else None
-    if form is None or not isinstance(value, ast.Call):
-        return None
-    args = form.fill(bind(value, form, shared=not value.args).args)
-    saved = _saved_form(form, args)
-    return None if saved is None else (form.saved_arguments(args), saved)
-
-
-def _export_edit(edit: ast.Edit, inlined: dict[str, ast.Expr], forms: Mapping[str, Form]) -> ast.Edit:
-    calls = [e.function for line in edit.body for e in walk(line.value) if isinstance(e, ast.Call)]
-    for name in inlined:
-        if calls.count(name) > 1:
-            message = f"`{edit.name}` uses the shared `{name}` more than once, which rows cannot express"
-            help_ = "write `keep=true` where it is bound, so that its MLP is saved"
-            raise PeftcError(Diagnostic("P528", message, help=help_))
-    body = tuple(replace(line, value=_export(line.value, inlined, forms)) for line in edit.body)
-    return replace(edit, body=body)
-
-
-def _export(value: ast.Expr, inlined: dict[str, ast.Expr], forms: Mapping[str, Form]) -> ast.Expr:
-    match value:
-        case ast.Call(function, args, kwargs):
-            if isinstance(form := inlined.get(function), ast.Call):
-                return _export(replace(form, kwargs=(*form.kwargs, *kwargs)), {}, forms)
-            call = replace(value, args=tuple(_export(arg, inlined, forms) for arg in args))
-            if (export := _export_form(value, forms)) is None:
-                return call
-            names, saved = export
-            renamed = [replace(k, name=names[k.name]) for k in kwargs if k.name in names]
-            own = tuple(keyword for keyword in renamed if saved.argument(keyword.name) is not None)
-            return replace(call, function=saved.name, kwargs=own)
-        case ast.Negative(operand):
-            return replace(value, operand=_export(operand, inlined, forms))
-        case ast.Binary(_, left, right):
-            return replace(value, left=_export(left, inlined, forms), right=_export(right, inlined, forms))
-        case _:
-            return value

@@ -23,10 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
-    words = sys.argv[1:] if argv is None else argv
-    if words[:1] == ["__complete"]:
-        return import_module("peftc.cli.completion.command").answer(words[1:])
-    args = parse_arguments(words)
+    args = parse_arguments(argv)
     try:
         for name in getattr(args, "forms", ()):
             import_module("peftc.forms").register_entry_point(name)

@@ -19,7 +19,7 @@ class Difference(Record):
     Attributes:
         name: of the respect: `at`, `equations`, `sites`, `modules`, `shapes`, `order`, a count of
             the plan, `foldable`, `identity`; outside of edits also `model`, `parameters`,
-            `architecture`, `values`, `expectations`, and `form NAME`.
+            `architecture`, `values`, `moves`, `expectations`, and `form NAME`.
         old: lines, paths or a number that the new side does not have.
         new: those that the old side does not have.
     """
@@ -134,6 +134,7 @@ def _others(texts: Texts, plans: Plans | None) -> Iterable[Difference]:
     if common[0] != common[1]:
         yield Difference(name="order", old=tuple(common[0]), new=tuple(common[1]))
     yield from _lines("values", old.values, new.values)
+    yield from _lines("moves", old.moves, new.moves)
     for name in dict.fromkeys((*old.forms, *new.forms)):
         yield from _lines(f"form {name}", _form_lines(old.forms, name), _form_lines(new.forms, name))
     if plans is None:

@@ -33,12 +33,14 @@ class SpecRecord(Record):
         forms: the texts of the forms that the spec defines, by name.
         values: `let` statements outside of edits.
         expectations: as the formatter prints them.
+        moves: `moved` statements.
     """
 
     edits: tuple[EditText, ...]
     forms: dict[str, str] = Field(default_factory=dict)
     values: tuple[str, ...] = ()
     expectations: tuple[str, ...] = ()
+    moves: tuple[str, ...] = ()
 
 
 class EditOnModel(Record):
@@ -91,6 +93,7 @@ def spec_record(flat: ast.Spec) -> SpecRecord:
         forms={s.name: print_statement(s) for s in statements if isinstance(s, ast.Form)},
         values=tuple(print_statement(s) for s in statements if isinstance(s, ast.Let)),
         expectations=tuple(print_statement(s) for s in statements if isinstance(s, ast.Expect)),
+        moves=tuple(print_statement(s) for s in statements if isinstance(s, ast.Moved)),
     )
 
 

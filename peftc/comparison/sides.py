@@ -59,6 +59,21 @@ def open_side(name: str, include: Sequence[str] = (), parse: Parse | None = None
     return Side(name, expand((parse or _read)(name), include=include))
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a name is of the folder of an adapter."""
+    return not name.startswith(GIT) and (Path(name) / "adapter.json").is_file()
+
+
+def is_folder_of_specs(name: str) -> bool:
+    """Whether a name is of a folder, and not of an adapter."""
+    return not name.startswith(GIT) and Path(name).is_dir() and not is_adapter(name)
+
+
+def revision_of(name: str) -> str | None:
+    """The revision of `git:REVISION`; None for other names, such as `git:REVISION:PATH`."""
+    return name.removeprefix(GIT) if name.startswith(GIT) and name.count(":") == 1 else None
+
+
 def of_plan_file(name: str, file: PlanFile) -> Side:
     return Side(name, file.parsed(), file.plans, file.tasks)
 
@@ -74,16 +89,21 @@ def _of_revision(name: str, include: Sequence[str]) -> ast.Spec:
     if not (revision and separator and path) or Path(path).is_absolute() or ".." in Path(path).parts:
         message = f"`{name}` is no file of a revision"
         raise PeftcError(Diagnostic("P852", message, help="write `git:REVISION:PATH`, with the path from the root"))
-    with _specs_of(revision) as folder:
+    with specs_of(revision) as folder:
         file = folder / path
         if not file.is_file():
             message = f"there is no spec `{path}` in revision `{revision}`"
             raise PeftcError(Diagnostic("P852", message, help="a path begins at the root of the repository"))
-        prefix = f"{folder}/"
-        try:
-            return expand(parse_text(read_text(str(file)), str(file)), include=include)
-        except PeftcError as error:  # say the names that the user knows
-            raise PeftcError(_renamed(one, prefix, f"{GIT}{revision}:") for one in error.diagnostics) from error
+        return expand_below(folder, f"{GIT}{revision}:", path, include)
+
+
+def expand_below(folder: Path, label: str, path: str, include: Sequence[str] = ()) -> ast.Spec:
+    """The expanded spec of a file below a folder, which messages call `label`."""
+    file = folder / path
+    try:
+        return expand(parse_text(read_text(str(file)), str(file)), include=include)
+    except PeftcError as error:  # say the names that the user knows
+        raise PeftcError(_renamed(one, f"{folder}/", label) for one in error.diagnostics) from error
 
 
 def _renamed(diagnostic: Diagnostic, prefix: str, label: str) -> Diagnostic:
@@ -100,9 +120,9 @@ def _renamed(diagnostic: Diagnostic, prefix: str, label: str) -> Diagnostic:
 
 
 @contextmanager
-def _specs_of(revision: str) -> Generator[Path]:
-    """A folder with all specs of a revision."""
-    root = _git("rev-parse", "--show-toplevel").decode().strip()
+def specs_of(revision: str) -> Generator[Path]:
+    """A folder with all specs of a revision. Raises: P852."""
+    root = str(repository())
     commit = _git("rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}").decode().strip()
     archive = _git("-C", root, "archive", "--format=tar", commit, "--", ":(top,glob)**/*.peft")
     with TemporaryDirectory() as folder:
@@ -113,6 +133,11 @@ def _specs_of(revision: str) -> Generator[Path]:
             message = f"the specs of revision `{revision}` cannot be read"
             raise PeftcError(Diagnostic("P852", message, notes=(str(error),))) from error
         yield Path(folder)
+
+
+def repository() -> Path:
+    """The root of the repository that the command runs in. Raises: P852."""
+    return Path(_git("rev-parse", "--show-toplevel").decode().strip())
 
 
 def _git(*arguments: str) -> bytes:

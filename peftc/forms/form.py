@@ -181,6 +181,8 @@ class Form:
         mixes_shapes: whether sites of different shapes can have parameters in common.
         separates_tasks: whether each task of an edit `per task` has common parameters of its own,
             even if its sites have others.
+        training_arguments: the names of arguments that act while training alone: with any value of
+            theirs, a saved adapter means the same.
     """
 
     name: str = ""
@@ -194,6 +196,7 @@ class Form:
     tasks_module: ModulePath = ""
     mixes_shapes: bool = False
     separates_tasks: bool = False
+    training_arguments: frozenset[str] = frozenset({"dropout", "init"})
     text: str | None = None  # of a form that has one
 
     # What a subclass defines

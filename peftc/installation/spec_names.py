@@ -31,7 +31,7 @@ def prefixed(flat: ast.Spec, prefix: str | None) -> ast.Spec:
     ):
         raise PeftcError(Diagnostic("P545", f"`{prefix}` cannot stand before the name of an edit", help="use a word"))
     statements = prefix_names(flat.statements, prefix)
-    flat_statements = (s for s in statements if isinstance(s, ast.Form | ast.Let | ast.Edit | ast.Train | ast.Expect))
+    flat_statements = (s for s in statements if isinstance(s, ast.Expanded))
     return replace(flat, statements=tuple(flat_statements))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.semantics.moves import moves_to
 from peftc.syntax import ast
 from peftc.syntax.printer import print_index, print_selector
 from peftc.syntax.vocabulary import STACKS, TOWERS
@@ -86,10 +87,16 @@ def prefix_names(statements: Iterable[ast.Statement], alias: str) -> list[ast.St
     body = list(statements)
     edits = {s.name: f"{alias}.{s.name}" for s in body if isinstance(s, ast.Edit | ast.Train)}
     shared = {s.name: f"{alias}.{s.name}" for s in body if isinstance(s, ast.Let)}
-    return [_statement(statement, edits, shared) for statement in body]
+    moves = moves_to([s for s in body if isinstance(s, ast.Moved)], {*edits, *shared})
+    return [_statement(statement, edits, shared, dict.fromkeys(moves, alias)) for statement in body]
 
 
-def _statement(statement: ast.Statement, edits: Mapping[str, str], shared: Mapping[str, str]) -> ast.Statement:
+def _statement(
+    statement: ast.Statement,
+    edits: Mapping[str, str],
+    shared: Mapping[str, str],
+    moves: Mapping[ast.Moved, str],
+) -> ast.Statement:
     match statement:
         case ast.Edit():
             body = tuple(replace(line, value=_rename_calls(line.value, shared)) for line in statement.body)
@@ -98,6 +105,8 @@ def _statement(statement: ast.Statement, edits: Mapping[str, str], shared: Mappi
             return replace(statement, name=edits[statement.name])
         case ast.Let():
             return replace(statement, name=shared[statement.name])
+        case ast.Moved(old, new) if (alias := moves.get(statement)) is not None:
+            return replace(statement, old=f"{alias}.{old}", new=f"{alias}.{new}")
         case ast.Expect(left, _, right):
             right = None if right is None else _rename_names(right, edits)
             return replace(statement, left=_rename_names(left, edits), right=right)

@@ -4,7 +4,7 @@ An expanded spec consists of `edit`, `train`, `expect` and shared `let` statemen
 """
 
 import re
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 
 from peftc.diagnostics import Diagnostic, PeftcError, Span
@@ -23,6 +23,7 @@ from peftc.semantics.files import (
     collect_errors,
     folders_of,
 )
+from peftc.semantics.moves import moves_to
 from peftc.semantics.substitute import (
     Environment,
     child_environment,
@@ -81,8 +82,8 @@ def expand_valid(spec: ast.Spec, settings: Environment, folders: Folders) -> tup
 
 
 def _with_statements(spec: ast.Spec, statements: Iterable[ast.Statement]) -> ast.Spec:
-    top = tuple(s for s in statements if isinstance(s, ast.Form | ast.Let | ast.Edit | ast.Train | ast.Expect))
-    version = 2 if any(isinstance(s, ast.Form) for s in top) else spec.version
+    top = tuple(s for s in statements if isinstance(s, ast.Expanded))
+    version = 2 if any(isinstance(s, ast.Form | ast.Moved) for s in top) else spec.version
     return replace(spec, version=version, statements=top, header=(), header_trailing=None, closing=())
 
 
@@ -117,7 +118,7 @@ class Expander:
             ]
             note = (f"with `{' '.join(options)}`",) if options else ()
             applied = self._method(scope.methods[method.name], self._settings, note)
-            statements = [s for s in spec.statements if isinstance(s, ast.Expect)]
+            statements = [s for s in spec.statements if isinstance(s, ast.Expect | ast.Moved)]
         else:
             self._check_settings(list(scope.constants), "the file")
             statements = [s for s in spec.statements if not isinstance(s, ast.Let)]  # they are in the scope
@@ -130,6 +131,7 @@ class Expander:
                 self.errors.append(Diagnostic("P119", message, source=spec.source, help=help_))
         expanded = [*self.shared(), *applied, *self._body(statements, scope, scope.constants, ())]
         own = set(map(id, expanded))
+        expanded += self._moves_of_forms([s for s in expanded if isinstance(s, ast.Moved)])
         return [*self._forms.values(), *(let for let in self._shared.values() if id(let) not in own), *expanded]
 
     def method(self, name: str) -> list[ast.Statement]:
@@ -204,7 +206,7 @@ class Expander:
                         self._bind(statement, inner, bound)
                     case ast.Apply():
                         expanded += self._apply(statement, scope, inner, via)
-                    case ast.Let() | ast.Edit() | ast.Train() | ast.Expect():
+                    case ast.Let() | ast.Edit() | ast.Train() | ast.Expect() | ast.Moved():
                         statement = self._with_values(statement, inner)
                         self._spend(_cost(statement), statement.span)
                         self._call_forms(statement, scope)
@@ -222,6 +224,12 @@ class Expander:
             if self._forms.setdefault(name, form) != form:
                 message = f"two files define different forms named `{name}`"
                 raise PeftcError(Diagnostic("P111", message, statement.span, help="rename one of them"))
+
+    def _moves_of_forms(self, own: Collection[ast.Statement]) -> Iterator[ast.Moved]:
+        """What the files of used forms say about the names of these forms."""
+        for name, form in self._forms.items():
+            moves = self._reader.moves.get(form.origin.path if form.origin else "", ())
+            yield from (moved for moved in moves_to(moves, {name}) if moved not in own)
 
     def _bind(self, let: ast.Let, inner: MutableMapping[str, ast.Expr | None], bound: set[str]) -> None:
         self._spend(1, let.span)

@@ -141,6 +141,7 @@ class ScopeReader:
     def __init__(self, folders: Folders) -> None:
         self.errors: list[Diagnostic] = []
         self.invalid: set[str] = set()  # names whose `let` or `use` has an error: their uses are not reported
+        self.moves: dict[str, list[ast.Moved]] = {}  # of the files that are read, by path
         self._folders = folders
         self._scopes: dict[Path, Scope | None] = {}
         self._reading: list[Path] = []
@@ -155,6 +156,9 @@ class ScopeReader:
                     self._use(statement, scope)
                 case ast.Form():
                     self._add_form(replace(statement, origin=spec.source), statement, scope)
+                case ast.Moved():
+                    moved = replace(statement, origin=spec.source)
+                    self.moves.setdefault(spec.source.path, []).append(moved)
                 case ast.Method():
                     self._define(statement.name, Definition(statement, scope), statement, scope)
                 case ast.Let() if is_shared(statement.value):

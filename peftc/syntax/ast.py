@@ -267,6 +267,20 @@ class Expect(Statement):
 
 
 @record()
+class Moved(Statement):
+    """`moved qv -> attention`: what older adapters call `old` is `new`. With `at`, `moved ffn at
+    layer[*].ffn -> layer[*].ffn.down`: the edit `old` is at sites of other names.
+    """
+
+    old: str
+    new: str
+    at: Path | None = None
+    to: Path | None = None
+    old_span: Span = field(default=NOWHERE, compare=False, repr=False)
+    new_span: Span = field(default=NOWHERE, compare=False, repr=False)
+
+
+@record()
 class Use(Statement):
     """`use mam from std` (source None) or `use mam from "file.peft"`."""
 
@@ -300,7 +314,7 @@ class Method(Statement):
 
     name: str
     params: tuple[Param, ...]
-    body: tuple[Edit | Train | Expect | Apply | Let, ...]
+    body: tuple[Edit | Train | Expect | Apply | Let | Moved, ...]
     closing: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
 
@@ -358,7 +372,8 @@ class Form(Statement):
     name_span: Span = field(default=NOWHERE, compare=False, repr=False)
 
 
-TopLevel = Form | Method | Use | Apply | Let | Edit | Train | Expect
+Expanded = Form | Let | Edit | Train | Expect | Moved  # what is left behind expansion
+TopLevel = Expanded | Method | Use | Apply
 
 
 @record()

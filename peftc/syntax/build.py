@@ -205,6 +205,13 @@ class Builder:
         op, right = (self._words[comparison[0]], comparison[1]) if comparison else (None, None)
         return ast.build(ast.Expect, left=left, op=op, right=right, **common)
 
+    def _moved(self, children: list[Any], **common: Any) -> ast.Moved:
+        _, old, *places, new = children
+        at, to = (places[1], new) if len(places) > 1 else (None, None)
+        name = new.id if at is None else old.id
+        spans = {"old_span": old.span if at is None else at.span, "new_span": new.span}
+        return ast.build(ast.Moved, old=old.id, new=name, at=at, to=to, **spans, **common)
+
     def _use(self, children: list[Any], **common: Any) -> ast.Use:
         _, name, _, file = children
         word, source = self._words[file], None

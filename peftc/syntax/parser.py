@@ -33,14 +33,16 @@ _NESTING = {
     **dict.fromkeys(("LPAR", "LSQB"), 1),
     **dict.fromkeys(("RPAR", "RSQB"), -1),
     **dict.fromkeys(("PLUS", "MINUS", "STAR", "AT_SIGN", "SLASH", "BAR"), _OPERATOR),
-    **dict.fromkeys(("EQUAL", "PLUS_EQUAL", "STAR_EQUAL", "AT", "LBRACE", "RBRACE", "LET", "EXPECT"), _BOUNDARY),
+    **dict.fromkeys(
+        ("EQUAL", "PLUS_EQUAL", "STAR_EQUAL", "AT", "LBRACE", "RBRACE", "LET", "EXPECT", "MOVED"), _BOUNDARY
+    ),
 }
 _FEW_BRACKETS, _FEW_OPERATORS = 30, 40
 _LONG = 100_000  # characters
 # What nests as "+", and the words at which no bracket of a text without errors is open as "\n".
 _NESTING_MARKS = {
     **{terminal: "+" for terminal, kind in _NESTING.items() if kind > 0},
-    **dict.fromkeys(("LBRACE", "RBRACE", "LET", "EXPECT"), "\n"),
+    **dict.fromkeys(("LBRACE", "RBRACE", "LET", "EXPECT", "MOVED"), "\n"),
 }
 
 

@@ -158,6 +158,10 @@ def print_line(statement: ast.Statement) -> str:
         case ast.Expect(left, op, right):
             comparison = f" {op} {print_expression(right)}" if right is not None else ""
             return f"expect {print_expression(left)}{comparison}"
+        case ast.Moved(old, new, None):
+            return f"moved {old} -> {new}"
+        case ast.Moved(old, _, ast.Path() as at, ast.Path() as to):
+            return f"moved {old} at {print_selector(at)} -> {print_selector(to)}"
         case ast.Use(name, source):
             return f"use {name} from " + ("std" if source is None else f'"{source}"')
         case ast.Apply(name, args, at, alias):

@@ -140,6 +140,10 @@ MALFORMED = {
         "peft 1 apply mam() at encoder as enc as dec",
         "peft 1 let a = f(x) (y)",
         "peft 1 expect stored 5",
+        "peft 2 moved a = b",
+        "peft 2 moved a[0] -> b",
+        "peft 2 moved a at layer[*].ffn",
+        "peft 2 moved a.b -> layer[*]",
     ),
     "P025": (
         "peft 1 expect sites(a) = 3",

@@ -24,6 +24,7 @@ KEYWORDS = {
     "param",
     "fixed",
     "save",
+    "moved",
     "common",
     "in",
     "if",
@@ -83,11 +84,8 @@ chosen_stacks = st.sampled_from(
         ast.Path((ast.Step("output"), ast.Step("layer", (ast.Index(None, None),)), ast.Step("ffn"))),
     ]
 )
-places = (
-    st.builds(ast.Path, st.lists(steps, min_size=1, max_size=4).map(tuple))
-    | st.builds(ast.Glob, patterns)
-    | chosen_stacks
-)
+paths = st.builds(ast.Path, st.lists(steps, min_size=1, max_size=4).map(tuple))
+places = paths | st.builds(ast.Glob, patterns) | chosen_stacks
 
 
 def _joined(inner: st.SearchStrategy[ast.Selector]) -> st.SearchStrategy[ast.Selector]:
@@ -169,10 +167,13 @@ forms = st.builds(
     closing=above,
     **comment_fields,
 )
+moves = st.builds(ast.Moved, dotted, dotted, **comment_fields) | dotted.flatmap(
+    lambda name: st.builds(ast.Moved, st.just(name), st.just(name), paths, paths, **comment_fields)
+)
 specs_2 = st.builds(
     ast.Spec,
     st.just(2),
-    st.lists(members | uses | methods | forms, max_size=4).map(tuple),
+    st.lists(members | uses | methods | forms | moves, max_size=4).map(tuple),
     header=above,
     header_trailing=trailing_comment,
     closing=above,

@@ -26,7 +26,7 @@ from peftc.cli.parser.arguments import (
     models,
 )
 from peftc.cli.parser.command import Command
-from peftc.cli.parser.library_commands import COMPLETION, LIST_FORMS, NEW, RECIPES
+from peftc.cli.parser.library_commands import LIST_FORMS, NEW, RECIPES
 
 _CODES = {"type": comma_separated, "action": "extend", "metavar": "CODE,…"}
 
@@ -72,7 +72,7 @@ _EXPLAIN = Command(
     "explain a diagnostic code or a form; without one, list all codes",
     "explain_command",
     (
-        argument("code", values="code or form", nargs="?", metavar="CODE|FORM", help="for example P101, or lora"),
+        argument("code", values="code", nargs="?", metavar="CODE|FORM", help="for example P101, or lora"),
         argument(
             "spec",
             values="spec",
@@ -223,6 +223,28 @@ _DIFF = Command(
         MODEL_FORMAT,
     ),
 )
+_BREAKING = Command(
+    "print what would break adapters that were saved under an earlier spec",
+    "comparison_commands",
+    (
+        argument("new", values="spec", nargs="+", metavar="NEW", help="a spec, or a folder of specs"),
+        argument(
+            "--against",
+            values="spec",
+            required=True,
+            metavar="OLD",
+            help="as OLD of `diff`; for several specs a folder, or git:REVISION",
+        ),
+        argument("--model", values="model", metavar="MODEL", help="compare sizes, sites and folds on this model, too"),
+        TASKS,
+        argument("--format", choices=("text", "markdown", "json"), default="text", help="of the report"),
+        REMOTE_CODE,
+        INCLUDE,
+        FORMS,
+        NO_CACHE,
+        MODEL_FORMAT,
+    ),
+)
 # By name, in the order of `peftc --help`.
 COMMANDS = {
     "check": _CHECK,
@@ -236,20 +258,7 @@ COMMANDS = {
     "sites": Command(
         "print the sites of a model, which edits can name",
         "plan.commands",
-        (
-            argument(
-                "selector",
-                values="selector",
-                nargs="?",
-                metavar="SELECTOR",
-                help="print the sites that this names alone: 'layer[*].attn.q'",
-            ),
-            MODEL,
-            REMOTE_CODE,
-            NO_CACHE,
-            MODEL_FORMAT,
-            JSON,
-        ),
+        (MODEL, REMOTE_CODE, NO_CACHE, MODEL_FORMAT, JSON),
     ),
     "plan": _PLAN,
     "show": _SHOW,
@@ -257,6 +266,7 @@ COMMANDS = {
     "compile": _COMPILE,
     "lock": _LOCK,
     "diff": _DIFF,
+    "breaking": _BREAKING,
     "inspect": INSPECT,
     "merge": MERGE,
     "export": EXPORT,
@@ -266,5 +276,4 @@ COMMANDS = {
     "recipes": RECIPES,
     "forms": LIST_FORMS,
     "new": NEW,
-    "completion": COMPLETION,
 }

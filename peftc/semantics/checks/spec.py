@@ -8,6 +8,7 @@ from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.equations.table import forms_of
 from peftc.semantics.checks.definitions import unused
 from peftc.semantics.checks.edits import Forms, bind_errors, check_edit, check_selector, unknown_form
+from peftc.semantics.moves import check_moves
 from peftc.syntax import ast
 from peftc.syntax.numbers import is_number
 from peftc.syntax.printer import print_expression, print_selector
@@ -41,6 +42,7 @@ def check(spec: ast.Spec) -> list[Diagnostic]:
             case _:
                 own = []
         errors += (with_origin(error, statement, spec) for error in own)
+    errors += (with_origin(error, moved, spec) for moved, error in check_moves(spec))
     return errors
 
 

@@ -7,7 +7,7 @@ from peftc.diagnostics import Diagnostic, Fix, Replacement
 from peftc.syntax.lexer import CLOSING, Token, excerpt, keywords, spelling
 
 ASSIGNMENTS = frozenset({"EQUAL", "PLUS_EQUAL", "STAR_EQUAL"})
-_STATEMENTS = frozenset({"PEFT", "FORM", "METHOD", "USE", "APPLY", "EDIT", "TRAIN", "EXPECT", "LET"})
+_STATEMENTS = frozenset({"PEFT", "FORM", "METHOD", "USE", "APPLY", "EDIT", "TRAIN", "EXPECT", "LET", "MOVED"})
 _QUOTED_NEVER = frozenset({"STRING", "LBRACE", "RBRACE", "$END"})
 
 

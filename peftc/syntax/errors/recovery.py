@@ -16,7 +16,7 @@ from peftc.syntax.lexer import Token, keywords, unknown_terminals
 
 _LOOKAHEAD = 16  # tokens by which a repair is judged
 _MIN_PROGRESS = 3  # tokens that must parse after a repair
-_STATEMENTS = frozenset({"FORM", "METHOD", "USE", "APPLY", "EDIT", "TRAIN", "EXPECT", "LET"})
+_STATEMENTS = frozenset({"FORM", "METHOD", "USE", "APPLY", "EDIT", "TRAIN", "EXPECT", "LET", "MOVED"})
 _BRACES = {"LBRACE": 1, "RBRACE": -1}
 _INVALID = frozenset({"BAD_NUMBER", "OPEN_STRING", "STRAY", "COMMENT"})
 

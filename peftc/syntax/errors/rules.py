@@ -11,8 +11,10 @@ from peftc.syntax.lexer import CLOSING, NEED_VERSION_2, Token, excerpt, keywords
 
 _OPEN = {"LBRACE": "`{`", "LPAR": "`(`", "LSQB": "`[`"}
 _CLOSE = frozenset(CLOSING.values())
-_TOP_LEVEL = ("form", "method", "use", "apply", "edit", "train", "expect", "let")
-_NAMED = frozenset({"EDIT", "TRAIN", "FORM", "METHOD", "LET", "USE", "APPLY", "AS", "DOT"})  # what precedes a name
+_TOP_LEVEL = ("form", "method", "use", "apply", "edit", "train", "expect", "let", "moved")
+_NAMED = frozenset(
+    {"EDIT", "TRAIN", "FORM", "METHOD", "LET", "USE", "APPLY", "AS", "DOT", "MOVED"}
+)  # what precedes a name
 _OPERAND_ENDS = frozenset({"NUMBER", "NAME", "RPAR"})
 
 _JOINS = "`a | b` is both, `a - b` is `a` without `b`"
@@ -148,7 +150,7 @@ def _selector(c: ErrorContext) -> Error | None:
         wanted = "a selector" if c.allows("STRING") else "a site"
         correction = c.quotes("AT") if c.type == "STAR" else None
         return c.error("P016", c.expectation(f"{wanted} after {c.preceding}"), help_, correction=correction)
-    if c.bracket == "LSQB" and c.statement in {"EDIT", "TRAIN", "APPLY"}:
+    if c.bracket == "LSQB" and c.statement in {"EDIT", "TRAIN", "APPLY", "MOVED"}:
         after_index = c.allows("RSQB") and c.previous_type in {"STAR", "NUMBER"}
         if after_index or c.allows("DOT_DOT") or c.previous_type in {"MINUS", "DOT_DOT"}:
             help_ = "an index is `3`, `-1`, `*` or a range with both ends included: `0..5`, `6..`, `..5`"
@@ -168,6 +170,9 @@ def _train_use_method(c: ErrorContext) -> Error | None:
         if c.type == "COMMA":
             help_ = "write one `use` for each name"
         return c.error("P022", c.expectation(c.expected if in_use else "a statement"), help_, correction=correction)
+    if c.statement == "MOVED":
+        help_ = "`moved OLD -> NEW` names an edit, or FORM.PARAMETER; sites are `moved EDIT at OLD -> NEW`"
+        return c.error("P023", c.expectation(), help_)
     if c.statement == "METHOD" and c.bracket == "LPAR" and c.allows_only("EQUAL"):
         help_ = f"give it a default, e.g. `{c.previous} = 8`: every method can be planned without arguments"
         if c.type in {"COMMA", "RPAR"}:
@@ -286,7 +291,7 @@ def _statement(c: ErrorContext) -> Error | None:
         return c.error("P013", c.expectation("a statement"), help_)
     if c.allows("EDIT") and c.type == "NAME" and c.bracket in {"", "LBRACE"}:  # edti a at …
         words = [text for terminal, text in keywords().items() if terminal in c.accepts and text in _TOP_LEVEL]
-        if keywords().get("FORM") == str(c.token):  # in version 1, where it is a name
+        if str(c.token) in (keywords()["FORM"], keywords()["MOVED"]):  # in version 1, where they are names
             version = Fix((Replacement(c.tokens[1].span, "2"),)) if c.tokens[0].type == "PEFT" else None
             message = f"{c.unexpected} belongs to version 2 of the language"
             return c.error("P028", message, NEED_VERSION_2, correction=version)
