@@ -23,7 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
-    args = parse_arguments(argv)
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["__complete"]:
+        return import_module("peftc.cli.completion.command").answer(words[1:])
+    args = parse_arguments(words)
     try:
         for name in getattr(args, "forms", ()):
             import_module("peftc.forms").register_entry_point(name)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from peftc.forms.arguments import ACT, DROPOUT, DTYPE, INIT, REDUCTION, first_projections, integer, over, width
+from peftc.forms.cross_layer_state import check_depth
 from peftc.forms.form import Args, Argument, Dims, Form, Parameter, PlacementError, Scope
-from peftc.forms.handed import check_depth
 from peftc.forms.registry import register
 from peftc.forms.shapes import Shape
 

@@ -1,4 +1,4 @@
-"""A small network beside the layers, as modules: one rung in each layer, which hands its state to the next."""
+"""A small network beside the layers, as modules: one rung in each layer, whose state passes to the next."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from peftc.forms.activations_module import ACTIVATION, EPSILON
 from peftc.forms.arguments import number
-from peftc.forms.handed_module import Handed, lost_gradient, runs_again
+from peftc.forms.cross_layer_state_module import CrossLayerState
 from peftc.forms.module import FormModule
 
 
@@ -27,7 +27,7 @@ class LadderEnd(FormModule):
     start_bias: nn.Parameter | None
 
     def setup(self) -> None:
-        self.handed = Handed[Tensor]()
+        self.cross_layer_state = CrossLayerState()
 
     def forward(self, s: Tensor) -> Tensor:
         normed = F.layer_norm(s, s.shape[-1:], self.end_norm_weight, self.end_norm_bias, EPSILON)
@@ -68,22 +68,13 @@ class LadderRung(FormModule):
     def forward(self, h: Tensor, x: Tensor | None = None) -> Tensor:
         end = self.owner_module
         assert isinstance(end, LadderEnd)
-        again = runs_again()
-        below = end.handed.before(self.task, self.index, again)
-        if again and below is not None and self.down.requires_grad and not below.requires_grad:
-            raise lost_gradient("the side network")
-        end.handed.check(self.task, self.index, h, self.training or torch.is_grad_enabled(), again)
+        states = end.cross_layer_state
+        (below,) = states.below(self, h, self.down.requires_grad, "the side network") or (None,)
         if below is None and x is not None:
             below = end.first(x)
         s = self.rung(h.detach().to(self.down.dtype), below)
-        if self.index + 1 < self.form_dims.sites:
-            if not again:
-                end.handed.states[self.task][self.index] = s
-            if self.form_args["replace"]:
-                return h
-            return h.new_zeros(()).expand_as(h)
-        if not (self.training or torch.is_grad_enabled()):
-            end.handed.states.pop(self.task, None)
+        if states.pass_on(self, s):
+            return h if self.form_args["replace"] else h.new_zeros(()).expand_as(h)
         return end(s).to(h.dtype)
 
     def rung(self, h: Tensor, below: Tensor | None) -> Tensor:

@@ -1,11 +1,11 @@
-"""A mixture of the states of all layers, as modules: each layer hands on its state and those from below."""
+"""A mixture of the states of all layers, as modules: that of each layer passes on with those from below."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from peftc.forms.handed_module import Handed, lost_gradient, runs_again
+from peftc.forms.cross_layer_state_module import CrossLayerState
 from peftc.forms.module import FormModule
 
 
@@ -18,7 +18,7 @@ class LayerQuery(FormModule):
     query: nn.Parameter
 
     def setup(self) -> None:
-        self.handed = Handed[tuple[Tensor, ...]]()
+        self.cross_layer_state = CrossLayerState()
 
     def forward(self, states: tuple[Tensor, ...]) -> Tensor:
         here = states[-1].device
@@ -40,17 +40,9 @@ class LayerAttentionModule(FormModule):
     def forward(self, h: Tensor) -> Tensor:
         common = self.owner_module
         assert isinstance(common, LayerQuery)
-        again = runs_again()
-        below = common.handed.before(self.task, self.index, again) or ()
-        if again and h.requires_grad and not all(state.requires_grad for state in below):
-            raise lost_gradient("the attention over layers")
-        common.handed.check(self.task, self.index, h, self.training or torch.is_grad_enabled(), again)
-        if self.index + 1 < self.form_dims.sites:
-            if not again:
-                # Without gradients, not h itself: it is an output of the layer, and a checkpoint gives it one afterwards.
-                state = h if torch.is_grad_enabled() else h.detach()
-                common.handed.states[self.task][self.index] = (*below, state)
+        states = common.cross_layer_state
+        below = states.below(self, h, h.requires_grad, "the attention over layers")
+        # Without gradients, not h itself: it is an output of the layer, and a checkpoint gives it one afterwards.
+        if states.pass_on(self, *below, h if torch.is_grad_enabled() else h.detach()):
             return h
-        if not (self.training or torch.is_grad_enabled()):
-            common.handed.states.pop(self.task, None)
         return common((*below, h)).to(h.dtype)

@@ -126,7 +126,7 @@ def overlay_class(cls: type[nn.Module], names: tuple[str, ...], saves: bool, roo
     if names:
         members["_replicate_for_data_parallel"] = _replicate
     if saves or root:
-        members["state_dict"] = _state_dict
+        members |= {"state_dict": _state_dict, "named_modules": _named_modules}
     if saves:
         members |= {"load_state_dict": _load_state_dict, SAVE: _save_pretrained}
     if root:
@@ -181,8 +181,8 @@ def _state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
     below: Any = super(own_overlay(self, "state_dict"), self)
     prefix = kwargs.get("prefix") or (args[1] if len(args) > 1 else "")
     is_edited = bool(prefix) and is_installed(self) and bool(installation_of(self).site_edits)
-    if is_edited and (outer := saved_around(self)) is not None:
-        require_no_edits(self, outer, prefix)
+    if is_edited and (saving := saving_around(self)) is not None:
+        require_no_edits(self, saving[0], prefix)
         state = of_base(self, below.state_dict(**{**kwargs, "destination": None, "prefix": ""}))
         kwargs["destination"].update({f"{prefix}{name}": value for name, value in state.items()})
         return kwargs["destination"]
@@ -190,15 +190,39 @@ def _state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
     return of_base(self, state) if _saving.get() is self else state
 
 
-def saved_around(module: nn.Module) -> nn.Module | None:
-    """The model around a compiled one whose `save_pretrained` runs. It knows nothing of edits."""
+def _named_modules(self: Any, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
+    """What `save_pretrained` of a model around this one asks first, whatever state it was given."""
+    below: Any = super(own_overlay(self, "named_modules"), self)
+    is_edited = bool(prefix) and is_installed(self) and bool(installation_of(self).site_edits)
+    if is_edited and (saving := saving_around(self)) is not None:
+        require_no_edits(self, saving[0], prefix)
+        if isinstance(state := saving[1].get("state_dict"), dict):
+            keep_base(self, cast(dict[str, Any], state), f"{prefix}.")
+    return below.named_modules(memo, prefix, remove_duplicate)
+
+
+def keep_base(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Takes edits, and what they have trained, out of a state dict that is about to be saved."""
+    own = {name: value for name, value in state.items() if name.startswith(prefix)}
+    base = of_base(module, {name.removeprefix(prefix): value for name, value in own.items()})
+    for name in own:
+        if name.removeprefix(prefix) in base:
+            state[name] = base[name.removeprefix(prefix)]
+        else:
+            del state[name]
+
+
+def saving_around(module: nn.Module) -> tuple[nn.Module, Mapping[str, Any]] | None:
+    """The model around a compiled one whose `save_pretrained` runs, with the variables of the call.
+    It knows nothing of edits.
+    """
     frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         code = frame.f_code
         if code.co_name == SAVE and code.co_argcount:
             owner = frame.f_locals.get(code.co_varnames[0])
             if isinstance(owner, nn.Module) and owner is not module and not is_installed(owner):
-                return owner if any(part is module for part in owner.modules()) else None
+                return (owner, frame.f_locals) if any(part is module for part in modules_in(owner)) else None
         frame = frame.f_back
     return None
 

@@ -1,13 +1,13 @@
 """Configurations of well-known checkpoints: planning needs neither network nor weights."""
 
 import difflib
-import json
 from collections.abc import Mapping
 from functools import cache
-from importlib import resources
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
+
+from peftc.models.catalogue_file import read_catalogue
 
 Head = Literal["base", "causal-lm", "seq2seq-lm"]
 
@@ -28,8 +28,7 @@ class Entry(BaseModel):
 @cache
 def catalogue() -> Mapping[str, Entry]:
     """The entries by id, in the order of the file."""
-    text = resources.files("peftc.models").joinpath("catalogue.json").read_text(encoding="utf-8")
-    return TypeAdapter(dict[str, Entry]).validate_python(json.loads(text)["models"])
+    return TypeAdapter(dict[str, Entry]).validate_python(read_catalogue())
 
 
 def find(model_id: str) -> Entry | None:

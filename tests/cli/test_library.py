@@ -128,3 +128,27 @@ def test_a_new_spec_replaces_nothing(folder: Path, capsys: Out) -> None:
     (folder / "empty").mkdir()
     assert main(["new", "empty"]) == 2
     assert "there is no adapter_config.json in empty" in capsys.readouterr().err
+
+
+# The sites of a selector
+
+
+def test_sites_of_a_selector(folder: Path, capsys: Out) -> None:
+    zoo.config("bart").save_pretrained(folder)
+    words = ["sites", "--model", "config.json"]
+    selector = "layer[*].attn.q | encoder.layer[0].ffn"
+    assert main([*words, selector, "--json"]) == 0
+    entries = json.loads(capsys.readouterr().out)["sites"]
+    assert main([*words, "--json"]) == 0
+    every = json.loads(capsys.readouterr().out)["sites"]
+    plan = peftc.plan("peft 1\nedit e at " + selector + " { h *= vector() }", "config.json")
+    assert [one["path"] for one in entries] == [one.path for one in plan.edits[0].sites.ranges]
+    assert all(one["states"] in [other["states"] for other in every] for one in entries)
+    assert main([*words, selector]) == 0
+    out = capsys.readouterr().out
+    assert f"({len(plan.edits[0].sites)} sites)" in out
+    assert "encoder.layer[0].ffn" in out
+    assert main([*words, "layer[*].atn"]) == 1
+    assert "did you mean `attn`?" in capsys.readouterr().err
+    assert main([*words, "head { h = h } edit e at head"]) == 2
+    assert main([*words, "layer["]) == 1

@@ -58,7 +58,8 @@ def test_each_command_has_a_help_and_a_function(name: str, capsys: Out, monkeypa
 def test_each_command_has_its_arguments_alone() -> None:
     """The parser of one command takes what the parser of all does."""
     for name in COMMANDS:
-        required = ["x"] * sum(not one.is_option for one in COMMANDS[name].arguments)
+        positional = (one for one in COMMANDS[name].arguments if not one.is_option)
+        required = [next(iter(one.options.get("choices", ["x"]))) for one in positional]
         for one in COMMANDS[name].arguments:
             required += [one.names[0], "1"] if one.options.get("required") else []
         alone, together = (vars(parser(own).parse_args([name, *required])) for own in (name, None))

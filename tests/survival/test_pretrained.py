@@ -172,7 +172,9 @@ def test_a_model_in_a_compiled_model(spec: str, tmp_path: Path) -> None:
         assert keys(tmp_path / f"plain{i}") == keys(tmp_path / "base")
 
 
-@pytest.mark.parametrize("spec", [INNER, "edit s at layer[*].ffn { h *= 2 }"])
+@pytest.mark.parametrize(
+    "spec", [INNER, INNER + "train n = [w] at layer[*].norm\n", "edit s at layer[*].ffn { h *= 2 }"]
+)
 def test_a_model_around_a_compiled_one(spec: str, tmp_path: Path) -> None:
     """Its class reads no edits: it is not saved, but for its base."""
     build("llama").save_pretrained(tmp_path / "base")
@@ -181,8 +183,13 @@ def test_a_model_around_a_compiled_one(spec: str, tmp_path: Path) -> None:
     randomise(peftc.parameters(model.model))
     with pytest.raises(peftc.PeftcError, match=r"P581[\s\S]*`peftc.save\(model.model"):
         model.save_pretrained(tmp_path / "whole")
+    with pytest.raises(peftc.PeftcError, match="P581"):
+        model.save_pretrained(tmp_path / "whole", state_dict=model.state_dict())
     assert not (tmp_path / "whole" / "model.safetensors").exists()
     with peftc.disabled(model.model):
+        model.save_pretrained(tmp_path / "state", state_dict=model.state_dict())
+        for file in (tmp_path / "base").iterdir():
+            assert file.read_bytes() == (tmp_path / "state" / file.name).read_bytes(), file.name
         model.save_pretrained(tmp_path / "off")
     for file in (tmp_path / "base").iterdir():
         assert file.read_bytes() == (tmp_path / "off" / file.name).read_bytes(), file.name

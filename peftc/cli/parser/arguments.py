@@ -5,7 +5,19 @@ from typing import Any, Literal
 
 from peftc.diagnostics.render import FORMATS
 
-Values = Literal["", "spec", "model", "recipe", "form", "code", "selector", "folder", "file", "recipe or folder"]
+Values = Literal[
+    "",
+    "spec",
+    "model",
+    "recipe",
+    "form",
+    "code",
+    "code or form",
+    "selector",
+    "folder",
+    "file",
+    "recipe or folder",
+]
 
 
 @dataclass(frozen=True)

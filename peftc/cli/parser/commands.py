@@ -26,7 +26,7 @@ from peftc.cli.parser.arguments import (
     models,
 )
 from peftc.cli.parser.command import Command
-from peftc.cli.parser.library_commands import LIST_FORMS, NEW, RECIPES
+from peftc.cli.parser.library_commands import COMPLETION, LIST_FORMS, NEW, RECIPES
 
 _CODES = {"type": comma_separated, "action": "extend", "metavar": "CODE,…"}
 
@@ -72,7 +72,7 @@ _EXPLAIN = Command(
     "explain a diagnostic code or a form; without one, list all codes",
     "explain_command",
     (
-        argument("code", values="code", nargs="?", metavar="CODE|FORM", help="for example P101, or lora"),
+        argument("code", values="code or form", nargs="?", metavar="CODE|FORM", help="for example P101, or lora"),
         argument(
             "spec",
             values="spec",
@@ -258,7 +258,20 @@ COMMANDS = {
     "sites": Command(
         "print the sites of a model, which edits can name",
         "plan.commands",
-        (MODEL, REMOTE_CODE, NO_CACHE, MODEL_FORMAT, JSON),
+        (
+            argument(
+                "selector",
+                values="selector",
+                nargs="?",
+                metavar="SELECTOR",
+                help="print the sites that this names alone: 'layer[*].attn.q'",
+            ),
+            MODEL,
+            REMOTE_CODE,
+            NO_CACHE,
+            MODEL_FORMAT,
+            JSON,
+        ),
     ),
     "plan": _PLAN,
     "show": _SHOW,
@@ -276,4 +289,5 @@ COMMANDS = {
     "recipes": RECIPES,
     "forms": LIST_FORMS,
     "new": NEW,
+    "completion": COMPLETION,
 }

@@ -47,3 +47,8 @@ NEW = Command(
         MODEL_FORMAT,
     ),
 )
+COMPLETION = Command(
+    "print a script with which a shell completes commands, options, models, recipes and files",
+    "completion.command",
+    (argument("shell", choices=("bash", "zsh", "fish"), help="for example: source <(peftc completion bash)"),),
+)

@@ -8,24 +8,30 @@ from importlib import import_module
 
 from peftc.checking.suppressions import unsuppressed
 from peftc.cli.console import report, show
-from peftc.cli.plan.planning import plan_of, table_of
+from peftc.cli.plan.planning import plan_of, selector_of, table_of
 from peftc.cli.spec_files import Unusable, parse_file
 from peftc.planning.report.plan import render_plan
+from peftc.planning.report.site_selection import render_selection
 from peftc.planning.report.site_tree import render_sites
 from peftc.planning.report.sites_json import sites_data
 from peftc.planning.selection.selector_errors import reason_lines
+from peftc.planning.selection.selectors import select
 from peftc.semantics.expand import expand
 from peftc.semantics.spec_argument import parse_settings
 
 
 def run_sites(args: Namespace) -> int:
-    """Prints the sites of a model. Raises: P2xx, P5xx (the model)."""
+    """Prints the sites of a model, or those of a selector. Raises: P0xx, P2xx, P5xx (the model)."""
     options = {"trust_remote_code": args.trust_remote_code}
     table = table_of(args.model, args.trust_remote_code, args.cache) or import_module("peftc.compiler").sites(
         args.model, cache=args.cache, **options
     )
+    selection = None if args.selector is None else select(selector_of(args.selector), table)
     if args.json:
-        print(json.dumps(sites_data(table), indent=2, ensure_ascii=False))
+        print(json.dumps(sites_data(table, selection), indent=2, ensure_ascii=False))
+        return 0
+    if selection is not None:
+        show(lambda _: render_selection(table, selection, args.selector))
         return 0
     show(lambda width: render_sites(table, width))
     untraced = (f"cannot be traced: {line}" for line in reason_lines(table.untraced))

@@ -14,8 +14,8 @@ from peftc.planning.representatives import Representatives
 FORMAT = "2.0"
 
 
-def sites_data(table: SiteTable) -> dict[str, Any]:
-    """The data that `peftc sites --json` prints."""
+def sites_data(table: SiteTable, selection: Selection | None = None) -> dict[str, Any]:
+    """The data that `peftc sites --json` prints. `selection`: of these sites; by default of all."""
     return {
         "format_version": FORMAT,
         "model": {
@@ -25,18 +25,18 @@ def sites_data(table: SiteTable) -> dict[str, Any]:
             "fingerprint": table.fingerprint,
             "fingerprint_version": table.fingerprint_version,
         },
-        "sites": [{**entry.model_dump(), "states": states} for entry, states in _entries(table)],
+        "sites": [{**entry.model_dump(), "states": states} for entry, states in entries_of(table, selection)],
         "untraced": [{"module": one.module, "type": one.type, "reason": one.reason} for one in table.untraced],
         "warnings": list(table.warnings),
     }
 
 
-def _entries(table: SiteTable) -> list[tuple[PlanSiteRange, dict[str, str]]]:
+def entries_of(table: SiteTable, selection: Selection | None = None) -> list[tuple[PlanSiteRange, dict[str, str]]]:
     """The ranges of sites with equal states, in the order of their first sites."""
     sites = site_list(table)
     blocks = [(number, block.template.items) for number, block in enumerate(sites.blocks)]
     items = {(number, i): frozenset(item.all_numbers) for number, own in blocks for i, item in enumerate(own)}
-    every = Selection(sites, items, {})
+    every = Selection(sites, items, {}) if selection is None else selection
     representatives = Representatives(table, [every])
     groups: dict[tuple[tuple[str, str], ...], list[Site]] = {}
     for site in representatives.of(every):

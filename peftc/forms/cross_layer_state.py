@@ -1,4 +1,4 @@
-"""Forms whose sites hand a state from layer to layer, and which have their value at the last one."""
+"""Forms with a state that passes from layer to layer, which have their value at the last one."""
 
 from __future__ import annotations
 
