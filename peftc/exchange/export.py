@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from os import PathLike
 from typing import Any, Literal
 
@@ -140,11 +140,13 @@ def lora_export(
         return typed
     adapter = lora_of(base, folding, max_rank, svd)
     modules = [info.name for info in folding.analysis.table.modules]
-    saved = whole_modules(base, folding, adapter.weights)
+    biases = lone_biases(base, folding)
+    saved = whole_modules(base, folding, adapter.weights, biases)
     if not adapter.weights:
         raise no_form(", ".join(folding.names) or "it", "a LoRA needs an edit of a Linear")
     config = common_config(base, lora_config(adapter, modules), list(saved), modules)
     tensors = dict(lora_tensors(adapter)) | {f"{PREFIX}{n}": t for own in saved.values() for n, t in own.items()}
+    tensors |= bias_tensors(config, biases, adapter.weights)
     report = ExportReport(
         output="",
         type="LORA",
@@ -157,9 +159,10 @@ def lora_export(
 
 def typed_export(base: Base, folding: Folding) -> tuple[dict[str, Any], dict[str, Tensor], ExportReport] | None:
     """The edits in a type of PEFT that has them as they stand."""
-    typed, saved = typed_adapter(folding), dict[str, dict[str, Tensor]]()
+    typed, saved, biases = typed_adapter(folding), dict[str, dict[str, Tensor]](), dict[str, Tensor]()
     if typed is not None:
-        saved = whole_modules(base, folding, typed.modules)
+        biases = lone_biases(base, folding) if typed.type == "LORA" else biases
+        saved = whole_modules(base, folding, typed.modules, biases)
     elif not folding.record.site_edits:
         typed = norms_adapter(folding, whole_modules(base, folding, ()))
     if typed is None:
@@ -169,6 +172,7 @@ def typed_export(base: Base, folding: Folding) -> tuple[dict[str, Any], dict[str
         raise no_form(", ".join(saved), "PEFT has no modules that are saved whole beside a prompt of a language model")
     config = common_config(base, typed.config, list(saved), modules)
     tensors = typed.tensors | {f"{PREFIX}{n}": t for own in saved.values() for n, t in own.items()}
+    tensors |= bias_tensors(config, biases, typed.modules)
     exported = (ExportedModule(module=name, rank=typed.ranks.get(name, 0)) for name in typed.modules)
     notes = tuple(typed.notes)
     report = ExportReport(output="", type=typed.type, modules=tuple(exported), saved=tuple(saved), notes=notes)
@@ -182,10 +186,29 @@ def exported_modules(adapter: LoraAdapter) -> list[ExportedModule]:
     ]
 
 
-def whole_modules(base: Base, folding: Folding, changed: Iterable[str]) -> dict[str, dict[str, Tensor]]:
+def lone_biases(base: Base, folding: Folding) -> dict[str, Tensor]:
+    """The trained biases of modules that are not trained as a whole: PEFT's `bias`."""
+    trained = set(active_installation(base.module).trained.values())
+    sizes = {info.name: {f"{info.name}.{name}" for name in info.parameters} for info in folding.analysis.table.modules}
+    names = [name for name in trained if name.endswith(".bias") and not sizes[name.rpartition(".")[0]] <= trained]
+    return trained_values(base, sorted(names))
+
+
+def bias_tensors(config: dict[str, Any], biases: Mapping[str, Tensor], changed: Collection[str]) -> dict[str, Tensor]:
+    """By PEFT's names. `config` says that there are some: "all" if not only of changed modules."""
+    owners = {name: name.rpartition(".")[0] for name in biases}
+    if biases:
+        config["bias"] = "lora_only" if set(owners.values()) <= set(changed) else "all"
+    inner = {name: f"{owner}.base_layer.bias" if owner in changed else name for name, owner in owners.items()}
+    return {f"{PREFIX}{inner[name]}": tensor for name, tensor in biases.items()}
+
+
+def whole_modules(
+    base: Base, folding: Folding, changed: Iterable[str], biases: Collection[str] = ()
+) -> dict[str, dict[str, Tensor]]:
     """The modules that `train` statements train as a whole, with their tensors. Raises: P801."""
     record = active_installation(base.module)
-    trained = dict.fromkeys(record.trained.values())
+    trained = dict.fromkeys(name for name in record.trained.values() if name not in biases)
     if not trained:
         return {}
     every = [f"{info.name}.{name}".lstrip(".") for info in folding.analysis.table.modules for name in info.parameters]

@@ -64,6 +64,20 @@ def test_lora_computes_the_same_and_goes_back(name: str, tmp_path: Path) -> None
     assert spec(tmp_path / "again") == spec(tmp_path / "ours")
 
 
+@pytest.mark.parametrize(("bias", "dora"), [("all", False), ("lora_only", False), ("all", True)])
+def test_biases_go_both_ways(bias: str, dora: bool, tmp_path: Path) -> None:
+    options = lora("bert", target_modules=["query", "dense"], bias=bias, use_dora=dora)
+    theirs = trained("bert-classifier", tmp_path / "in", **options)
+    peftc.import_adapter(tmp_path / "in", tmp_path / "ours", model=zoo.build("bert-classifier", torch.float64))
+    peftc.export(tmp_path / "ours", tmp_path / "back", model=zoo.build("bert-classifier", torch.float64))
+    assert json.loads((tmp_path / "back/adapter_config.json").read_text())["bias"] == bias
+    one, two = tensors(tmp_path / "in"), tensors(tmp_path / "back")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    again: Any = peft.PeftModel.from_pretrained(zoo.build("bert-classifier", torch.float64), str(tmp_path / "back"))
+    assert_same_outputs(again.eval(), theirs, "bert-classifier")
+
+
 def spec(folder: Path) -> str:
     return json.loads((folder / "adapter.json").read_text())["spec"]
 
