@@ -47,7 +47,7 @@ class BufferModule(EquationModule):
 
     def require_ready(self) -> None:
         """Raises: P544 where there are no adapters."""
-        if not self.is_known:
+        if not self.is_known and self.adapter():
             filled = self.get_buffer(FILLED)
             if has_values(filled) and not bool(filled):
                 count = len(self.get_buffer(self.adapter()[0]))

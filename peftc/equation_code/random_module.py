@@ -29,7 +29,8 @@ class RandomModule(EquationModule):
     def after_step(self, generator: torch.Generator) -> None:
         counts = map(self.place.random_count, self.place.random_numbers)
         numbers = [torch.randint(count, (), generator=generator) for count in counts]
-        self.get_buffer(ROUTE).copy_(torch.stack(numbers))
+        if numbers:
+            self.get_buffer(ROUTE).copy_(torch.stack(numbers))
 
 
 @shielded

@@ -29,10 +29,16 @@ class SelectionModule(EquationModule, SelectiveModule):
 
     def setup(self) -> None:
         super().setup()
-        self.get_buffer(self.selection.places).fill_(UNSELECTED)
+        if self.selects:
+            self.place_numbers.fill_(UNSELECTED)
         self.bounds: dict[tuple[int, int], tuple[int, int]] = {}  # of the places of a site
         self.origin = 0  # the seed of the first values
         self.is_selected = False  # known to be
+
+    @property
+    def selects(self) -> bool:
+        """Whether the lines that select are there, with the arguments of the call."""
+        return self.place.selection is not None
 
     @property
     def selection(self) -> Selection:
@@ -46,7 +52,7 @@ class SelectionModule(EquationModule, SelectiveModule):
     @property
     def selected_parameter(self) -> nn.Parameter:
         """The selected values."""
-        return self.get_parameter(self.selection.values)
+        return getattr(self, self.selection.values)  # of a replica (`nn.DataParallel`), too
 
     @property
     def unit_total(self) -> int:
@@ -83,12 +89,13 @@ class SelectionModule(EquationModule, SelectiveModule):
 
     def draws(self) -> Mapping[str, Draw]:
         draws = super().draws()
-        is_drawn = self.first_number is None
-        return {n: draw for n, draw in draws.items() if n != self.selection.values or not is_drawn}
+        if not self.selects or self.first_number is not None:
+            return draws
+        return {name: draw for name, draw in draws.items() if name != self.selection.values}
 
     def initialise(self, generator: Generators, base: Mapping[str, Tensor]) -> None:
         super().initialise(generator, base)
-        if self.first_number is None:
+        if self.selects and self.first_number is None:
             self.origin = generator(self.selection.values).initial_seed()
             if has_values(self.selected_parameter):
                 with torch.no_grad():
@@ -106,7 +113,7 @@ class SelectionModule(EquationModule, SelectiveModule):
 
     def fix(self, place: str) -> None:
         super().fix(place)
-        if self.criterion == "random" and has_values(self.selected_parameter):
+        if self.selects and self.criterion == "random" and has_values(self.selected_parameter):
             drawn = self.drawn_together() if self.selection.together else self.drawn_at(place)
             self.choose(drawn)
 
@@ -133,7 +140,7 @@ class SelectionModule(EquationModule, SelectiveModule):
 
     @property
     def criterion(self) -> str:
-        return str(self.form_args[self.selection.criterion])
+        return str(self.form_args[self.selection.criterion]) if self.selects else "random"  # nothing is ranked
 
     @property
     def unit_count(self) -> int:
@@ -165,7 +172,7 @@ class SelectionModule(EquationModule, SelectiveModule):
 
     def require_ready(self) -> None:
         """Raises: P540 where nothing has been selected."""
-        if self.is_selected:
+        if self.is_selected or not self.selects:
             return
         if has_values(self.place_numbers) and int(self.place_numbers[0]) == UNSELECTED:
             message = f"`{self.definition.name}(select={self.criterion})` has not chosen what is trained"

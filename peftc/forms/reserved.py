@@ -29,7 +29,7 @@ _BESIDES = {
         """,
     "selection": """
         between bounds choose criterion dense drawn_at drawn_together first_number first_values is_selected origin part
-        place_numbers scored selected_parameter selection unit_count unit_total units
+        place_numbers scored selected_parameter selection selects unit_count unit_total units
         """,
 }
 RESERVED_BESIDES = {way: frozenset(names.split()) for way, names in _BESIDES.items()}

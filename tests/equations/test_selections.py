@@ -91,6 +91,29 @@ def test_all_sites_select_together_and_differ_in_their_number() -> None:
     assert len({region.code for region in peftc.graphs(model).values()}) == 1, "the layers have one code"
 
 
+def test_lines_that_select_may_not_be_there(tmp_path: Path) -> None:
+    form = """form whole(x, wide = true, select = magnitude) {
+        let part = 0 if wide
+        let part = 1 if wide == false
+        param v[4, d(x)] = normal
+        fixed here[4] = selection(select) if part
+        f = scatter(v, here, d(out)) @ x if part
+        f = t(v) @ (v @ x) if wide
+    }"""
+    model = compiled(form, "whole(x)").train()
+    batch = zoo.inputs("llama", model)
+    (v, *_) = values = list(peftc.parameters(model).values())
+    assert float(v.detach().std()) > 0.5, "drawn as any other parameter"
+    want = hooked([p.detach().T @ p.detach() for p in values])(**batch).logits
+    torch.testing.assert_close(model(**batch).logits, want, rtol=0, atol=1e-11)
+    with pytest.raises(peftc.PeftcError, match="P541"):
+        peftc.calibrate(model)
+    peftc.save(model, tmp_path)
+    again = peftc.load(tmp_path, zoo.build("llama", torch.float64))
+    torch.testing.assert_close(again(**batch).logits, want, rtol=0, atol=1e-11)
+    peftc.calibrate(compiled(form, "whole(x, wide=false)"))
+
+
 def test_random_places_depend_on_the_argument_alone() -> None:
     one, two, other = (
         selections(compiled(DIAGONAL, f"diagonal(x, part=0.3, select=random, seed={seed})"))[0] for seed in (1, 1, 2)
@@ -144,3 +167,22 @@ def test_a_change_of_a_weight_has_no_scores_of_its_own() -> None:
 def test_names_of_the_modules_are_reserved(way: str, module: type[EquationModule]) -> None:
     own = {name for name in {*dir(module)} - {*dir(EquationModule)} if not name.startswith("_")}
     assert own <= RESERVED_BESIDES[way]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "let i = random(n) if some param A[n] = 1 f = A[i] * x if some f = A[0] * x if some == false",
+        "param A[n] = 1 fixed B[n] = buffer if some f = A[0] * B[0] * x if some f = A[0] * x if some == false",
+        "param v[n] = 1 f = total(budget(v, 1, 9, 0, 0, 1, 0.5, 0.5)) * x if some f = total(v) * x if some == false",
+    ],
+)
+def test_what_changes_besides_training_may_not_be_there(lines: str, tmp_path: Path) -> None:
+    model = compiled(f"form g(x, n, some = false) {{ {lines} }}", "g(x, n=3)").train()
+    batch = zoo.inputs("llama", model)
+    logits = model(**batch).logits
+    logits.sum().backward()
+    peftc.step(model, 1)
+    peftc.save(model, tmp_path)
+    again = peftc.load(tmp_path, zoo.build("llama", torch.float64)).train()
+    torch.testing.assert_close(again(**batch).logits, logits, rtol=0, atol=1e-12)
