@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
-from peftc.forms.form import Dims, PlacementError
+from peftc.forms.arguments import over
+from peftc.forms.form import Args, Dims, Form, PlacementError, Scope
+from peftc.forms.shapes import Shape
+
+
+class CrossLayerForm(Form):
+    """A form of the layers of a stack, whose value is that of its state at the last one."""
+
+    def shape(self, args: Args, dims: Dims) -> Shape:
+        if self.written_features(dims) != self.read_features(dims):
+            raise PlacementError("P301", f"`{self.name}` reads {dims.input} but writes {dims.target}", "input")
+        check_depth(self.name, dims)
+        return over(dims)
+
+    def not_affine(self, args: Args, dims: Dims) -> str | None:
+        return "it depends on the states of all layers"
+
+    def common(self, args: Args) -> Scope | None:
+        return "group"
 
 
 def check_depth(form: str, dims: Dims) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from peftc.forms.arguments import ACT, DROPOUT, DTYPE, INIT, REDUCTION, first_projections, integer, over, width
-from peftc.forms.cross_layer_state import check_depth
-from peftc.forms.form import Args, Argument, Dims, Form, Parameter, PlacementError, Scope
+from peftc.forms.arguments import ACT, DROPOUT, DTYPE, INIT, REDUCTION, first_projections, integer, width
+from peftc.forms.cross_layer_state import CrossLayerForm
+from peftc.forms.form import Args, Argument, Dims, Parameter, PlacementError
 from peftc.forms.registry import register
 from peftc.forms.shapes import Shape
 
 
 @register
-class Ladder(Form):
+class Ladder(CrossLayerForm):
     name = "ladder"
     equation = (
         "s ← σ(a / t) s + (1 − σ(a / t)) (h W_down + b_down), s ← s + act(LN(s) U + c) V + e in every layer, from s = 0, or "
@@ -42,10 +42,7 @@ class Ladder(Form):
         if dims.second is not None and dims.second != dims.input:
             message = f"`ladder` starts from {dims.second} and reads {dims.input}: they have the same features"
             raise PlacementError("P301", message, "second")
-        if self.written_features(dims) != d:
-            raise PlacementError("P301", f"`ladder` reads {dims.input} but writes {dims.target}", "input")
-        check_depth(self.name, dims)
-        return over(dims)
+        return super().shape(args, dims)
 
     def parameters(self, args: Args, dims: Dims) -> Iterable[Parameter]:
         d = self.read_features(dims)
@@ -70,9 +67,3 @@ class Ladder(Form):
 
     def initial(self, args: Args, dims: Dims) -> float | None:
         return 0.0 if args["init"] == "lora" and not args["replace"] else None
-
-    def not_affine(self, args: Args, dims: Dims) -> str | None:
-        return "it depends on the states of all layers"
-
-    def common(self, args: Args) -> Scope | None:
-        return "group"
