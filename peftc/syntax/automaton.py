@@ -24,7 +24,7 @@ class Tree(NamedTuple):
 Value = Tree | Token
 
 
-@dataclass
+@dataclass(repr=False)  # of states, which lead to each other
 class Automaton:
     """A parser between two tokens: its states, and a value for each but the first."""
 

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
+from peftc.diagnostics import NOWHERE
 from peftc.syntax.automaton import Automaton, Tree, Value, deeper_than, spliced
 from peftc.syntax.errors.lexical import repair_tokens
 from peftc.syntax.errors.recovery import accepted_terminals, resume
@@ -70,6 +71,7 @@ def is_word(token: Token) -> bool:
 def parse_some(tokens: Sequence[Token], version: str | None) -> tuple[Automaton, int]:
     """The parser behind as many words as it can take, and their number."""
     parser, at, recoveries, depth = Automaton.starting("spec"), 0, 0, 0
+    following = [*tokens, Token(END, "", NOWHERE)]  # recovery looks for the end of the text
     while at < len(tokens):
         token = tokens[at]
         depth = max(depth + _BRACKETS.get(token.type, 0), 0)
@@ -80,11 +82,11 @@ def parse_some(tokens: Sequence[Token], version: str | None) -> tuple[Automaton,
             continue
         recoveries += 1
         accepts = accepted_terminals(parser, version)
-        resumption = None if recoveries > _MOST_RECOVERIES else resume(parser, tokens, at, accepts)
+        resumption = None if recoveries > _MOST_RECOVERIES else resume(parser, following, at, accepts)
         if resumption is None:
             break
         parser, at = resumption
-    return parser, at
+    return parser, min(at, len(tokens))
 
 
 class Place:
