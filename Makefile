@@ -40,10 +40,11 @@ format: $(READY)
 types: $(READY)
 	$(BIN)/pyright
 
-# What the parser reads, of the grammar.
+# What the parser and editors read, of the grammar.
 tables: $(READY)
 	$(BIN)/python -m tools.parser_tables > grammar/peft.tables.new
 	mv grammar/peft.tables.new grammar/peft.tables.json
+	$(BIN)/python -m tools.textmate_grammar > editors/vscode/syntaxes/peft.tmLanguage.json
 
 package: $(READY)
 	PYTHON=$(BIN)/python .ci/package

@@ -14,7 +14,7 @@ from lsprotocol import types
 from pygls.lsp.client import LanguageClient
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-LONG = 20  # seconds: an answer that takes longer does not come
+LONG = 60  # seconds: an answer that takes longer does not come
 
 
 class Client(LanguageClient):

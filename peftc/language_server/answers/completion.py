@@ -74,8 +74,8 @@ class Completer:
             return [item("peft 2", Kind.Keyword, "the version of the language, on the first line")]
         accepts = self.place.accepts
         words = (text for terminal, text in sorted(keywords().items()) if terminal in accepts)
-        found = [*self._names(), *(item(word, Kind.Keyword) for word in words)]
-        return list({one.label: one for one in reversed(found)}.values())[::-1]
+        items = [*self._names(), *(item(word, Kind.Keyword) for word in words)]
+        return list({one.label: one for one in reversed(items)}.values())[::-1]
 
     def _names(self) -> Iterator[types.CompletionItem]:
         accepts = self.place.accepts
@@ -275,9 +275,9 @@ class Completer:
 
     def _arguments(self, function: str) -> Iterator[types.CompletionItem]:
         """The arguments of a form, or the parameters of a method, that are not there yet."""
-        given = {token.text for token, behind in self._pairs() if behind.type == "EQUAL"}
+        written = {token.text for token, behind in self._pairs() if behind.type == "EQUAL"}
         for name, detail in self._parameters(function).items():
-            if name not in given:
+            if name not in written:
                 yield item(f"{name}=", Kind.Property, detail)
 
     def _pairs(self) -> Iterator[tuple[Token, Token]]:
