@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from peftc.comparison.moves import Moves
 from peftc.equations.definition import RESULT, TextForm
 from peftc.equations.table import forms_of
-from peftc.equations.words import NONE, function_of
+from peftc.equations.words import BUFFER, NONE, criterion_of, function_of
 from peftc.forms import Args, Form
 from peftc.forms.arguments import DTYPE, SEED
 from peftc.forms.form import ArgumentValue
@@ -34,7 +34,7 @@ class CallMeaning:
     Attributes:
         form: the name of the form.
         value: the lines of its equation that its value depends on, with the arguments in them.
-        parameters: the trained ones: name, sizes and scope.
+        parameters: those that an adapter has: name, sizes and scope.
         args: the arguments that act outside of training, for messages.
     """
 
@@ -208,9 +208,9 @@ class _Text:
         return numbers
 
     def trained(self) -> Iterator[str]:
-        """The trained parameters, by their names: sizes and scope."""
+        """The parameters that an adapter has, by their names: sizes and scope."""
         for line in self.lines:
-            if isinstance(line, ast.Parameter) and not line.fixed:
+            if isinstance(line, ast.Parameter) and not _is_drawn(line):
                 yield f"{self._declared(line)}{self._condition(line)}"
 
     def _declared(self, line: ast.Parameter) -> str:
@@ -246,7 +246,7 @@ class _Text:
             f"{self._print(ast.Name(_target(line)))} = {self._print(line.value)}{self._condition(line)}"
             for line in reached
         ]
-        fixed = [line for line in self.lines if isinstance(line, ast.Parameter) and line.fixed and line.name in order]
+        fixed = [one for one in self.lines if isinstance(one, ast.Parameter) and _is_drawn(one) and one.name in order]
         lines += [f"{self._declared(line)} = {self._print(line.value)}{self._condition(line)}" for line in fixed]
         if fixed:
             lines.append(f"{SEED.name}={self.args.get(SEED.name)}")
@@ -264,6 +264,11 @@ class _Text:
 
 
 _UNKNOWN = object()
+
+
+def _is_drawn(line: ast.Parameter) -> bool:
+    """Whether a parameter is drawn from a seed whenever a spec is compiled: no adapter has it."""
+    return line.fixed and line.value != ast.Name(BUFFER) and not criterion_of(line)
 
 
 def _target(line: ast.Let | ast.Equation) -> str:

@@ -29,7 +29,7 @@ from tests.laws.mutations import CHANGES, mutants
 
 # The law, over shipped recipes and changes of them
 
-RECIPES = ("lora", "vera", "dora", "prefix", "ia3", "bitfit", "krona", "lokr", "loreft", "pfeiffer", "prefix_lora_ffn")
+RECIPES = ("lora", "vera", "dora", "prefix", "ia3", "bitfit", "lokr", "loreft", "pfeiffer")
 BASE = "gpt2"
 SMALL = {"r": 3, "l": 3, "len": 3, "r_prefix": 3, "r_ffn": 3}
 
@@ -225,6 +225,25 @@ def test_what_folded_does_not_fold(name: str, tmp_path: Path) -> None:
     (finding,) = (one for one in findings(old, new).findings if one.category == "FOLD")
     with pytest.raises(PeftcError, match="P531"):
         peftc.fold(other, only=[str(finding.edit)])
+
+
+def test_what_calibration_has_selected_stays(tmp_path: Path) -> None:
+    """How entries are selected is over when an adapter is saved."""
+    old = "peft 1\nedit s at layer[*].ffn.up { w += sparse(density=1%, select=magnitude) }"
+    peftc.compile(old, model(), seed=0)
+    peftc.calibrate(model(), [])
+    randomise(peftc.parameters(model()))
+    before = logits()
+    peftc.save(model(), tmp_path)
+    peftc.remove(model())
+    for new, expected in (("select=fisher", set[str]()), ("select=magnitude, dtype=float32", {"NUMERIC"})):
+        text = old.replace("select=magnitude", new)
+        assert categories(findings(old, text)) == expected
+        after = load(tmp_path, text)
+        assert after is not None
+        assert torch.equal(before, after) == (not expected)
+    assert "LOAD" in categories(findings(old, old.replace("1%", "2%")))
+    assert load(tmp_path, old.replace("1%", "2%")) is None
 
 
 @pytest.mark.parametrize(
