@@ -1,7 +1,7 @@
 """Tries to break peftc, and counts: tracebacks (an exception that is no diagnostic, or a P9xx),
 hangs, losses.
 
-    python -m benchmarks.adversarial [--specs 20000] [--kills 150] [--seed 0]
+    python -m benchmarks.adversarial [--specs 20000] [--files 1000] [--kills 150] [--seed 0]
 
 Writes `results/adversarial.json` and `.md`. Exit code 1 where anything broke.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.adversarial import adapters, kills, specs
+from benchmarks.adversarial import adapters, files, kills, specs
 from benchmarks.adversarial.outcome import SECONDS, Tally
 from benchmarks.common import machine, provenance, save, table
 
@@ -25,15 +25,17 @@ BROKEN = ("tracebacks", "hangs", "losses")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--specs", type=int, default=20_000, help="mutated specs")
+    parser.add_argument("--files", type=int, default=1_000, help="mutated locks, files of plans, and configurations")
     parser.add_argument("--kills", type=int, default=150, help="saves killed at random, beside those at every boundary")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    tallies = {name: Tally() for name in ("mutated specs", "malicious adapters", "killed saves")}
+    tallies = {name: Tally() for name in ("mutated specs", "mutated files", "malicious adapters", "killed saves")}
     start = time.process_time()
     kills.run(options.kills, options.seed, tallies["killed saves"])
     adapters.run(options.seed, tallies["malicious adapters"])
     specs.run(options.specs, options.seed, tallies["mutated specs"])
+    files.run(options.files, options.seed, tallies["mutated files"])
     results: dict[str, Any] = {
         name: {
             **{key: tally.counts[key] for key in ("run", "accepted", "refused", *BROKEN)},

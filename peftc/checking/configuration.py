@@ -167,11 +167,18 @@ def _display(path: Path) -> str:
     return str(path) if relative.startswith(os.pardir) else relative
 
 
+_DEEP_KEY = re.compile(r"(?:[\w\"'-]{1,100}[ \t]*\.[ \t]*){100}")
+
+
 def _parse(source: Source) -> dict[str, Any]:
     import tomllib
 
+    if deep := _DEEP_KEY.search(source.text):  # the parser's memory grows with the square of its parts
+        raise _too_deep(source, deep.start())
     try:
         return tomllib.loads(source.text)
+    except RecursionError:
+        raise _too_deep(source, 0) from None
     except tomllib.TOMLDecodeError as error:
         message, _, where = str(error).partition(" (at ")
         start = len(source.text.rstrip())  # "at end of document"
@@ -180,6 +187,11 @@ def _parse(source: Source) -> dict[str, Any]:
             start = sum(len(line) + 1 for line in lines[: int(numbers[1]) - 1]) + int(numbers[2]) - 1
         span = span_of(source.text, start, start + 1)
         raise PeftcError(Diagnostic("P132", f"this is not TOML: {message}", span, source)) from None
+
+
+def _too_deep(source: Source, start: int) -> PeftcError:
+    span = span_of(source.text, start, start + 1)
+    return PeftcError(Diagnostic("P132", "this is nested too deeply for a configuration", span, source))
 
 
 def _validation_errors(values: Mapping[str, Any], source: Source, table: tuple[str, ...]) -> list[Diagnostic]:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from benchmarks.adversarial import adapters, outcome, specs
+from benchmarks.adversarial import adapters, files, outcome, specs
 from benchmarks.adversarial.outcome import Tally
 from peftc import Diagnostic, PeftcError
 
@@ -43,6 +43,15 @@ def test_a_short_run() -> None:
     assert tally.failures == []
     assert tally.counts["run"] == 40
     assert 0 < tally.counts["accepted"] < 40
+
+
+def test_mutated_files() -> None:
+    tally = Tally()
+    files.run(40, 3, tally)
+    assert tally.failures == []
+    assert tally.counts["run"] == 2 * 3 * 40
+    assert tally.counts["refused"] > 30
+    assert tally.counts["accepted"] > 3 * 40  # all checks of the other files, and some mutations
 
 
 def test_tampered_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
