@@ -234,10 +234,22 @@ class Place(Operands):
                 for side, value in ((left, a), (right, b))
                 if not isinstance(side, ast.Number) and side != ast.Name(NONE)
             ]
+            if isinstance(left, ast.Name) and right == ast.Name(NONE):
+                raise self._presence(line, left.id, op)
             text = f"`{self.form.name}` requires {print_expression(left)} {op} {print_expression(right)}"
             is_bound = op in ("<=", "<", ">=", ">") and isinstance(left, ast.Name) and left.id in self.numbers
             help_ = f"use {print_expression(left)} {op} {shown(b)}" if is_bound else None
             raise FormError("P317", f"{text}: {' and '.join(texts)}", line, help_)
+
+    def _presence(self, line: ast.Require, name: str, op: str) -> FormError:
+        """P317 for an argument that must be there, or must not."""
+        condition = line.condition
+        where = "" if condition is None else f" if {print_expression(condition.left)}"
+        if condition is not None and condition.right is not None:
+            where += f" {condition.op} {print_expression(condition.right)}"
+        if op == "==":
+            return FormError("P317", f"`{self.form.name}` takes no `{name}`{where}", line, f"leave out `{name}`")
+        return FormError("P317", f"`{self.form.name}` needs `{name}`{where}", line, f"add `{name}=…`")
 
     def _check_initial(self, line: ast.Parameter, sizes: tuple[int, ...]) -> None:
         """Raises: FormError P318 if a first value has other entries than its parameter."""
@@ -317,7 +329,7 @@ def place_of(
             continue
         type_ = type_of(shape)
         if type_ is None:
-            message = f"{owner_of(name)} is {shape}: `{form.name}` takes hidden states, a weight or a vector"
+            message = f"{owner_of(name)} is {shape}: the equation takes hidden states, a weight or a vector"
             raise FormError("P310", message, form)
         types[name] = type_
     if len(inputs) > 1:

@@ -121,7 +121,7 @@ class Operands:
         whole = int(value) if is_number else -1
         if whole != value or whole < 1:
             text = f"the size `{print_expression(node)}` of a parameter is {shown(value)}"
-            raise FormError("P318", f"{text}, not a whole number above 0", node)
+            raise FormError("P318", f"{text}, and must be a whole number of at least 1", node)
         return whole
 
     # Values

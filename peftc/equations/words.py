@@ -59,20 +59,26 @@ SIZES: Mapping[str, str] = {
     "layer": "the number of this site's layer among them, from 0",
     "entries": "the entries of a weight, or of a vector",
 }
-PLACES: Mapping[str, str] = {  # where a form that asks for a size can stand
-    **dict.fromkeys(("d", "heads", "d_head"), "a form of hidden states stands at `h`, as in `h += lora(x, r=8)`"),
-    **dict.fromkeys(("rows", "cols"), "a form of weights stands at `w`, as in `w += lowrank(r=8)`"),
+NEEDS: Mapping[str, str] = {  # what has a size
+    **dict.fromkeys(("d", "widest"), "hidden states or a vector"),
+    **dict.fromkeys(("rows", "cols"), "a weight matrix"),
+    **dict.fromkeys(("heads", "d_head", "d_value"), "states of an attention, in heads"),
+    "entries": "a weight or a vector",
+}
+PLACES: Mapping[str, str] = {  # where a form that asks for a size belongs
+    **dict.fromkeys(("d", "widest"), "it changes hidden states, as in `h += lora(x, r=8)`"),
+    **dict.fromkeys(("rows", "cols"), "it changes weights of Linears: `w += lowrank(r=8)` at `layer[*].attn.q`"),
 }
 
 
 def owner_of(name: str) -> str:
     """An input of a form, or what its equation writes, in a message."""
-    return "what the equation writes" if name == OUT else f"`{name}`"
+    return "what the equation writes" if name == OUT else f"its input `{name}`"
 
 
 def without_size(function: str, name: str, kind: str) -> str:
     """The message for a size that a state of another kind does not have."""
-    return f"`{function}({name})` is {SIZES[function]}, but {owner_of(name)} is {kind}"
+    return f"`{function}({name})` needs {NEEDS[function]}, and {owner_of(name)} is {kind}"
 
 
 INITIAL_VALUES: Mapping[str, str] = {

@@ -183,7 +183,7 @@ class TermLowering:
             return self.form_call(call, form)
         if name in FROZEN_MODULES:
             modules = join_names(self.site.frozen_modules) if self.site.frozen_modules else "none"
-            notes = (f"frozen modules of `{self.site.path}`: {modules}",)
+            notes = (f"modules of the model that an equation can call there: {modules}",)
             raise error("P307", f"`{self.site.path}` has no `{name}`", call.function_span, notes=notes)
         known = ["concat", *self.site.frozen_modules, *self.context.forms, *self.context.shared]
         raise error("P101", f"there is no form `{name}`", call.function_span, help=did_you_mean(name, known))
@@ -207,8 +207,8 @@ class TermLowering:
         *rows, state = parts
         assert isinstance(state.shape, Tokens)
         if self.site.steps[-1][0] != "embed":
-            help_ = "write it at `embed`, as tokens of the input; or join keys and values, `kv = concat(prefix(…), kv)`"
-            message = "tokens are joined where tokens are embedded"
+            help_ = "name `input.embed`; an attention takes rows of keys and values, `kv = concat(prefix(len=10), kv)`"
+            message = "tokens of a prompt can be added only at `embed`"
             raise error("P303", message, call.span, label="not `embed`", help=help_)
         d = state.shape.d
         wrong = next((row for row in rows if not isinstance(row.shape, Prompt) or row.shape.d != d), None)

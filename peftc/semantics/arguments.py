@@ -8,10 +8,16 @@ from peftc.diagnostics.suggestions import did_you_mean, join_names, nearest
 from peftc.forms.form import Argument, ArgumentValue, Form
 from peftc.semantics.substitute import constant
 from peftc.syntax import ast
+from peftc.syntax.lexer import ONE_VALUE
 from peftc.syntax.numbers import is_number
 from peftc.syntax.printer import print_expression
 
 _WHOLE = 100  # percent
+_OF_PEFT = {  # what PEFT gives as an argument, and this language in another way
+    **dict.fromkeys(("target_modules", "layers_to_transform"), "an edit names its modules behind `at`"),
+    "modules_to_save": "`train NAME = [w, b] at SELECTOR` trains parameters of the base",
+    "scale": "a scale is a factor: `2 * lora(x, r=8)`",
+}
 
 
 @dataclass(frozen=True)
@@ -114,9 +120,11 @@ def _surplus(value: ast.Expr, form: Form, shared: bool) -> Diagnostic:
 def _unknown(keyword: ast.Keyword, form: Form) -> Diagnostic:
     known = [param.name for param in form.arguments]
     message = f"`{form.name}` has no argument `{keyword.name}`"
-    help_ = did_you_mean(keyword.name, known) or f"it has {join_names(known)}"
+    help_ = did_you_mean(keyword.name, known) or _OF_PEFT.get(keyword.name) or f"it has {join_names(known)}"
+    param = form.argument(nearest(keyword.name, known) or "")
+    label = f"`{param.name}`: {param.doc}" if param is not None else ""
     span = keyword.span.first(len(keyword.name))
-    return Diagnostic("P102", message, span, help=help_, notes=(f"`{signature(form)}`",))
+    return Diagnostic("P102", message, span, label=label, help=help_, notes=(f"`{signature(form)}`",))
 
 
 def _value(value: ast.Expr, param: Argument, form: Form) -> ArgumentValue:
@@ -201,6 +209,6 @@ def _instead(value: ast.Expr, text: str, param: Argument) -> str | None:
         case ast.Number(0 | 1 as number) if param.type == "bool":
             return Suggestion(f"write `{param.name}={words[1 - int(number)]}`", text, words[1 - int(number)])
         case ast.List():
-            return "an edit has one value for all its sites; write an edit for each value"
+            return ONE_VALUE
         case _:
             return None

@@ -341,6 +341,8 @@ def check_file(spec: ast.Spec, include: Include = ()) -> list[Diagnostic]:
     defines_forms = any(isinstance(statement, ast.Form) for statement in spec.statements)
     if changes_model(spec.statements) or len(methods) == 1 or not (methods or defines_forms):
         errors += expand_valid(spec, {}, folders)[1]
+    if any(error.code in ("P109", "P119") for error in errors):  # of which an unused name is a consequence
+        errors = [error for error in errors if error.code != "P114" or "never applied" not in error.message]
     unique: dict[object, Diagnostic] = {}  # an applied method is checked with its defaults and with its arguments
     for error in errors:
         unique.setdefault((error.code, error.span, error.source and error.source.path, error.message), error)

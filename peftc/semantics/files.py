@@ -21,7 +21,7 @@ from peftc.semantics.substitute import Environment, is_constant, substitute
 from peftc.syntax import ast
 from peftc.syntax.lexer import begins_as_spec
 from peftc.syntax.parser import parse_text
-from peftc.syntax.walk import is_shared
+from peftc.syntax.walk import is_shared, names_in
 
 MAX_BYTES = 1_000_000  # of a spec
 
@@ -75,6 +75,8 @@ def _unreadable(path: Path, error: OSError) -> PeftcError:
     names = [file.name for file in path.parent.glob("*.peft")] if os.path.isdir(path.parent) else []
     message = f"cannot read {printable_path(path)}: {error.strerror or error}"
     help_ = did_you_mean(path.name, names, "unsafe") or "a path is relative to the folder of the spec"
+    if path.suffix == ".py":
+        help_ = "`use` reads specs, not Python"
     return PeftcError(Diagnostic("P112", message, help=help_))
 
 
@@ -172,6 +174,7 @@ class ScopeReader:
     def _constant(self, let: ast.Let, scope: Scope, settings: Environment) -> None:
         self.invalid.add(let.name)
         with collect_errors(self.errors, scope.spec):
+            check_order(let, scope)
             value = settings.get(let.name) or substitute(let.value, scope.constants)
             if let.name in scope.constants:
                 raise PeftcError(bound_twice(let))
@@ -255,6 +258,23 @@ def collect_errors(errors: list[Diagnostic], spec: ast.Spec) -> Generator[None]:
         yield
     except PeftcError as error:
         errors += [diagnostic.with_source(spec.source) for diagnostic in error.diagnostics]
+
+
+def check_order(let: ast.Let, scope: Scope) -> None:
+    """Raises: PeftcError P113 if a constant needs itself, P107 if it needs one that is bound below."""
+    constants = {s.name: s for s in scope.spec.statements if isinstance(s, ast.Let) and not is_shared(s.value)}
+    for name in names_in(let.value):
+        if name not in constants or name in scope.constants:
+            continue
+        other = constants[name]
+        if other is let or let.name in names_in(other.value):
+            names = let.name if other is let else f"{let.name}` and `{name}"
+            verb = "is defined by itself" if other is let else "are defined by each other"
+            raise PeftcError(
+                Diagnostic("P113", f"`{names}` {verb}", let.value.span, help="bind one of them to a value")
+            )
+        message = f"`{name}` is bound below, in line {other.span.line}"
+        raise PeftcError(Diagnostic("P107", message, let.value.span, help="move it above this line"))
 
 
 def check_constant(let: ast.Let, value: ast.Expr) -> None:

@@ -31,7 +31,9 @@ class Builder:
         number = self._words[version]
         if number not in VERSIONS:
             message = f"this spec is in version {number} of the language; this peftc reads versions 1 and 2"
-            self._error("P002", message, version, "write `peft 2`, or update peftc")
+            first = str(self._words[version]).partition(".")[0]
+            help_ = f"write `peft {first}`" if first in VERSIONS else "write `peft 2`, or update peftc"
+            self._error("P002", message, version, help_)
         return ast.Spec(
             int(number) if number in VERSIONS else 1,
             tuple([self._statement(statement, False) for statement in statements]),

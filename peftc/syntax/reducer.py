@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, cast
 from peftc.diagnostics import Diagnostic, Span
 from peftc.syntax import ast
 from peftc.syntax.ast import AnyNode
-from peftc.syntax.lexer import NEED_VERSION_2, Lexemes, excerpt
+from peftc.syntax.lexer import NEED_VERSION_2, ONE_VALUE, Lexemes, excerpt
 from peftc.syntax.tables import END, Rule, tables
 
 _MAX_NUMBER, _MAX_INDEX = 40, 9  # characters
@@ -115,7 +115,7 @@ class Reducer:
     _matmul = _add
 
     def _list(self, children: list[Value], first: int, last: int) -> ast.List:
-        return self._new(ast.List(tuple(children[1:-1:2]), span=self._span(first, last)), "a list")
+        return self._new(ast.List(tuple(children[1:-1:2]), span=self._span(first, last)), "a list", ONE_VALUE)
 
     def _pair(self, children: list[Value], first: int, last: int) -> ast.Pair:
         return self._new(ast.Pair(children[1], children[3], span=self._span(first, last)), "a pair")
@@ -128,11 +128,11 @@ class Reducer:
         value, _, name = children
         return self._new(ast.Attribute(value, self._words[name], span=self._span(first, last)), "an attribute")
 
-    def _new(self, node: AnyNode, kind: str) -> AnyNode:
+    def _new(self, node: AnyNode, kind: str, help_: str = NEED_VERSION_2) -> AnyNode:
         """A node that version 1 of the language does not have."""
         if self._version == "1":
             message = f"{kind} in an expression belongs to version 2 of the language"
-            self._error("P028", message, node.span, NEED_VERSION_2)
+            self._error("P028", message, node.span, help_)
         return node
 
     def _call(self, children: list[Value], first: int, last: int) -> ast.Call:

@@ -115,7 +115,7 @@ def no_such_index(index: ast.Index, step: ast.Step, sizes: Mapping[StepList, int
     if index.start is not None and index.stop is not None and 0 <= index.stop < index.start:
         label, help_ = "ends before it starts", f"write `{index.stop}..{index.start}`"
         return Diagnostic("P202", f"{text} is empty", index.span, label=label, notes=notes, help=help_)
-    label, help_ = f"the last one is {max(sizes.values()) - 1}", "negative numbers count from the end"
+    label, help_ = f"the last one is {max(sizes.values()) - 1}", "`*` is all, `-1` the last one"
     return Diagnostic("P202", f"{text} does not exist", index.span, label=label, notes=notes, help=help_)
 
 
@@ -144,7 +144,9 @@ def no_module(glob: ast.Glob, table: SiteTable) -> Diagnostic:
     if any(glob_pattern(anywhere).fullmatch(name) for name in names):
         corrected = anywhere
         notes = (*notes, "`*` is within one part of a name, `**` is any parts") if "*" in glob.pattern else notes
-    help_ = f'did you mean `"{corrected}"`?' if corrected else None
+    help_ = "`layer[*].attn.q` is in any model; `peftc sites` prints the names of this one"
+    if corrected:
+        help_ = f'did you mean `"{corrected}"`?'
     return Diagnostic("P201", message, span, label=label, notes=notes, help=help_)
 
 

@@ -1,5 +1,6 @@
 """Resolves `train` statements to the base parameters that get a gradient."""
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -90,7 +91,8 @@ def _tied(statement: ast.Train, sites: Sequence[Site], table: SiteTable) -> Diag
 
 def _partial(statement: ast.Train, site: Site, state: State, name: str) -> Diagnostic:
     if state.weight is None or state.weight.stacked_slice is None:
-        help_ = f'train all of it, by name: `at "{site.module}"`'
+        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", site.module)
+        help_ = f'train all of it, by name: `at "{pattern}"`; or change its rows: `h += lora(x, r=8)`'
     else:
         *_, (experts, _), (role, _) = site.steps
         roles = ("gate", "up") if state.weight.rows else (role,)

@@ -26,6 +26,7 @@ from peftc.syntax.vocabulary import (
 )
 from peftc.syntax.walk import arms, children, selects_stack
 
+_WRITTEN = [name for name in STATES if name not in ("x", "res", "c")]
 Shared = Mapping[str, ast.Let]
 Forms = Mapping[str, Form]
 _OWNERS = {  # state -> a site that has it, and an example
@@ -66,9 +67,10 @@ class _EquationChecker:
 
     def _state(self, name: str, span: Span, is_target: bool) -> Iterator[Diagnostic]:
         if name not in STATES:
-            help_ = did_you_mean(name, STATES if is_target else (*STATES, *self._local))
+            help_ = did_you_mean(name, _WRITTEN if is_target else (*STATES, *self._local))
             if help_ is None and (is_target or not self._local):
-                help_ = f"the states are {join_names(STATES)}"
+                help_ = "`h` is the output of a site, `x` its input, `w` and `b` its weight and bias; "
+                help_ += f"others are {join_names(name for name in STATES if name not in 'hxwb')}"
             if name in self._forms or name in self._shared or name in (*FROZEN_MODULES, CONCAT):
                 help_ = f"`{name}` is a function: call it, `{name}(…)`"
             yield Diagnostic("P107", f"there is no {'state' if is_target else 'name'} `{name}`", span, help=help_)

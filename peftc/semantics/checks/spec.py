@@ -65,7 +65,7 @@ def _duplicate_names(spec: ast.Spec) -> Iterator[Diagnostic]:
         note = f"the other is in line {other.span.line} of {(other.origin or spec.source).path}"
         help_ = "give one of them another name"
         if statement.via or other.via:
-            help_ = f"name one of the applied methods: `apply … as {statement.name}_2`"
+            help_ = "remove one `apply`, or let its edits have other names: `apply … as second`"
         message = f"two edits are named `{statement.name}`"
         yield with_origin(Diagnostic("P111", message, span, notes=(note,), help=help_), statement, spec)
 

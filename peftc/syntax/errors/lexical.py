@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from peftc.diagnostics import Diagnostic, Suggestion
 from peftc.diagnostics.suggestions import instead_of
 from peftc.syntax.lexer import CLOSING, NEED_VERSION_2, Token, excerpt
+from peftc.syntax.numbers import is_number
 
 # Characters from papers and word processors: the terminal and the text that they stand for.
 _LOOKALIKES = {
@@ -21,14 +22,14 @@ _LOOKALIKES = {
 _HELP = {
     ";": "statements and equations need no separator",
     "^": "there is no power: write a product, `x * x`",
-    "%": "`%` stands behind a number: `0.5%`",
+    "%": "there is no remainder; `%` follows a number: `0.5%`",
+    **dict.fromkeys("σφ", "an activation is an argument of a form: `adapter(x, r=8, act=sigmoid)`"),
     "&": "selectors are joined by `|`; write an `expect` for each fact",
     "!": "`!=` compares; `foldable(…) == false` negates",
     "$": "a parameter of a method is named without a sign: `r`",
     "Δ": "a change of the weight is written `w += …`",
     "'": 'use double quotes: "file.peft"',
-    "“": 'use straight quotes: "file.peft"',
-    "”": 'use straight quotes: "file.peft"',
+    **dict.fromkeys("“”", 'use straight quotes: `"`'),
     "@": f"the matrix product belongs to version 2 of the language: {NEED_VERSION_2}",
     "\xa0": "this is a no-break space; write an ordinary one",
 }
@@ -40,11 +41,14 @@ _STRAIGHT = {**dict.fromkeys("'“”", '"'), "\xa0": " "}
 IN_NAMES = "a name has letters from a to z, digits and `_`"
 
 
-def _help(char: str, following: Token) -> str | None:
-    """What to do about an unknown character."""
+def _help(char: str, tokens: Sequence[Token], at: int) -> str | None:
+    """What to do about an unknown character at a place."""
+    following = tokens[at + 1]
+    if char == "@" and at > 1 and tokens[at - 2].type in {"EDIT", "TRAIN"}:
+        return Suggestion("write `at` before the selector", "@", "at")
     text = _HELP.get(char)
     if char == "'" and following.type in {"EQUAL", "PLUS_EQUAL", "STAR_EQUAL"}:  # h' = …
-        return IN_NAMES
+        return "the new value is assigned to the state itself: `h = h + …`"
     if text is None:
         return IN_NAMES if char.isalpha() else None
     return text if char not in _STRAIGHT else Suggestion(text, char, _STRAIGHT[char])
@@ -98,13 +102,17 @@ def repair_tokens(tokens: Sequence[Token]) -> tuple[list[Token], list[Diagnostic
                 if text == ":":
                     help_, replacement = _colon(tokens, at, open_brackets[-1] if open_brackets else "")
                 elif help_ is None:
-                    help_ = _help(text[0], tokens[at + 1])
+                    help_ = _help(text[0], tokens, at)
+                if isinstance(help_, Suggestion) and help_.new == "at":
+                    replacement = ("AT", "at")
                 error = ("P003", f"unknown character `{excerpt(text)}`", help_)
             case "OPEN_STRING":
                 error = ("P004", "this string is never closed", _closed(text))
                 replacement = ("STRING", f'{text}"')
             case "BAD_NUMBER":
                 help_ = "a number is digits, at most one point and one of `%`, `K`, `M`, `B`; names begin with a letter"
+                if is_number(corrected := text.replace("_", "").upper()):
+                    help_ = instead_of(text, corrected)
                 error = ("P005", f"`{excerpt(text)}` is not a number", help_)
                 replacement = ("NUMBER", "1")
             case _:

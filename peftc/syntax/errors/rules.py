@@ -153,7 +153,7 @@ def _selector(c: ErrorContext) -> Error | None:
     if c.bracket == "LSQB" and c.statement in {"EDIT", "TRAIN", "APPLY", "MOVED"}:
         after_index = c.allows("RSQB") and c.previous_type in {"STAR", "NUMBER"}
         if after_index or c.allows("DOT_DOT") or c.previous_type in {"MINUS", "DOT_DOT"}:
-            help_ = "an index is `3`, `-1`, `*` or a range with both ends included: `0..5`, `6..`, `..5`"
+            help_ = "`3` is an index, `-1` the last, `*` all, `0..5` a range with both ends, `0, 2` two of them"
             return c.error("P017", c.expectation("an index" if c.allows("STAR") else c.expected), help_)
     return None
 
@@ -228,8 +228,8 @@ def _assignment(c: ErrorContext) -> Error | None:
         help_ = f"there is no `{c.token}=`; write `{alternative}`"
     elif c.type in {"PLUS", "STAR"} and c.next.type == "EQUAL":  # h + = …
         help_ = f"write `{c.token}=` without a space"
-    elif str(c.token) == "==":
-        help_ = Suggestion("write `=`", "==", "=")
+    elif c.type == "COMPARISON":  # h == …, h <- …
+        help_ = Suggestion("write `=`", str(c.token), "=") if str(c.token) == "==" else "write `=`"
     else:
         example = f"h += {state}(…)" if c.type == "LPAR" else f"{state} += …"
         help_ = f"an equation assigns a state: `{example}`"
