@@ -261,7 +261,7 @@ def collect_errors(errors: list[Diagnostic], spec: ast.Spec) -> Generator[None]:
 
 
 def check_order(let: ast.Let, scope: Scope) -> None:
-    """Raises: PeftcError P113 if a constant needs itself, P107 if it needs one that is bound below."""
+    """Raises: PeftcError P113: a constant needs itself; P107: it needs one that is bound below."""
     constants = {s.name: s for s in scope.spec.statements if isinstance(s, ast.Let) and not is_shared(s.value)}
     for name in names_in(let.value):
         if name not in constants or name in scope.constants:
