@@ -5,6 +5,7 @@ text → `parse` → Spec → `expand` → a flat Spec → `analyse` a model →
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from peftc.addressing.sites import SiteTable
 from peftc.cache.lookup import cached_table
 from peftc.concurrency.garbage_collection import paused_gc
-from peftc.diagnostics import PeftcError, warn
+from peftc.diagnostics import Diagnostic, PeftcError, warn
 from peftc.forms.module import checked_seed
 from peftc.installation.compiled_model import CompiledModel, analyse_base, plan_on
 from peftc.installation.completeness import active_installation
@@ -25,6 +26,8 @@ from peftc.models.sources import load_model, resolve
 from peftc.planning.on_table import needs_graphs, plan_on_table
 from peftc.planning.planner import Plan, PlanResult
 from peftc.planning.report.design import Design, design_of
+from peftc.planning.report.plan import attach_figure
+from peftc.planning.representatives import SiteEdits
 from peftc.recognition.analysis import ModelLike
 from peftc.semantics.files import Include
 from peftc.semantics.spec_argument import Settings, SpecLike, default_name, flat_spec
@@ -120,7 +123,18 @@ def plan(
         flat = flat_spec(spec, settings, include)
         planned = plan_edits(flat, model, joint_sample(sample, samples), tasks, trust_remote_code, cache)
         warn_of_unplaced(planned)
+        # A notebook may show the plan: pictures, a part of most other programs' time, can wait.
+        edits, warnings = planned.site_edits, planned.warnings
+        attach_figure(planned.plan, partial(_figure, edits, flat, warnings))
         return planned.plan
+
+
+def _figure(edits: SiteEdits, flat: ast.Spec, warnings: Sequence[Diagnostic], plan: Plan) -> str | None:
+    """The picture of a plan as HTML; None without pygraphviz."""
+    with paused_gc():
+        diagram = import_module("peftc.pictures.panels").diagram_of(edits.table, plan, edits, flat, warnings)
+        make = import_module("peftc.pictures.page").figure_html
+        return import_module("peftc.pictures.picture").html_or_none(diagram, make)
 
 
 def warn_of_unplaced(planned: PlanResult) -> None:

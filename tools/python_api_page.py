@@ -193,7 +193,7 @@ def class_section(cls: type, name: str) -> str:
     if lines[-1]:
         lines.append("")
     for key, member in vars(cls).items():
-        if key.startswith("_") or not inspect.getdoc(member):
+        if key.startswith("_") or key == "model_post_init" or not inspect.getdoc(member):  # pydantic's own
             continue
         if isinstance(member, property):
             lines += [f"`.{key}`: {' '.join(docstring(member).text.split())}", ""]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from math import prod
 from typing import Any
 
@@ -322,6 +323,11 @@ class SiteTable:
     unplaced: tuple[UnplacedModule, ...] = ()
     fingerprint_version: int = 2
     positions: int | None = None  # the most tokens that the model takes, where its configuration says so
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the tree of sites."""
+        html: str = import_module("peftc.planning.report.html").sites_html(self)  # a later stage
+        return html
 
 
 def parameter_name(ref: WeightRef) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 from peftc.adapters.files import path_of, read
 from peftc.adapters.metadata import Adapter, Origin
 from peftc.diagnostics import PeftcError
+from peftc.diagnostics.markup import clean, details, lines_of, report, table
 from peftc.exchange.edited_model import Model, edited
 from peftc.exchange.low_rank_changes.products import Product, products
 from peftc.folding.weights import Folding
@@ -100,6 +101,10 @@ class Inspection(Record):
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the same as tables."""
+        return report(_html(self))
 
 
 def inspect(adapter: str | PathLike[str], *, model: Model | None = None, trust_remote_code: bool = False) -> Inspection:
@@ -239,6 +244,25 @@ def effective_rank(values: Tensor) -> float:
         return 0.0
     p = values[values > 0] / total
     return math.exp(-float((p * p.log()).sum()))
+
+
+def _html(inspection: Inspection) -> Iterator[str]:
+    head, *rest = list(_lines(inspection.model_copy(update={"edits": (), "notes": (), "spec": ""})))
+    yield f"<div><strong>{clean(head)}</strong></div>"
+    yield f"<pre>{lines_of(chr(10).join(rest).strip())}</pre>"
+    yield from details("spec", [f"<pre>{lines_of(inspection.spec)}</pre>"])
+    headers = ("edit", "layer", "parameters", "‖θ‖", "‖ΔW‖", "effective rank")
+    rows = ((edit.name, layer.layer, *_numbers_of(layer)) for edit in inspection.edits for layer in edit.layers)
+    yield from table(headers, rows, range(2, 6))
+    if inspection.notes:
+        yield from table(("note",), [(note,) for note in inspection.notes])
+
+
+def _numbers_of(layer: LayerInspection) -> Iterator[str]:
+    yield f"{layer.parameters:,}"
+    yield f"{layer.norm:.3g}"
+    yield "" if layer.change is None else f"{layer.change:.3g}"
+    yield "" if layer.effective_rank is None else f"{layer.effective_rank:.1f} of {layer.rank:g}"
 
 
 def _lines(inspection: Inspection) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import zip_longest
 
-from peftc.pictures.svg import clean
+from peftc.diagnostics.markup import clean
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterator, Sequence
 
 from peftc.addressing.sites import SiteTable
+from peftc.diagnostics.markup import clean, lines_of
 from peftc.pictures.code import GeneratedCode, code_section
 from peftc.pictures.graph import Diagram
 from peftc.pictures.page_style import NOTEBOOK_STYLE, SCRIPT, STYLE
-from peftc.pictures.svg import clean, style, to_svg
+from peftc.pictures.svg import style, to_svg
 from peftc.planning.report.plan import Plan, percent
 from peftc.planning.report.site_tree import site_rows
 
@@ -46,13 +47,16 @@ def to_page(diagram: Diagram, plan: Plan, table: SiteTable, spec: str, code: Seq
 
 def notebook_html(diagram: Diagram) -> str:
     """The figure and the edits, for the output of a cell."""
-    style_sheet = f"<style>{style()}{NOTEBOOK_STYLE}</style>"
-    return "\n".join(['<div class="peftc">', style_sheet, *figure(diagram), *edits_table(diagram), "</div>"])
+    return _notebook(*figure(diagram), *edits_table(diagram))
 
 
-def lines_of(text: str) -> str:
-    """Text of several lines, escaped."""
-    return "\n".join(map(clean, text.splitlines()))
+def figure_html(diagram: Diagram) -> str:
+    """The figure alone, for the output of a cell."""
+    return _notebook(*figure(diagram))
+
+
+def _notebook(*parts: str) -> str:
+    return "\n".join(['<div class="peftc">', f"<style>{style()}{NOTEBOOK_STYLE}</style>", *parts, "</div>"])
 
 
 def figure(diagram: Diagram) -> Iterator[str]:

@@ -124,10 +124,10 @@ def svg_or_none(picture: Picture) -> str | None:
         return None
 
 
-def html_or_none(diagram: Diagram) -> str | None:
+def html_or_none(diagram: Diagram, make: Callable[[Diagram], str] = notebook_html) -> str | None:
     """A figure and a table of the edits for a notebook; None without pygraphviz."""
     try:
-        return notebook_html(diagram)
+        return make(diagram)
     except PeftcError as error:
         if error.diagnostics[0].code != "P590":
             raise

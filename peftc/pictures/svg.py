@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from html import escape
 
+from peftc.diagnostics.markup import clean
 from peftc.pictures.graph import COLORS, Diagram, Edge, EditFacts, Frame, Node, Panel
 from peftc.pictures.labels import wrapped
 from peftc.pictures.layout import LINE, MEDIUM, SMALL, Box, Layout, Point, label_lines, layout_of, width_of
@@ -17,7 +16,6 @@ NARROWEST = 400
 ARROW = 7
 LIGHT = ("#1d4ed8", "#b45309", "#047857", "#be185d", "#6d28d9", "#0e7490", "#b91c1c", "#4d7c0f")
 DARK = ("#93c5fd", "#fcd34d", "#6ee7b7", "#f9a8d4", "#c4b5fd", "#67e8f9", "#fca5a5", "#bef264")
-FORBIDDEN = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\ud800-\\udfff\\ufffe\\uffff]")  # in XML, and what no one can read
 assert len(LIGHT) == len(DARK) == COLORS
 
 
@@ -55,11 +53,6 @@ def number(value: float) -> str:
 
 def text(x: float, y: float, content: str, classes: str) -> str:
     return f'<text x="{number(x)}" y="{number(y)}" class="{classes}">{clean(content)}</text>'
-
-
-def clean(content: str) -> str:
-    """Text for XML: escaped, and without characters that XML cannot have."""
-    return escape(FORBIDDEN.sub("\ufffd", content), quote=True)
 
 
 def to_svg(diagram: Diagram, width: float = WIDEST_ROW, panels: Sequence[Panel] | None = None, id: str = ID) -> str:

@@ -160,6 +160,11 @@ class SiteEdits(LazySequence[SiteEdit]):
         self._edits, self._of = tuple(edits), of
         self.representatives = tuple(one for site_edits, _ in self._edits for one in site_edits)
 
+    @property
+    def table(self) -> SiteTable:
+        """The sites of the model."""
+        return self._of.table
+
     def _make(self) -> Iterable[SiteEdit]:
         return (one for site_edits, selection in self._edits for one in self._of.expand(site_edits, selection))
 

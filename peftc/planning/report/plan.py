@@ -1,10 +1,11 @@
 """The Plan: what the compiler will do, as JSON and as tables of 80 columns."""
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import PrivateAttr, model_validator
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.padding import Padding
@@ -122,6 +123,24 @@ class PlanUnread(Record):
     reason: str
 
 
+class Figure:
+    """How the picture of a plan is made, for notebooks. It is no part of the plan: all are equal,
+    and a copy or a pickle has none.
+    """
+
+    def __init__(self) -> None:
+        self.make: Callable[[Plan], str | None] | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Figure)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __reduce__(self) -> tuple[type["Figure"], tuple[()]]:
+        return Figure, ()
+
+
 class Plan(Record):
     """What compiling a spec onto a model would do. `str` gives the table that `peftc plan` prints.
 
@@ -144,6 +163,7 @@ class Plan(Record):
     totals: PlanTotals
     expectations: tuple[PlanExpectation, ...]
     unread: tuple[PlanUnread, ...] = ()
+    _figure: Figure = PrivateAttr(default_factory=Figure)
 
     @model_validator(mode="before")
     @classmethod
@@ -165,6 +185,17 @@ class Plan(Record):
 
     def __str__(self) -> str:
         return plain_text(render_plan(self))
+
+    def _repr_html_(self) -> str:
+        """For notebooks: tables, and the picture of `peftc.show` where pygraphviz is installed."""
+        make = self._figure.make
+        html: str = import_module("peftc.planning.report.html").plan_html(self, make(self) if make else None)
+        return html
+
+
+def attach_figure(plan: Plan, make: Callable[[Plan], str | None]) -> None:
+    """Gives a plan its picture, which is made when a notebook shows it."""
+    plan._figure.make = make  # pyright: ignore[reportPrivateUsage]  # of this file
 
 
 def plain_text(result: RenderableType, width: int = 80) -> str:
