@@ -108,13 +108,22 @@ def test_settings_at_the_start_and_settings_that_the_server_asks_for(folder: Pat
 
 
 def test_a_model_that_is_none_is_a_diagnostic(folder: Path) -> None:
+    """Until that is known, which takes torch, the server answers what it is asked."""
     uri = (folder / "own.peft").as_uri()
     (folder / "peftc.toml").write_text('models = ["no/such/config.json"]\n')
 
     async def session() -> None:
         async with connected(folder) as client:
             client.open(uri, MODEL_SPEC)
+            for number in range(5):
+                client.change(uri, f"{MODEL_SPEC}# {number}\n")
+                place = types.HoverParams(**client.place(uri, "lora("))
+                assert await client.text_document_hover_async(place) is not None
+            assert (folder / "peftc.toml").as_uri() not in client.diagnostics
             (unknown,) = await client.codes((folder / "peftc.toml").as_uri(), "P502")
+            versions = [one.version for one in client.published if one.uri == uri]
+            assert versions == sorted(versions)
+            assert versions[-1] == 6
             assert unknown.range.start == types.Position(0, 10)
             client.workspace_did_change_configuration(types.DidChangeConfigurationParams({"model": "no/such.json"}))
             (unknown,) = await client.codes(uri, "P502")

@@ -54,8 +54,7 @@ class Renaming:
             before, after = self.library.file(path), library.file(path)
             if before is None or after is None or meaning(before, symbol) != meaning(after, symbol, name):
                 raise Refusal(f"`{name}` would stand for something else in {path}")
-            codes = (self._codes(path, text, texts) for text, texts in ((old[path], {}), (new[path], new)))
-            first, then = codes
+            first, then = self._codes(path, old[path], {}), self._codes(path, new[path], new)
             if any(code.startswith("P0") for code in first):
                 raise Refusal(f"{path} has syntax errors: correct them first")
             if first != then:
