@@ -117,6 +117,14 @@ def test_positions_are_those_of_the_protocol(text: str, encoding: str) -> None:
     assert positions.offset(types.Position(99, 0)) == len(text)
 
 
+def test_formatting_keeps_the_ends_of_lines() -> None:
+    text = "peft 1\r\nedit a  at embed { h = x }  # é\r\n"
+    document = Documents().open("untitled:a", text, 1, "utf-16")
+    (edit,) = format_edits(document) or ()
+    start, end = (document.positions.offset(at) for at in (edit.range.start, edit.range.end))
+    assert text[:start] + edit.new_text + text[end:] == "peft 1\r\n\r\nedit a at embed { h = x }  # é\r\n"
+
+
 # A server that gets bytes
 
 
