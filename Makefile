@@ -85,9 +85,9 @@ interrupts: $(READY)
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants.run
 
-# What the recipes do to the models of peftc.toml, against specs/*.lock.json. `peftc lock specs` writes these.
+# What the recipes do to the models of specs/peftc.toml, against specs/*.lock.json. `peftc lock --config specs/peftc.toml specs` writes these.
 locks: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/peftc check --locked specs
+	OMP_NUM_THREADS=1 $(BIN)/peftc check --locked --config specs/peftc.toml specs
 
 # What `make test` costs, for README.md. Nothing else should run beside it.
 suite: $(READY)

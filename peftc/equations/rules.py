@@ -13,9 +13,10 @@ from peftc.equations.values import Batch, Number, Type, Value
 
 Operand = Value | Number
 Types = Sequence[Type | Number]
-
-
 Affinity = Literal["linear", "sum", "product", "quotient", "nonlinear"]
+_ON_ENTRIES = "`*` and `+` act on entries; the product of matrices is `@`"
+_LEFT = "a matrix is left of what it maps, as in papers: `B @ A @ x`"
+_SIZES = "a matrix has the sizes [results, inputs], and the last one acts first: `B @ A @ x`"
 
 
 @record()
@@ -82,8 +83,7 @@ def matrix(operands: Types, at: int = 0) -> Type:
     """A matrix that is the same for all tokens. Raises: Mismatch."""
     type_ = tensor(operands, at)
     if type_.batch or len(type_.size) != 2:
-        help_ = "a matrix is left of what it maps, as in papers: `B @ A @ x`" if type_.batch else None
-        raise Mismatch(f"expected a matrix, found {type_}", at, help_=help_)
+        raise Mismatch(f"expected a matrix, found {type_}", at, help_=_LEFT if type_.batch else None)
     return type_
 
 
@@ -111,8 +111,7 @@ def broadcast(operands: Types) -> Type:
     size: list[int] = []
     for a, b in zip(_padded(left.size, count), _padded(right.size, count), strict=True):
         if a != b and 1 not in (a, b):
-            help_ = "`*` and `+` act on entries; the product of matrices is `@`"
-            raise Mismatch(f"{left} and {right} do not fit together", help_=help_)
+            raise Mismatch(f"{left} and {right} do not fit together", help_=_ON_ENTRIES)
         size.append(b if a == 1 else a)
     return Type(tuple(size), batch)
 
@@ -133,9 +132,8 @@ def product(operands: Types) -> Type:
     if not right.batch and len(right.size) > 2:
         raise Mismatch(f"expected a vector or a matrix, found {right}", 1)
     if inner != left.size[1:]:
-        message = f"{left} maps {left.size[1]} features, and {right} has {inner[0] if inner else 'none'}"
-        help_ = "a matrix has the sizes [results, inputs], and the last one acts first: `B @ A @ x`"
-        raise Mismatch(message, help_=help_)
+        own = inner[0] if inner else "none"
+        raise Mismatch(f"{left} maps {left.size[1]} features, and {right} has {own}", help_=_SIZES)
     if right.batch:
         return Type((*right.size[:-1], left.size[0]), "tokens" if right.batch == "ids" else right.batch)
     return Type((left.size[0], *right.size[1:]))

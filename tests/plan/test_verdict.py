@@ -151,7 +151,7 @@ def test_part_of_a_parameter_cannot_be_trained():
     (diagnostic,) = refused("train q = [w] at layer[*].attn.q", GPT2)
     assert (diagnostic.code, diagnostic.help) == (
         "P309",
-        'train all of it, by name: `at "transformer.h.0.attn.c_attn"`',
+        'train all of it, by name: `at "transformer.h.*.attn.c_attn"`; or change its rows: `h += lora(x, r=8)`',
     )
     whole = planned("train q = [w] at layer[*].attn.q | layer[*].attn.k | layer[*].attn.v", GPT2)
     assert whole.plan.totals.trained == 3 * 64 * 64
