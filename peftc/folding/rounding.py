@@ -9,6 +9,7 @@ from torch import Tensor
 
 from peftc.adapters.base import dtype_name
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.folding.memory import empty
 from peftc.folding.report import Change
 from peftc.forms.affine_module import ENTRIES, Affine
 
@@ -82,7 +83,7 @@ def rounded_change(
     name: str, before: Tensor, value: Tensor | WeightSums, edits: tuple[str, ...], created: bool = False
 ) -> tuple[Tensor, Change]:
     """A new value in the dtype of `before`, and what became of the parameter. Raises: P530."""
-    new = torch.empty(before.shape, dtype=before.dtype, device=before.device)
+    new = empty(tuple(before.shape), before.dtype, before.device)
     flat_before, flat_new = before.reshape(-1), new.view(-1)
     pieces = value.pieces() if isinstance(value, WeightSums) else pieces_of(value)
     totals, is_rounded = Totals(), False

@@ -22,6 +22,7 @@ from torch import Tensor
 from peftc.adapters.base import VALUES
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.filesystem.bounded_read import check_regular, read_regular
+from peftc.folding.memory import empty
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST_INDEX = 256_000_000  # bytes
@@ -123,7 +124,7 @@ class Checkpoint:
     def read(self, key: str) -> Tensor:
         """A copy of a tensor. Raises: P701 if the file has become shorter."""
         entry = self.entries[key]
-        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        tensor = empty(entry.shape, DTYPES[entry.dtype])
         if entry.size:
             read_into(self.descriptor(entry.file), bytes_of(tensor), entry.start, entry.file)
         return tensor
@@ -131,7 +132,7 @@ class Checkpoint:
     def read_slice(self, key: str, index: int, count: int) -> Tensor:
         """One of `count` equal parts of a tensor along its first dimension."""
         entry = self.entries[key]
-        tensor = torch.empty((entry.shape[0] // count, *entry.shape[1:]), dtype=DTYPES[entry.dtype])
+        tensor = empty((entry.shape[0] // count, *entry.shape[1:]), DTYPES[entry.dtype])
         if entry.size:
             start = entry.start + index * tensor.nbytes
             read_into(self.descriptor(entry.file), bytes_of(tensor), start, entry.file)

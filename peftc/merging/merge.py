@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from peftc.adapters.files import path_of
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.folding.ffn_width import HiddenUnits
+from peftc.folding.memory import reused
 from peftc.folding.unrounded_parameters import CannotFold
 from peftc.folding.weights import Folding
 from peftc.installation.record import installation_of, is_installed
@@ -33,6 +34,8 @@ from peftc.merging.untie import untie as untie_all
 from peftc.merging.verification import verify as verify_files
 from peftc.merging.widening import plan_widening
 from peftc.merging.writer import MOST, Progress, Writer, background
+
+WAITING = 2  # writes; each task has one at least, so what was computed WAITING + 1 tasks ago is written
 
 
 def merge(
@@ -241,7 +244,7 @@ class Merge:
 
     def run_steps(self, steps: Iterable[Task | Copy], writer: Writer, count: Progress) -> Part:
         tensors = list[MergedTensor]()
-        with background(count) as pool, one_thread():
+        with background(count, WAITING) as pool, one_thread(), reused(WAITING + 1):
             for step in steps:
                 if isinstance(step, Copy):
                     pool.submit(functools.partial(writer.copy, self.base.checkpoint, step))

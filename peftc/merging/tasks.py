@@ -13,6 +13,7 @@ from torch import Tensor
 from peftc.addressing.sites import WeightRef, parameter_name
 from peftc.folding.computed_weight import is_computed, stored_values
 from peftc.folding.ffn_width import HiddenUnits, WiderFfn
+from peftc.folding.memory import next_round
 from peftc.folding.module_folds import combine
 from peftc.folding.report import Change
 from peftc.folding.rounding import rounded_change
@@ -202,6 +203,7 @@ def run(base: BaseModel, task: Task, write: Write) -> list[MergedTensor]:
     if task.experts:
         numbers = range(len(task.experts))
         return [one for expert in numbers for one in _run_expert(base, task, expert, write)]
+    next_round()
     new = set[str]()
     with base.loaded(task.names, None if task.expert is None else next(iter(task.groups))) as read:
         values, changes = _values(base, task, read)
@@ -226,6 +228,7 @@ def run(base: BaseModel, task: Task, write: Write) -> list[MergedTensor]:
 
 def _run_expert(base: BaseModel, task: Task, expert: int, write: Write) -> list[MergedTensor]:
     """The slices of one expert in the tensors of all."""
+    next_round()
     count, (module,), merged = len(task.experts), task.folds, list[MergedTensor]()
     with base.loaded_slices(task.names, expert, count) as read:
         values = dict[str, tuple[Tensor, Change]]()

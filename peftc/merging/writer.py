@@ -122,7 +122,7 @@ class Background:
 
 
 @contextmanager
-def background(progress: Progress, waiting: int = 2) -> Generator[Background]:
+def background(progress: Progress, waiting: int) -> Generator[Background]:
     with ThreadPoolExecutor(1) as pool:
         own = Background(pool, progress, waiting)
         try:
