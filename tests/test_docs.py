@@ -29,6 +29,7 @@ from peftc.models.catalogue import catalogue
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from tests import zoo
+from tools.gallery_page import statements_of
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -101,6 +102,10 @@ class Session:
             if not path.exists():
                 path.write_text(block.text, encoding="utf-8")
             assert path.read_text(encoding="utf-8") == block.text, f"{where}: {title} is another text"
+            return
+        if recipe := block.options.get("recipe"):
+            path = resources.recipes()[recipe]
+            assert block.text == statements_of(path), f"{where}: {path.name} is another text"
             return
         if re.search(r"^form \w+\(", block.text, re.M) and not re.search(r"^edit ", block.text, re.M):
             (form,) = parse_text(f"peft 2\n{block.text}").statements

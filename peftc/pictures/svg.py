@@ -94,7 +94,7 @@ def to_svg(diagram: Diagram, width: float = WIDEST_ROW, panels: Sequence[Panel] 
 
 def _summary_of(panel: Panel) -> str:
     texts = [f"{one.edit} ({one.insertion}): {one.equation}" for one in panel.content.changes]
-    return f"{panel.title}: " + ("; ".join(texts) or "no edits")
+    return f"{panel.title}: " + ("; ".join(dict.fromkeys(texts)) or "no edits")
 
 
 def _extent(one: tuple[Panel, Layout]) -> tuple[float, float]:

@@ -93,11 +93,11 @@ def randomise(parameters: Any, std: float = 0.3) -> None:
 def names() -> dict[str, dict[str, Any]]:
     """Each name of the library, with its configuration."""
     configs = importlib.import_module("adapters.configuration.adapter_config").ADAPTER_CONFIG_MAP
-    return {name: config.to_dict() for name, config in configs.items()}
+    return {name: dict(sorted(config.to_dict().items())) for name, config in configs.items()}
 
 
 def names_text() -> str:
-    return json.dumps(names(), indent=1, sort_keys=True) + "\n"
+    return json.dumps(names(), indent=1) + "\n"
 
 
 def record() -> None:
