@@ -8,9 +8,10 @@ FOREIGN := .venv-foreign/ready
 WORKFLOWS := .venv-workflows/ready
 QUANTIZED := .venv-quantized/ready
 ADAPTERHUB := .venv-adapterhub/ready
+SITE := .venv-site/ready
 CORE := tests/models tests/tracing tests/observation tests/recognition tests/rewriting tests/specialization tests/adapters/test_saved.py tests/adapters/test_saved_refusals.py tests/test_compiler.py --ignore tests/specialization/test_variants.py
 
-.PHONY: demo test test-full oldest lint format types tables package check benchmarks coverage adversarial interrupts verify mutants locks suite docs foreign workflows quantized adapterhub adapterhub-recorded clean
+.PHONY: demo test test-full oldest lint format types tables package check benchmarks coverage adversarial interrupts verify mutants locks suite docs site foreign workflows quantized adapterhub adapterhub-recorded clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -68,6 +69,11 @@ benchmarks: $(READY)
 docs: $(READY)
 	$(BIN)/python -m tools.forms_page > docs/forms.md
 	$(BIN)/python -m tools.python_api_page > docs/python-api.md
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tools.gallery_page
+
+# docs/ as a site, in build/site: plain files, which any server has, and which load nothing from elsewhere.
+site: $(SITE)
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict
 
 # Every recipe on every model of tests/zoo.py, against its equations: half an hour on one core.
 verify: $(READY)
@@ -151,6 +157,10 @@ $(WORKFLOWS): $(READY) constraints-workflows.txt
 
 $(QUANTIZED): $(READY) constraints-quantized.txt
 	$(PIP) install --quiet --no-deps --upgrade --target .venv-quantized/packages -r constraints-quantized.txt
+	touch $@
+
+$(SITE): $(READY) constraints-site.txt
+	$(call beside,.venv-site,constraints-site.txt)
 	touch $@
 
 $(ADAPTERHUB): $(READY) constraints-adapterhub.txt

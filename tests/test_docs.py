@@ -26,10 +26,12 @@ from peftc.checking.configuration import read_configuration
 from peftc.cli.main import main
 from peftc.filesystem import resources
 from peftc.models.catalogue import catalogue
+from peftc.semantics.recipes import recipes
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from tests import zoo
 from tools.gallery_page import statements_of
+from tools.site_hooks import on_page_markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -104,8 +106,7 @@ class Session:
             assert path.read_text(encoding="utf-8") == block.text, f"{where}: {title} is another text"
             return
         if recipe := block.options.get("recipe"):
-            path = resources.recipes()[recipe]
-            assert block.text == statements_of(path), f"{where}: {path.name} is another text"
+            assert block.text == statements_of(recipes()[recipe]), f"{where}: the recipe is another text"
             return
         if re.search(r"^form \w+\(", block.text, re.M) and not re.search(r"^edit ", block.text, re.M):
             (form,) = parse_text(f"peft 2\n{block.text}").statements
@@ -231,3 +232,17 @@ def test_the_navigation_lists_the_pages() -> None:
     listed = [file for entry in settings["nav"] for file in entry.values()]
     assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
     assert len(listed) == len(set(listed))
+
+
+def test_the_site_loads_nothing_from_elsewhere() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    settings = yaml.safe_load(text)
+    assert settings["theme"]["font"] is False
+    sheets = [(DOCS / name).read_text(encoding="utf-8") for name in settings["extra_css"]]
+    assert not [part for part in (text, *sheets) if re.search(r"https?:|//\w|@import|url\(", part)]
+    assert not any("```mermaid" in page.read_text(encoding="utf-8") for page in PAGES), "the theme would load it"
+
+
+def test_escaped_pipes_are_pipes_on_the_site() -> None:
+    shown = on_page_markdown("| `a \\| b` | c \\| d |\ne `f \\| g`")
+    assert shown == "| `a | b` | c \\| d |\ne `f \\| g`"

@@ -1,22 +1,21 @@
-"""The gallery shows every recipe as it is: its file, its picture, its counts, and its names elsewhere."""
+"""The gallery shows every recipe as it is: file, picture, counts, and names elsewhere."""
 
 from __future__ import annotations
 
 import re
 from itertools import pairwise
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from peftc.exchange.peft_format.table import TYPES, WITHOUT_EQUATION
-from peftc.filesystem import resources
+from peftc.semantics.recipes import Recipe, recipes
 from tests.matrix import FULL, some
 from tools import gallery_page as gallery
 from tools.gallery_pictures import SVG, compact, picture, relative
-from tools.peer_names import hub_configs, hub_name, peft_name, same_name
+from tools.peer_names import hub_configs, same_name
 
-RECIPES = sorted(resources.recipes().items())
+RECIPES = list(recipes().values())
 PAGE = (gallery.DOCS / "gallery.md").read_text(encoding="utf-8")
 ANEW = "run `make docs` and read what has changed"
 LARGEST = 15_000  # bytes of a picture
@@ -33,38 +32,38 @@ def sections() -> dict[str, str]:
 
 
 def test_every_recipe_has_a_section_and_a_picture() -> None:
-    names = [name for name, _ in RECIPES]
+    names = [recipe.name for recipe in RECIPES]
     assert list(sections()) == names
     assert sorted(path.stem for path in gallery.FIGURES.iterdir()) == names
-    assert gallery.HEAD == PAGE[: len(gallery.HEAD)], ANEW
+    assert PAGE[: len(gallery.HEAD)] == gallery.HEAD, ANEW
 
 
-@pytest.mark.parametrize(("name", "path"), RECIPES, ids=lambda one: one if isinstance(one, str) else "")
-def test_a_section_has_the_file_and_a_row_for_each_model(name: str, path: Path) -> None:
-    text = sections()[name]
-    assert text.startswith(gallery.text_of(name, path)), ANEW
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_a_section_has_the_file_and_a_row_for_each_model(recipe: Recipe) -> None:
+    text = sections()[recipe.name]
+    assert text.startswith(gallery.text_of(recipe)), ANEW
     rows = re.findall(r"^\| (\S+) \| ([\d,]+|— P\d{3}) \| ([\d.]+ %|—) \| ([\d,]+|—) \|$", text, re.M)
     assert [row[0] for row in rows] == list(gallery.MODELS)
     share = next((row[2] if row[2] != gallery.NONE else row[1] for row in rows), "")
-    assert f"| [`{name}`](#{name}) | {gallery.title(path)} | {share} |" in PAGE, ANEW
+    assert f"{gallery.entry_of(recipe)} {share} |" in PAGE, ANEW
     assert re.search(r"^PEFT: .+\. AdapterHub: .+\.$", text, re.M)
 
 
-@pytest.mark.parametrize(("name", "path"), some(RECIPES, 7), ids=lambda one: one if isinstance(one, str) else "")
-def test_counts_are_those_of_plans(name: str, path: Path) -> None:
+@pytest.mark.parametrize("recipe", some(RECIPES, 7), ids=lambda recipe: recipe.name)
+def test_counts_are_those_of_plans(recipe: Recipe) -> None:
     for model in MODELS:
-        assert f"\n| {model} | {' | '.join(gallery.counts(path, model))} |\n" in sections()[name], ANEW
+        assert f"\n| {model} | {' | '.join(gallery.counts(recipe.path, model))} |\n" in sections()[recipe.name], ANEW
 
 
-@pytest.mark.parametrize(("name", "path"), some(RECIPES, 11), ids=lambda one: one if isinstance(one, str) else "")
-def test_pictures_and_names_are_made_anew(name: str, path: Path) -> None:
-    if FULL or gallery.counts(path, MODELS[0])[1] != gallery.NONE:
-        svg = picture(path, gallery.model_of(path))
-        assert (gallery.FIGURES / f"{name}.svg").read_text(encoding="utf-8") == svg, ANEW
-    assert f"PEFT: {peft_name(name, path)}. AdapterHub: {hub_name(name, path)}." in sections()[name], ANEW
+@pytest.mark.parametrize("recipe", some(RECIPES, 11), ids=lambda recipe: recipe.name)
+def test_pictures_and_names_are_made_anew(recipe: Recipe) -> None:
+    if FULL or gallery.counts(recipe.path, MODELS[0])[1] != gallery.NONE:
+        svg = picture(recipe.path, gallery.model_of(recipe.path))
+        assert (gallery.FIGURES / f"{recipe.name}.svg").read_text(encoding="utf-8") == svg, ANEW
+    assert gallery.peers_of(recipe) in sections()[recipe.name], ANEW
 
 
-@pytest.mark.parametrize("name", [name for name, _ in RECIPES])
+@pytest.mark.parametrize("name", list(recipes()))
 def test_a_picture_is_small_and_for_both_themes(name: str) -> None:
     text = (gallery.FIGURES / f"{name}.svg").read_text(encoding="utf-8")
     root = ElementTree.fromstring(text)

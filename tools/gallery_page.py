@@ -12,9 +12,8 @@ from functools import cache
 from pathlib import Path
 
 import peftc
-from peftc.filesystem import resources
 from peftc.planning.report.plan import percent
-from tools.forms_page import comment_of
+from peftc.semantics.recipes import Recipe, recipes
 from tools.gallery_pictures import picture
 from tools.peer_names import hub_name, peft_name
 
@@ -25,66 +24,70 @@ NONE = "—"
 
 HEAD = """# Gallery
 
-Every recipe of `specs/`: what it is, one layer with it, its equations, and what it costs. `make docs` makes this page; a test
-compares it with what it is made of:
+Every recipe of `specs/`: what it is, one layer with it, its equations, and what it costs. `make docs` makes this page;
+a test compares it with what it is made of:
 
-- The text is the comment of the recipe's file, and the block is the rest of that file. `use NAME from std` finds it; see
-  [forms and recipes](forms.md#recipes).
-- The picture is what [`peftc show`](pictures.md) draws, of the first of the four models below that the recipe fits: the layer
-  with the most edits.
-- The counts are those of `peftc plan specs/NAME.peft --model MODEL`, with the defaults of the recipe: how many parameters are
-  trained, how much that is of the model's, and how many a saved adapter has. `—` with a code is a model that the recipe does
-  not fit; `peftc explain CODE` says why.
-- The names of peers are those of PEFT's types, and of the configurations of AdapterHub's library. What `export` writes is read off
-  an export of a small BERT, BART or LLaMA with the recipe. A name says that the method is the same; equations may
-  differ in details, and [exchange](exchange.md) has those that peftc reads and writes.
+- The text is the comment of the recipe's file, and the block is the rest of that file. `use NAME from std` finds it;
+  see [forms and recipes](forms.md#recipes).
+- The picture is what [`peftc show`](pictures.md) draws, of the first of the four models below that the recipe fits: the
+  layer with the most edits. A click opens it alone, as large as you like.
+- The counts are those of `peftc plan specs/NAME.peft --model MODEL`, with the defaults of the recipe: how many
+  parameters are trained, how much that is of the model's, and how many a saved adapter has. `—` with a code is a model
+  that the recipe does not fit; `peftc explain CODE` says why.
+- The names of peers are those of PEFT's types, and of the configurations of AdapterHub's library. What `export` writes
+  is read off an export of a small BERT, BART or LLaMA with the recipe. A name says that the method is the same;
+  equations may differ in details, and [exchange](exchange.md) has those that peftc reads and writes.
 
 """
 
 
 def page() -> str:
     """The whole page, in Markdown."""
-    recipes = sorted(resources.recipes().items())
-    return HEAD + "\n".join([index(), *(section(name, path) for name, path in recipes)])
+    return HEAD + "\n".join([index(), *map(section, recipes().values())])
 
 
 def index() -> str:
     """A line for each recipe."""
     lines = [f"| recipe | | of {MODELS[0]} |", "|---|---|--:|"]
-    for name, path in sorted(resources.recipes().items()):
-        trained, share, _ = counts(path, MODELS[0])
-        lines.append(f"| [`{name}`](#{name}) | {title(path)} | {share if share != NONE else trained} |")
+    for recipe in recipes().values():
+        trained, share, _ = counts(recipe.path, MODELS[0])
+        lines.append(f"{entry_of(recipe)} {share if share != NONE else trained} |")
     return "\n".join([*lines, ""])
 
 
-def section(name: str, path: Path) -> str:
+def entry_of(recipe: Recipe) -> str:
+    """The line of the index, but for the count."""
+    summary = recipe.summary[0].upper() + recipe.summary[1:]
+    return f"| [`{recipe.name}`](#{recipe.name}) | {summary} |"
+
+
+def section(recipe: Recipe) -> str:
     """One recipe."""
-    peers = f"PEFT: {peft_name(name, path)}. AdapterHub: {hub_name(name, path)}."
-    return "\n".join([text_of(name, path), *table(path), "", peers, ""])
+    return "\n".join([text_of(recipe), *table(recipe.path), "", peers_of(recipe), ""])
 
 
-def text_of(name: str, path: Path) -> str:
+def peers_of(recipe: Recipe) -> str:
+    """What peers call it."""
+    return f"PEFT: {peft_name(recipe.name, recipe.path)}. AdapterHub: {hub_name(recipe.name, recipe.path)}."
+
+
+def text_of(recipe: Recipe) -> str:
     """What is made of the file alone."""
+    name = recipe.name
     figure = f"figures/gallery/{name}.svg"
     return "\n".join(
         [
             f"## `{name}`",
             "",
-            with_links("\n".join(comment_of(path.read_text(encoding="utf-8")))),
+            with_links("\n".join(recipe.comment)),
             "",
             f"[![{name}]({figure})]({figure})",
             "",
             f"<!-- recipe: {name} -->",
-            f"```peft\n{statements_of(path)}```",
+            f"```peft\n{statements_of(recipe)}```",
             "",
         ]
     )
-
-
-def title(path: Path) -> str:
-    """The first sentence of the comment."""
-    text = " ".join(comment_of(path.read_text(encoding="utf-8")))
-    return re.split(r"(?<=\.)\s(?=[A-Z`])", text, maxsplit=1)[0]
 
 
 def with_links(text: str) -> str:
@@ -92,9 +95,9 @@ def with_links(text: str) -> str:
     return re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
 
 
-def statements_of(path: Path) -> str:
+def statements_of(recipe: Recipe) -> str:
     """A file without its version and its comment."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = recipe.text.splitlines(keepends=True)
     first = next(i for i, line in enumerate(lines) if i and line.strip() and not line.startswith("#"))
     return "".join(lines[first:])
 
@@ -125,12 +128,12 @@ def model_of(path: Path) -> str:
 def main() -> None:
     (DOCS / "gallery.md").write_text(page(), encoding="utf-8", newline="\n")
     FIGURES.mkdir(parents=True, exist_ok=True)
-    recipes = resources.recipes()
     for old in FIGURES.glob("*.svg"):
-        if old.stem not in recipes:
+        if old.stem not in recipes():
             old.unlink()
-    for name, path in recipes.items():
-        (FIGURES / f"{name}.svg").write_text(picture(path, model_of(path)), encoding="utf-8", newline="\n")
+    for recipe in recipes().values():
+        svg = picture(recipe.path, model_of(recipe.path))
+        (FIGURES / f"{recipe.name}.svg").write_text(svg, encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":

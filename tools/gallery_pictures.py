@@ -20,7 +20,7 @@ Point = tuple[int, int]  # in tenths
 
 
 def picture(path: Path, model: str, cache: bool = True) -> str:
-    """The panel of a recipe's picture with the most edits. No counts below it: the page has them."""
+    """The panel of a recipe's picture with the most edits. The page has the counts."""
     diagram = show(path, model, cache=cache).diagram
     panel = max(diagram.panels, key=lambda one: len(one.content.changes))
     return compact(to_svg(diagram, panels=[panel]))
@@ -115,7 +115,7 @@ def _lines(inner: Element) -> Iterator[Element]:
         holder = Element(f"{SVG}g", {"class": group} if group else {})
         for name, parts in paths.items():
             SubElement(holder, f"{SVG}path", {"class": name, "d": "".join(parts)})
-        yield from [holder] if group else list(holder)
+        yield from ([holder] if group else list(holder))
 
 
 def relative(path: str) -> str:

@@ -72,7 +72,7 @@ def _letters(name: str) -> str:
 
 @cache
 def hub_configs() -> dict[str, dict[str, Any]]:
-    """The configurations of AdapterHub's library by name, as `make adapterhub-recorded` wrote them."""
+    """The configurations of AdapterHub's library by name, as they are recorded."""
     return json.loads((FOLDER / NAMES).read_text(encoding="utf-8"))
 
 
