@@ -32,7 +32,7 @@ _IMPLIED = {"phm_layer": False, "inv_adapter": None}  # of a configuration that 
 def peft_name(recipe: str, path: Path) -> str:
     """`LORA`, with what `export` writes."""
     name = same_name(recipe, [*TYPES, *WITHOUT_EQUATION])
-    if name in WITHOUT_EQUATION:
+    if name is not None and name in WITHOUT_EQUATION:
         return f"`{name}`, not exchanged: {WITHOUT_EQUATION[name]}"
     config = exported(path, "peft", PEFT_MODELS)
     if config is None:

@@ -1,4 +1,4 @@
-"""What the site of docs/ needs beside mkdocs.yml: the two readers of Markdown differ in one thing."""
+"""What the site needs beside mkdocs.yml: two readers of Markdown differ in one thing."""
 
 from __future__ import annotations
 
