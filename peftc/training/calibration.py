@@ -220,7 +220,7 @@ def differentiable(
             for name, value in (values or {}).items():
                 parameters[name].copy_(value)
         for module in pruned.values():
-            module.dense = None
+            del module.dense  # of the instance: the class has None
         for name, parameter in model.named_parameters():
             flag, grad = flags[name]
             parameter.requires_grad_(flag)
