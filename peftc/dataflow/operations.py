@@ -39,6 +39,7 @@ class Op(Enum):
     CAST = auto()  # another dtype, device or memory format, or a copy
     ACTIVATION = auto()
     BLEND = auto()  # of three tensors
+    ACCUMULATE = auto()  # terms are added at some entries
 
     # over a dimension
     MATMUL = auto()
@@ -80,7 +81,7 @@ OF_FIRST = frozenset({Op.CAST, Op.RESHAPE, Op.EXPAND})
 # By the name of a method, a function or an attribute, without the `_` of in-place variants.
 _NAMES = {
     Op.ADD: "add iadd",
-    Op.SUB: "sub isub subtract",
+    Op.SUB: "sub isub subtract rsub",
     Op.MUL: "mul imul multiply",
     Op.DIV: "div truediv itruediv divide",
     Op.MASK: "where masked_fill maximum",
@@ -89,6 +90,7 @@ _NAMES = {
     Op.CAST: "to type type_as float half bfloat16 double contiguous clone",
     Op.ACTIVATION: "tanh",
     Op.BLEND: "lerp addcmul addcdiv",
+    Op.ACCUMULATE: "index_add scatter_add",
     Op.MATMUL: "matmul bmm mm mv baddbmm addmm linalg_matmul einsum tensordot inner",
     Op.LINEAR: "linear",
     Op.CONVOLUTION: "conv1d conv2d",
@@ -192,6 +194,11 @@ def dim_of(node: fx.Node, default: Any = None) -> Any:
     """The `dim` of an operation over dimensions; `default` where it has none."""
     position = 2 if name_of(node) in ("norm", "linalg_norm", "linalg_vector_norm") else 1  # behind the order
     return node.kwargs.get("dim", node.args[position] if len(node.args) > position else default)
+
+
+def selects_along(node: fx.Node) -> bool:
+    """Whether a node is all entries at some indices of one dimension."""
+    return name_of(node) in ("narrow", "select", "index_select")
 
 
 def is_size(node: fx.Node) -> bool:

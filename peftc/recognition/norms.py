@@ -48,8 +48,20 @@ class NormFinder:
             return stream.holds(node) or stream.moves(node)
 
         scaled = {m for n in body if stream.holds(n) for m in upstream(n, ends) if is_stream(m)}
-        norms = filter(layer.is_norm, sorted(scaled.union(body)))
-        return [n for n in norms if _reads_states(n) and not any(side.holds(n) for side in foreign)]
+        norms = list(filter(layer.is_norm, sorted(scaled.union(body))))
+        for norm in norms:  # which grows
+            norms += [n for n in [self._read_by(norm, body)] if n is not None and n not in norms]
+        return [n for n in sorted(norms) if _reads_states(n) and not any(side.holds(n) for side in foreign)]
+
+    def _read_by(self, norm: fx.Node, body: Collection[fx.Node]) -> fx.Node | None:
+        """The norm that norms of a sub-layer read, and nothing else does."""
+        # Seen in: no transformers model, but layers that normalise queries, keys and values apart
+        layer, source = self.main.layer, first_input(norm)
+        before = None if source is None else layer.stripped(source)
+        if before is None or before in self.sums or not layer.is_norm(before):
+            return None
+        users = [user for user in value_users(before) if is_tensor(user) or user.op == "output"]
+        return before if all(user in body for user in users) else None
 
     def behind(self, add: fx.Node) -> fx.Node | None:
         """The norm that alone reads a sum, which the layer does not return, too."""

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping, Sequence
+from itertools import permutations
 from typing import Any
 
 from torch import fx
 
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import example, first_input, is_tensor, output_of, shape
-from peftc.dataflow.operations import LAYOUT, SCALE, Op, name_of, op_of
+from peftc.dataflow.operations import LAYOUT, SCALE, Op, dim_of, name_of, op_of, selects_along
+from peftc.dataflow.sums import operands_of_sum
 from peftc.dataflow.values import reaches, upstream, value_operands
 from peftc.fakes.data_answers import tensors_in
 from peftc.tracing.in_place import writes_to
@@ -138,7 +140,7 @@ class Stream:
             case Op.MUL | Op.DIV:
                 inputs = [a for a in inputs if self.reaches(a)]
                 return inputs[0] if len(inputs) == 1 else None
-            case Op.ADD if len(inputs) == 2:
+            case Op.ADD if len(inputs) == len(operands_of_sum(node)):
                 others = [a for a in inputs if a.op != "get_attr"]
                 return others[0] if len(others) == 1 else None
             case _:
@@ -155,6 +157,30 @@ class Stream:
         """Whether a value depends on no other stream of the layer but through this one."""
         behind = upstream(node, self.holds) if self.beside else ()
         return not any(side.holds(n) for n in behind for side in self.beside if not self.holds(n))
+
+    def terms(self, add: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+        """What may be the stream, and what a sum adds to it or a difference takes away."""
+        operands = list(filter(is_tensor, operands_of_sum(add)))
+        if len(operands) > 2:  # without factors that another value than the stream gives
+            operands = list(filter(self.reaches, operands))
+        pairs = list(permutations(operands, 2)) if len(operands) == 2 else []
+        if self.layer.op(add) is not Op.SUB:
+            return pairs
+        # a norm subtracts a mean of the stream
+        return [pair for pair in pairs[:1] if any(map(self.layer.is_linear, self.body(pair[1])))]
+
+    def end_of_step(self, h: fx.Node) -> fx.Node:
+        """Of a step `w * (y - x)` from the stream x towards y: y, as of `x.lerp(y, w)`."""
+        # Seen in: no transformers model, but nViT
+        step = self.layer.stripped(h)
+        while self.layer.op(step) in SCALE:
+            factors = list(filter(self.reaches, step.all_input_nodes))
+            if len(factors) != 1:
+                return h
+            step = self.layer.stripped(factors[0])
+        operands = operands_of_sum(step) if self.layer.op(step) is Op.SUB else []
+        is_step = len(operands) == 2 and self.holds(operands[1]) and not self.holds(operands[0])
+        return operands[0] if is_step else h
 
     def without_other_tokens(self, h: fx.Node) -> fx.Node:
         """What a sub-layer computes of some tokens, without those of the stream put beside them."""
@@ -194,7 +220,7 @@ def _overwritten(node: fx.Node) -> fx.Node | None:
     source = first_input(node)
     if node.target is new_version:
         return source
-    if source is None or not is_tensor(node) or op_of(node) in (Op.ADD, Op.WRITE):
+    if source is None or not is_tensor(node) or op_of(node) in (Op.ADD, Op.ACCUMULATE, Op.WRITE):
         return None
     return source if writes_to(node, example(source)) else None
 
@@ -202,6 +228,8 @@ def _overwritten(node: fx.Node) -> fx.Node | None:
 def selected(node: fx.Node) -> fx.Node | None:
     """The tensor of which `node` is some tokens, or one of several copies, with all features."""
     # Seen in: BLIP-2, Gemma 3n, Granite Speech
+    if op_of(node) is Op.SELECT and node.target is not operator.getitem:
+        return _gathered(node)
     source = first_input(node) if node.target is operator.getitem else None
     before, after = shape(source), shape(node)
     if not before or not after or before[-1] != after[-1] or isinstance(node.args[1], fx.Node):
@@ -212,6 +240,19 @@ def selected(node: fx.Node) -> fx.Node | None:
         key = (*key[:at], *[slice(None)] * (len(before) - len(key) + 1), *key[at + 1 :])
     all_features = len(key) < len(before) or key[-1] == slice(None)
     return source if all_features and all(isinstance(k, (int, slice, fx.Node)) for k in key) else None
+
+
+def _gathered(node: fx.Node) -> fx.Node | None:
+    """The tensor of which a function or method gathers some tokens with all features."""
+    # Seen in: no transformers model, but mixtures of depths
+    source, dim, index = first_input(node), dim_of(node), node.args[2] if len(node.args) > 2 else None
+    if source is None or not isinstance(dim, int) or dim % len(shape(source)) == len(shape(source)) - 1:
+        return None
+    if selects_along(node):
+        return source
+    spread = first_input(index) if isinstance(index, fx.Node) and op_of(index) is Op.EXPAND else None
+    is_of_all = shape(spread)[-1:] == (1,) and shape(node)[-1:] == shape(source)[-1:]
+    return source if name_of(node) == "gather" and is_of_all else None
 
 
 def before_shift(node: fx.Node) -> fx.Node | None:
@@ -260,9 +301,3 @@ def _factors(product: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
         return []
     one, other = product.args
     return [(one, other), (other, one)] if isinstance(one, fx.Node) and isinstance(other, fx.Node) else []
-
-
-def operands_of_sum(add: fx.Node) -> list[fx.Node]:
-    """The terms of a sum, or the ends of an interpolation; not the factors of these."""
-    # Seen in: no transformers model, but nViT (`x.lerp(h, a)`)
-    return [a for a in add.args[:2] if isinstance(a, fx.Node)]

@@ -15,6 +15,7 @@ from torch import fx
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_tensor, nodes_in, output_of, shape
 from peftc.dataflow.operations import SCALE, Op, dim_of
+from peftc.dataflow.sums import SUMS, operands_of_sum
 from peftc.dataflow.values import reaches, upstream, value_operands, without_gates
 from peftc.recognition.attention.linear_attention import all_attentions
 from peftc.recognition.attention.patterns import Attention, has_softmax_mixture
@@ -25,15 +26,15 @@ from peftc.recognition.norms import NormFinder, is_of_scores, is_only_in
 from peftc.recognition.residual_stream import (
     Stream,
     has_several_streams,
-    operands_of_sum,
     other_streams,
     stream_input,
     sublayer_output,
 )
-from peftc.recognition.sublayer import SubLayer, relabel_as_ffn, set_attention_roles, set_ffn_roles
+from peftc.recognition.sublayer import SubLayer, relabel_as_ffn, relabel_local_mixer, set_attention_roles, set_ffn_roles
 from peftc.recognition.token_mixing import (
     are_alike,
     calls_kernel,
+    carries_stream,
     is_weighted,
     mixes,
     mixes_neighbours,
@@ -58,7 +59,7 @@ def sub_layers(layer: LayerGraph, opaque: Collection[str] = (), first: fx.Node |
     if not any(sub.kind == "ffn" for sub in subs):
         for sub, behind in itertools.zip_longest(subs[1:], subs[2:]):
             if sub.kind == "mixer" and (behind is None or behind.kind == "attn"):
-                _relabel_local_mixer(sub, finder.stream)
+                relabel_local_mixer(sub, finder.stream)
     for sub in subs if finder.attentions else ():
         if sub.kind == "mixer" and convolutions(sub.h, sub.body, finder.stream):
             relabel_as_ffn(sub, finder.stream)
@@ -98,34 +99,26 @@ def _main_stream(stream: Stream, known: list[Attention] | None = None) -> tuple[
     return along or finder.stream_replacement(stream.values[0]) or (finder, [])
 
 
-def _relabel_local_mixer(sub: SubLayer, stream: Stream) -> None:
-    """Without another ffn in its layer, a last mixer of neighbouring tokens becomes the `ffn`. The
-    layers of a loop are in one graph: there, each one before an attention.
-    """
-    # Seen in: PVT v2, RWKV, SegFormer
-    if mixes(sub.body, stream) and mixes_neighbours(sub.body, stream):
-        relabel_as_ffn(sub, stream)
-
-
 class _Finder:
     """Follows a residual stream through a layer; `stream.values` grows by each sum on it."""
 
     def __init__(self, layer: LayerGraph, stream: Stream, known: list[Attention] | None = None) -> None:
         self.layer, self.stream = layer, stream
         self.attentions = all_attentions(layer) if known is None else known
-        self.sums = [n for n in layer.graph.nodes if layer.op(n) in (Op.ADD, Op.BLEND) and is_tensor(n)]
+        self.sums = [n for n in layer.graph.nodes if layer.op(n) in SUMS and is_tensor(n)]
+        self.differences = [n for n in layer.graph.nodes if layer.op(n) is Op.SUB and is_tensor(n)]
         self.earlier = set[fx.Node]()  # Linears with a role in a sub-layer so far
         self.outputs = dict[fx.Node, SubLayer]()  # what was added so far
         self.again = set[fx.Node]()  # sums of the stream and what was added before
 
     def along_stream(self) -> list[SubLayer]:
         subs: list[SubLayer] = []
-        for add in self.sums:
-            added = self.added_by(add) or (self.added_to_replacement(add) if subs else [])
+        for add in sorted([*self.sums, *self.differences]):
+            added = self.added_by(add) or (self.added_to_replacement(add) if subs and add in self.sums else [])
             self.earlier.update(p.node for sub in added for p in sub.projections.values())
             subs += [inner for sub in added for inner in self.bottleneck_sublayers(sub) or [sub]]
             self.outputs |= {self.layer.stripped(sub.h): sub for sub in added}
-            if added or add in self.again or self.continues_stream(add):
+            if added or add in self.again or (add in self.sums and self.continues_stream(add)):
                 self.stream.extend(add)
         return subs
 
@@ -170,6 +163,8 @@ class _Finder:
         if (h := min(results, key=self._attends, default=None)) is None:
             return self._of_other_argument(ends)
         sub = self.sub_layer(h, first, h)
+        if carries_stream(h, [n for a in self.attentions for n in (a.call, a.out)], self.stream):
+            sub.kind = "untraced"
         self.stream.extend(h)
         return self, [sub, *self.along_stream()]
 
@@ -192,12 +187,11 @@ class _Finder:
 
     def added_by(self, add: fx.Node) -> list[SubLayer]:
         """The sub-layers that a sum adds to the stream: none, one, or two (parallel or serial)."""
-        operands = [a for a in operands_of_sum(add) if is_tensor(a)]
-        for res, h in itertools.permutations(operands, 2) if len(operands) == 2 else ():
+        for res, h in self.stream.terms(add):
             self.join_stream(res, h)
             if not self.stream.holds(res) or self.stream.holds(h) or self.mixes_streams(h) or not self.is_computed(h):
                 continue
-            h = self.stream.without_other_tokens(sublayer_output(h))
+            h = self.stream.end_of_step(self.stream.without_other_tokens(sublayer_output(h)))
             parts = self.parallel_parts(h)
             if known := [part for part in parts or [h] if self.layer.stripped(part) in self.outputs]:
                 # Seen in: no transformers model, but Jukebox (`x + a` for a norm and as result)

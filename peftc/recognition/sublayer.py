@@ -17,7 +17,7 @@ from peftc.recognition.ffn import Projection, convolutions, input_projections, u
 from peftc.recognition.moe.lists import Experts, Network
 from peftc.recognition.moe.routers import Router
 from peftc.recognition.residual_stream import Stream
-from peftc.recognition.token_mixing import is_weighted
+from peftc.recognition.token_mixing import is_weighted, mixes, mixes_neighbours
 from peftc.recognition.unplaced.unknown_products import unknown_matrices
 
 
@@ -113,6 +113,15 @@ def relabel_as_ffn(sub: SubLayer, stream: Stream) -> None:
     sub.kind = "ffn"
     set_ffn_roles(sub, stream)
     sub.set_linears(stream.layer)
+
+
+def relabel_local_mixer(sub: SubLayer, stream: Stream) -> None:
+    """Without another ffn in its layer, a last mixer of neighbouring tokens becomes the `ffn`. The
+    layers of a loop are in one graph: there, each one before an attention.
+    """
+    # Seen in: PVT v2, RWKV, SegFormer
+    if mixes(sub.body, stream) and mixes_neighbours(sub.body, stream):
+        relabel_as_ffn(sub, stream)
 
 
 def _gate_of_result(h: fx.Node, linears: Collection[fx.Node], stream: Stream) -> fx.Node | None:

@@ -3,7 +3,7 @@
 import contextlib
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any, cast
@@ -21,7 +21,7 @@ from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import example, first_input, shape
 from peftc.dataflow.numbers import distinct, numbered, varies
 from peftc.dataflow.operations import Op, dim_of, name_of
-from peftc.dataflow.values import value_operands
+from peftc.dataflow.values import changes, upstream, value_operands
 from peftc.observation.first_tensor import first_tensor
 from peftc.recognition.attention.patterns import is_scores
 from peftc.recognition.residual_stream import Stream, gives_states, selected
@@ -273,6 +273,25 @@ def _without_features(tokens: torch.Tensor, linear: fx.Node, source: fx.Node, la
 
 def _ones(size: int, dims: FeatureDims) -> list[int]:
     return [dim for dim in range(size) if dim not in (*dims.tokens, *dims.features)]
+
+
+def carries_stream(h: fx.Node, results: Collection[fx.Node], stream: Stream) -> bool:
+    """Whether a value has the stream in it beside `results` and what Linears compute: where these
+    are 0, it is not.
+    """
+    # Seen in: no transformers model, but layers that join stream and attention by no sum
+    layer, carriers = stream.layer, set[fx.Node]()
+
+    def ends(node: fx.Node) -> bool:
+        return node in results or layer.is_linear(node) or is_weighted(node, layer) or stream.holds(node)
+
+    for node in sorted(upstream(h, ends)):  # in the order in which they run
+        operands = [] if ends(node) else list(filter(stream.reaches, value_operands(node)))
+        some = all if layer.op(node) is Op.MUL else any
+        if stream.holds(node) or (operands and some(n in carriers for n in operands)):
+            carriers.add(node)
+            carriers.update(n for n in operands if changes(node, n))
+    return h in carriers
 
 
 def summands(total: fx.Node, stream: Stream) -> list[fx.Node]:

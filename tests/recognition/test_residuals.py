@@ -198,3 +198,23 @@ def test_layers_and_their_marked_parts() -> None:
     model.layers = nn.ModuleList([Block(), Block(part=Block(), linear=nn.Linear(1, 1))])
     model.stages = nn.ModuleList([Block(blocks=nn.ModuleList([Block(), Block()]))])
     assert repeated_blocks(model) == ["layers.0", "layers.1", "stages.0.blocks.0", "stages.0.blocks.1"]
+
+
+class Apart(nn.Module):
+    """Queries, keys and values have norms of their own, of the norm of the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n1, self.o = nn.LayerNorm(D), nn.Linear(D, D)
+        self.norms = nn.ModuleList(nn.LayerNorm(D) for _ in range(3))
+        self.projections = nn.ModuleList(nn.Linear(D, D) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.n1(x)
+        q, k, v = (p(norm(y)) for p, norm in zip(self.projections, self.norms, strict=True))
+        return x + self.o(functional.scaled_dot_product_attention(q, k, v))
+
+
+def test_a_norm_that_norms_read() -> None:
+    (sub,) = sub_layers_of(Apart(), 2, N, D)
+    assert [str(norm.target) for norm in sub.norms] == ["n1", "norms.0", "norms.1", "norms.2"]

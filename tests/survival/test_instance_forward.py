@@ -390,10 +390,10 @@ def test_a_parametrized_linear(first: bool) -> None:
     compiled(other, spec)
     for one, two in zip(peftc.parameters(other).values(), peftc.parameters(model).values(), strict=True):
         one.data.copy_(two)
-    assert torch.equal(logits(model), logits(other))
+    nearly(logits(model), logits(other))  # a Linear with a parametrization is called, and its code not replaced
     with peftc.disabled(model):
         assert torch.equal(logits(model), base)
-    assert torch.equal(logits(model), logits(other))
+    nearly(logits(model), logits(other))
     assert torch.equal(logits(peftc.remove(model)), base)
     assert parametrize.is_parametrized(linear)
     parametrize.remove_parametrizations(linear, "weight")

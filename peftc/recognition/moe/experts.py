@@ -86,7 +86,7 @@ class _Finder:
                 sub.router = self.router(experts[0], call, code, sub)
             if (experts and sub.router is not None) or multiplies_slices(code):
                 self.modules.add(call.name)
-                sub.kind = "ffn" if sub.kind == "untraced" else sub.kind
+                sub.kind = "ffn" if sub.kind == "untraced" and not sub.attentions else sub.kind
             if experts:
                 sub.experts += experts
                 sub.experts.sort(key=lambda one: not self.is_routed(one.module))

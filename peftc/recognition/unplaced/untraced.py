@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import module_path
-from peftc.dataflow.operations import is_norm_module
+from peftc.dataflow.operations import is_norm_module, name_of
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy
 from peftc.modules.walk import submodule
@@ -23,9 +23,11 @@ from peftc.recognition.attention.patterns import attentions, has_softmax_mixture
 from peftc.recognition.residual_stream import Stream, gives_states
 from peftc.recognition.sublayer import SubLayer
 from peftc.recognition.token_mixing import is_kernel
+from peftc.tracing.bytecode import line_of
 
 AMBIGUOUS = "the queries, keys and values of its attention cannot be told apart"
 KERNEL = "what `{}` computes cannot be traced; it may be an attention"
+NO_SUM = "the result of its attention joins the residual stream by `{}`, not as a term of a sum"
 NOT_ADDED = "the result of its attention is not added to the residual stream of the layer"
 
 
@@ -107,7 +109,8 @@ def untraced_parts(
                 if any(True for norm in norms for _ in norm.parameters()):
                     modules[node.target] |= {"norm"}
     parts = [UntracedPart(module, reasons[module], hides) for module, hides in modules.items()]
-    return [*parts, *_ambiguous_attentions(subs, opaque, layer), *_attentions_not_added(subs, stream)]
+    parts += [*_ambiguous_attentions(subs, opaque, layer), *_joined_attentions(subs, layer)]
+    return [*parts, *_attentions_not_added(subs, stream)]
 
 
 def _hidden_kinds(node: fx.Node, subs: list[SubLayer], attends: bool, kinds: frozenset[str]) -> frozenset[str]:
@@ -123,11 +126,22 @@ def _ambiguous_attentions(
 ) -> Iterator[UntracedPart]:
     """Attentions that are written out in an unknown way."""
     # Seen in: no transformers model; refuses `attn` of an attention of an unknown kind
-    for sub in (s for s in subs if s.kind == "untraced" and not any(n.target in opaque for n in s.body)):
+    unknown = (s for s in subs if s.kind == "untraced" and not s.attentions)
+    for sub in (s for s in unknown if not any(n.target in opaque for n in s.body)):
         if (softmax := next((n for n in sorted(sub.body) if has_softmax_mixture([n], layer)), None)) is not None:
             yield UntracedPart(module_path(softmax), AMBIGUOUS, frozenset({"attn"}))
         elif (kernel := next(filter(is_kernel, sorted(sub.body)), None)) is not None:
             yield UntracedPart(module_path(kernel), KERNEL.format(_name(kernel)), frozenset({"attn"}))
+
+
+def _joined_attentions(subs: list[SubLayer], layer: LayerGraph) -> Iterator[UntracedPart]:
+    """Attentions whose results join the stream in another way than by a sum."""
+    # Seen in: no transformers model, but `x.index_put((i,), attention, accumulate=True)`
+    for sub in (s for s in subs if s.kind == "untraced" and s.attentions):
+        join = layer.stripped(sub.h)
+        name, line = name_of(join) or str(join.target), line_of(join.meta.get("stack", ()))
+        reason = NO_SUM.format(name) + ("" if line is None else f", at {line}")
+        yield UntracedPart(module_path(sub.attentions[0].call), reason, frozenset({"attn"}))
 
 
 def _name(kernel: fx.Node) -> str:
