@@ -34,6 +34,11 @@ def read_table(request: Request) -> SiteTable | None:
     return read(table_key(request), lambda entry: decode_table(entry["table"]))
 
 
+def has_table(request: Request) -> bool:
+    """Whether there is a cached table of a model; without decoding it."""
+    return read(table_key(request), lambda entry: "table" in entry) is True
+
+
 def table_digest(request: Request) -> str | None:
     """What identifies the entry of a table: it changes with anything that the table depends on."""
     folder = cache_folder()

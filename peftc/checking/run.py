@@ -8,6 +8,7 @@ from typing import Any
 from peftc.checking.policy import Policy
 from peftc.checking.targets import Target
 from peftc.diagnostics import Diagnostic, PeftcError, Source
+from peftc.diagnostics.activity import note
 from peftc.diagnostics.formats.report import Case, Report
 from peftc.diagnostics.suggestions import join_names
 from peftc.semantics.expand import check_file, expand
@@ -37,6 +38,7 @@ class Checker:
     locked: bool = False
     observe: Callable[[ast.Spec, str, Any], None] | None = None
     cases: list[Case] = field(default_factory=list[Case])
+    _clean: dict[str, Any] = field(default_factory=dict[str, Any])  # by model
     _sources: dict[Source, bool] = field(default_factory=dict[Source, bool])  # whether models were checked
 
     def add(self, path: str, diagnostics: Iterable[Diagnostic]) -> None:
@@ -70,15 +72,29 @@ class Checker:
             return spec, error.diagnostics
 
     def _check_on(self, targets: Sequence[Target], spec: ast.Spec, path: str) -> None:
-        check_on_model = import_module("peftc.checking.models").check_on_model
         flat = expand(spec, {}, self.include)
         per_task = any(isinstance(one, ast.Edit) and one.per_task for one in flat.statements)
         for target in targets:
             target = target if per_task else replace(target, tasks=None)
+            if self.cache and self.observe is None and self._clean_on(target.model).has(flat, target.tasks):
+                note(f"{path} has no diagnostic on {target.model}, from the cache")
+                self.cases.append(Case(path, target.model, ()))
+                continue
+            check_on_model = import_module("peftc.checking.models").check_on_model
             diagnostics, plan = check_on_model(flat, target, self.trust_remote_code, self.cache)
+            if self.cache and not diagnostics:
+                self._clean_on(target.model).add(flat, target.tasks)
             self.cases.append(Case(path, target.model, diagnostics))
             if self.observe is not None and plan is not None:
                 self.observe(flat, target.model, plan)
+
+    def _clean_on(self, model: str) -> Any:
+        """The specs that are known to have no diagnostic on a model."""
+        known = self._clean.get(model)
+        if known is None or not known.is_kept:  # a check makes the table
+            known = import_module("peftc.cache.checks").CleanSpecs(model, self.trust_remote_code)
+            self._clean[model] = known
+        return known
 
     def report(self, strict: bool = False) -> Report:
         """What is to be reported of all."""
