@@ -7,7 +7,7 @@ text → `parse` → Spec → `expand` → a flat Spec → `analyse` a model →
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -129,12 +129,15 @@ def plan(
         return planned.plan
 
 
-def _figure(edits: SiteEdits, flat: ast.Spec, warnings: Sequence[Diagnostic], plan: Plan) -> str | None:
-    """The picture of a plan as HTML; None without pygraphviz."""
+def _figure(
+    edits: SiteEdits, flat: ast.Spec, warnings: Sequence[Diagnostic], plan: Plan, kind: Literal["html", "svg"]
+) -> str | None:
+    """The picture of a plan; None without pygraphviz."""
     with paused_gc():
         diagram = import_module("peftc.pictures.panels").diagram_of(edits.table, plan, edits, flat, warnings)
-        make = import_module("peftc.pictures.page").figure_html
-        return import_module("peftc.pictures.picture").html_or_none(diagram, make)
+        pictures = import_module("peftc.pictures.picture")
+        make = import_module("peftc.pictures.page").figure_html if kind == "html" else pictures.to_svg
+        return pictures.drawn_or_none(diagram, make)
 
 
 def warn_of_unplaced(planned: PlanResult) -> None:

@@ -94,10 +94,10 @@ class Picture:
         return write(target, self.text(target.suffix))
 
     def _repr_svg_(self) -> str | None:
-        return svg_or_none(self)
+        return drawn_or_none(self.diagram, lambda diagram: to_svg(diagram, self.width))
 
     def _repr_html_(self) -> str | None:
-        return html_or_none(self.diagram)
+        return drawn_or_none(self.diagram, notebook_html)
 
     def __str__(self) -> str:
         return self.diagram.description
@@ -114,18 +114,8 @@ def unknown_format(suffix: str) -> PeftcError:
     return PeftcError(Diagnostic("P591", f"the file of a picture ends in {endings}, not in `{suffix}`"))
 
 
-def svg_or_none(picture: Picture) -> str | None:
-    """None without pygraphviz: a notebook then shows what else there is."""
-    try:
-        return picture.svg()
-    except PeftcError as error:
-        if error.diagnostics[0].code != "P590":
-            raise
-        return None
-
-
-def html_or_none(diagram: Diagram, make: Callable[[Diagram], str] = notebook_html) -> str | None:
-    """A figure and a table of the edits for a notebook; None without pygraphviz."""
+def drawn_or_none(diagram: Diagram, make: Callable[[Diagram], str]) -> str | None:
+    """What `make` draws; None without pygraphviz: a notebook then shows what else there is."""
     try:
         return make(diagram)
     except PeftcError as error:

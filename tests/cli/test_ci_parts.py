@@ -111,6 +111,14 @@ def test_the_gitlab_template_writes_both_reports(repository: Path, spec: str, co
     assert len([*suites.iter("failure")]) == code
 
 
+def test_this_repository_uses_the_action() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/specs.yml").read_text(encoding="utf-8"))
+    (step,) = (step for step in workflow["jobs"]["specs"]["steps"] if step["uses"] == "./")
+    assert step["with"].keys() <= ACTION["inputs"].keys()
+    for path in (*step["with"]["paths"].split(), step["with"]["options"].split()[-1]):
+        assert (ROOT / path).exists()
+
+
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook["id"])
 def test_a_hook_reads_the_files_that_it_names(hook: dict[str, str], repository: Path) -> None:
     files = [path for path in ("specs/a b.peft", "config.json") if re.search(hook["files"], path)]

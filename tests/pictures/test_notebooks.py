@@ -52,6 +52,7 @@ def test_a_plan_has_its_counts_and_its_picture(plan: Plan) -> None:
     assert "fails" in text
     assert "trained == 1" in text
     assert "<svg" in html
+    assert (plan._repr_svg_() or "").startswith("<svg")
 
 
 def test_without_pygraphviz_there_are_tables(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,6 +62,7 @@ def test_without_pygraphviz_there_are_tables(plan: Plan, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "pygraphviz", None)
     html = plan._repr_html_()
     assert "<svg" not in html
+    assert plan._repr_svg_() is None
     assert f"{plan.totals.trained:,}" in text_of(html)
     layout.layout_of.cache_clear()
 
@@ -73,6 +75,7 @@ def test_a_picture_is_no_part_of_a_plan(plan: Plan) -> None:
     ):
         assert other == plan
         assert "<svg" not in other._repr_html_()
+        assert other._repr_svg_() is None
     assert "figure" not in plan.model_dump_json()
     assert plan.model_copy() == plan
 

@@ -123,13 +123,16 @@ class PlanUnread(Record):
     reason: str
 
 
+MakeFigure = Callable[["Plan", Literal["html", "svg"]], str | None]
+
+
 class Figure:
     """How the picture of a plan is made, for notebooks. It is no part of the plan: all are equal,
     and a copy or a pickle has none.
     """
 
     def __init__(self) -> None:
-        self.make: Callable[[Plan], str | None] | None = None
+        self.make: MakeFigure | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Figure)
@@ -189,11 +192,17 @@ class Plan(Record):
     def _repr_html_(self) -> str:
         """For notebooks: tables, and the picture of `peftc.show` where pygraphviz is installed."""
         make = self._figure.make
-        html: str = import_module("peftc.planning.report.html").plan_html(self, make(self) if make else None)
+        picture = make(self, "html") if make else None
+        html: str = import_module("peftc.planning.report.html").plan_html(self, picture)
         return html
 
+    def _repr_svg_(self) -> str | None:
+        """For notebooks: the picture of `peftc.show`; None without pygraphviz, and of a copy."""
+        make = self._figure.make
+        return make(self, "svg") if make else None
 
-def attach_figure(plan: Plan, make: Callable[[Plan], str | None]) -> None:
+
+def attach_figure(plan: Plan, make: MakeFigure) -> None:
     """Gives a plan its picture, which is made when a notebook shows it."""
     plan._figure.make = make  # pyright: ignore[reportPrivateUsage]  # of this file
 
