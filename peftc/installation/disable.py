@@ -1,12 +1,15 @@
 """Switching edits of a compiled model off: in a context, or until they are switched on again."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import cast
 
 from torch import nn
 
 from peftc.concurrency.context import ALL, Choice, ChoiceBlock
+from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.installation.completeness import complete_installation
-from peftc.installation.edited_classes import check_readable
+from peftc.installation.edited_classes import true_parameter
 from peftc.installation.record import Installation
 
 
@@ -79,3 +82,15 @@ def prepare_variants(model: nn.Module, record: Installation, choice: Choice) -> 
             check_readable(model, names)
         for generated in {id(generated): generated for _, generated in record.regions}.values():
             generated.without(choice.key)
+
+
+def check_readable(model: nn.Module, names: Iterable[str]) -> None:
+    """Raises: P432 for a parameter that is read from a list, as recurrent modules do."""
+    trained = {id(true_parameter(model, n)): n for n in names}
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            items = value if isinstance(value, list | tuple) else ()
+            if parameter := next((trained[id(p)] for p in cast(Iterable[object], items) if id(p) in trained), None):
+                reader = f"{type(module).__name__} `{name}`"
+                message = f"`{parameter}` is trained, and {reader} reads it from its `{attribute}`"
+                raise PeftcError(Diagnostic("P432", message, help="compare with a copy: peftc.remove(deepcopy(model))"))

@@ -5,6 +5,7 @@ Inside of `disabled`, base parameters that `train` has changed have their first 
 tensors of an adapter, too. A call of the model checks that its edited modules are in it.
 """
 
+import functools
 import inspect
 import sys
 import weakref
@@ -100,18 +101,6 @@ def true_parameter(model: nn.Module, name: str) -> nn.Parameter:
     return vars(model.get_submodule(module))["_parameters"][attribute]
 
 
-def check_readable(model: nn.Module, names: Iterable[str]) -> None:
-    """Raises: P432 for a parameter that is read from a list, as recurrent modules do."""
-    trained = {id(true_parameter(model, n)): n for n in names}
-    for name, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            items = value if isinstance(value, list | tuple) else ()
-            if parameter := next((trained[id(p)] for p in cast(Iterable[object], items) if id(p) in trained), None):
-                reader = f"{type(module).__name__} `{name}`"
-                message = f"`{parameter}` is trained, and {reader} reads it from its `{attribute}`"
-                raise PeftcError(Diagnostic("P432", message, help="compare with a copy: peftc.remove(deepcopy(model))"))
-
-
 _classes = weakref.WeakValueDictionary[tuple[type, tuple[str, ...], bool, bool], type[nn.Module]]()
 
 
@@ -126,12 +115,26 @@ def overlay_class(cls: type[nn.Module], names: tuple[str, ...], saves: bool, roo
     if names:
         members["_replicate_for_data_parallel"] = _replicate
     if saves or root:
-        members |= {"state_dict": _state_dict, "named_modules": _named_modules}
+        members |= {"state_dict": _over(cls.state_dict, _state_dict)}
+        members |= {"named_modules": _over(cls.named_modules, _named_modules)}
     if saves:
-        members |= {"load_state_dict": _load_state_dict, SAVE: _save_pretrained}
+        members |= {"load_state_dict": _over(cls.load_state_dict, _load_state_dict)}
+        members |= {SAVE: _over(getattr(cls, SAVE), _save_pretrained)}
     if root:
         members |= {"__call__": checked_call(cls), "__setstate__": _setstate(cls)}
     return _classes.setdefault(key, cast("type[nn.Module]", type(cls.__name__, (cls,), members)))
+
+
+def _over(below: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of an overlay class, whose first argument is the bound method that it overrides: of
+    a part that was compiled alone, that is one of the overlay class below.
+    """
+
+    @functools.wraps(below)
+    def override(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(below.__get__(self), self, *args, **kwargs)
+
+    return override
 
 
 def _parameter(name: str) -> property:
@@ -177,28 +180,28 @@ def _replicate(self: Any) -> Any:
     return replica
 
 
-def _state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-    below: Any = super(own_overlay(self, "state_dict"), self)
+def _state_dict(below: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     prefix = kwargs.get("prefix") or (args[1] if len(args) > 1 else "")
     is_edited = bool(prefix) and is_installed(self) and bool(installation_of(self).site_edits)
     if is_edited and (saving := saving_around(self)) is not None:
         require_no_edits(self, saving[0], prefix)
-        state = of_base(self, below.state_dict(**{**kwargs, "destination": None, "prefix": ""}))
+        state = of_base(self, below(**{**kwargs, "destination": None, "prefix": ""}))
         kwargs["destination"].update({f"{prefix}{name}": value for name, value in state.items()})
         return kwargs["destination"]
-    state = below.state_dict(*args, **kwargs)
+    state = below(*args, **kwargs)
     return of_base(self, state) if _saving.get() is self else state
 
 
-def _named_modules(self: Any, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
+def _named_modules(
+    below: Callable[..., Any], self: Any, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
+) -> Any:
     """What `save_pretrained` of a model around this one asks first, whatever state it was given."""
-    below: Any = super(own_overlay(self, "named_modules"), self)
     is_edited = bool(prefix) and is_installed(self) and bool(installation_of(self).site_edits)
     if is_edited and (saving := saving_around(self)) is not None:
         require_no_edits(self, saving[0], prefix)
         if isinstance(state := saving[1].get("state_dict"), dict):
             keep_base(self, cast(dict[str, Any], state), f"{prefix}.")
-    return below.named_modules(memo, prefix, remove_duplicate)
+    return below(memo, prefix, remove_duplicate)
 
 
 def keep_base(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
@@ -239,19 +242,18 @@ def require_no_edits(module: nn.Module, outer: nn.Module, prefix: str) -> None:
         raise PeftcError(Diagnostic("P581", message, help=help_))
 
 
-def _load_state_dict(self: Any, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+def _load_state_dict(
+    below: Callable[..., Any], self: Any, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
+) -> Any:
     """Reads the tensors of an adapter where it is given some: `Trainer` calls this to resume."""
     if is_installed(self) and (checkpoints := _checkpoints()).is_adapter(state_dict):
         checkpoints.load_tensors(self, state_dict)
         return _IncompatibleKeys([], [])
-    below: Any = super(own_overlay(self, "load_state_dict"), self)
-    return below.load_state_dict(state_dict, *args, **kwargs)
+    return below(state_dict, *args, **kwargs)
 
 
-def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _save_pretrained(save: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Writes the edits that act, as an adapter; the base where none does (inside of `disabled`)."""
-    below: Any = super(own_overlay(self, "save_pretrained"), self)
-    save = below.save_pretrained
     edits = edits_in(self)
     if not (is_installed(self) or edits):
         return save(*args, **kwargs)
@@ -274,8 +276,8 @@ def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def save_with_edits(model: nn.Module, directory: Path) -> None:
     """Writes all weights of a compiled model, those of edits under their names in the model."""
-    below: Any = super(own_overlay(model, "save_pretrained"), model)
-    below.save_pretrained(directory)
+    below: Any = next(c for c in own_overlay(model).__mro__ if _UNDER not in vars(c))
+    below.save_pretrained(model, directory)
 
 
 def _checkpoints() -> Any:
@@ -287,9 +289,9 @@ def top_overlay(cls: type[Any]) -> type[Any] | None:
     return next((c for c in cls.__mro__ if _UNDER in vars(c)), None)
 
 
-def own_overlay(self: nn.Module, member: str = _UNDER) -> type[Any]:
-    """The overlay class of a module that has a member; FSDP2 puts another class in front of it."""
-    return next(c for c in type(self).__mro__ if _UNDER in vars(c) and member in vars(c))
+def own_overlay(self: nn.Module) -> type[Any]:
+    """The uppermost overlay class of a module; FSDP2 puts another class in front of it."""
+    return next(c for c in type(self).__mro__ if _UNDER in vars(c))
 
 
 def edits_in(module: nn.Module) -> dict[str, ChoiceVar]:

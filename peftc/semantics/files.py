@@ -135,6 +135,7 @@ class Scope:
     forms: dict[str, ast.Form] = field(default_factory=dict[str, ast.Form])
     constants: dict[str, ast.Expr] = field(default_factory=dict[str, ast.Expr])
     shared: dict[str, list[ast.Let]] = field(default_factory=dict[str, list[ast.Let]])
+    lets: dict[str, ast.Let] = field(default_factory=dict[str, ast.Let])  # of the constants of the file
 
 
 class ScopeReader:
@@ -150,7 +151,8 @@ class ScopeReader:
 
     def read(self, spec: ast.Spec, settings: Environment) -> Scope:
         """The scope of `spec`; `settings` override its constants."""
-        scope = Scope(spec)
+        lets = {s.name: s for s in spec.statements if isinstance(s, ast.Let) and not is_shared(s.value)}
+        scope = Scope(spec, lets=lets)
         self.errors += [error for error in check_definitions(spec) if error.severity == "error"]
         for statement in spec.statements:
             match statement:
@@ -262,11 +264,10 @@ def collect_errors(errors: list[Diagnostic], spec: ast.Spec) -> Generator[None]:
 
 def check_order(let: ast.Let, scope: Scope) -> None:
     """Raises: PeftcError P113: a constant needs itself; P107: it needs one that is bound below."""
-    constants = {s.name: s for s in scope.spec.statements if isinstance(s, ast.Let) and not is_shared(s.value)}
     for name in names_in(let.value):
-        if name not in constants or name in scope.constants:
+        other = scope.lets.get(name)
+        if other is None or name in scope.constants:
             continue
-        other = constants[name]
         if other is let or let.name in names_in(other.value):
             names = let.name if other is let else f"{let.name}` and `{name}"
             verb = "is defined by itself" if other is let else "are defined by each other"

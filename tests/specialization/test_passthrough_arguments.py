@@ -10,7 +10,8 @@ import peftc
 from peftc.installation.record import installation_of
 from tests.specialization.test_optional_arguments import Block, model_of
 
-SPEC = "peft 1\nedit e at layer[*].attn { h += adapter(x, r=2, init=lora) }\n"
+# In the first layer `inner` is between the input and the stream, and its attention is refused (P214).
+SPEC = "peft 1\nedit e at layer[1].attn { h += adapter(x, r=2, init=lora) }\n"
 
 
 class Inner(nn.Module):

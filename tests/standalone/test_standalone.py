@@ -90,7 +90,8 @@ def test_a_saved_model_computes_the_same_without_peftc(name: str, folder: Path, 
     inputs = torch.load(folder / f"{name}.inputs")
     out = model(**inputs)
     out = out.logits if "logits" in out else out[0]
-    assert torch.equal(result["out"], out)
+    # Beside peftc, LoRA is computed in another order.
+    torch.testing.assert_close(result["out"], out, rtol=1e-5, atol=1e-5)
     out.float().square().sum().backward()
     own = {n: p.grad for n, p in model.named_parameters() if ".peftc." in n or "peftc_shared" in n}
     assert result["gradients"].keys() == own.keys()
@@ -98,7 +99,7 @@ def test_a_saved_model_computes_the_same_without_peftc(name: str, folder: Path, 
         other = result["gradients"][name_]
         assert (gradient is None) == (other is None)
         if gradient is not None:
-            torch.testing.assert_close(other, gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max()))
+            torch.testing.assert_close(other, gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
     if "generated" in result:
         generated: Tensor = model.generate(inputs["input_ids"], max_new_tokens=4, do_sample=False)
         assert torch.equal(result["generated"], generated)
