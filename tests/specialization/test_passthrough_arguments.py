@@ -10,7 +10,7 @@ import peftc
 from peftc.installation.record import installation_of
 from tests.specialization.test_optional_arguments import Block, model_of
 
-# In the first layer `inner` is between the input and the stream, and its attention is refused (P214).
+# In the first layer `inner` is between input and stream: its attention is refused (P214).
 SPEC = "peft 1\nedit e at layer[1].attn { h += adapter(x, r=2, init=lora) }\n"
 
 
