@@ -4,10 +4,13 @@
 `torch.addcmul(x, y, w)` adds y * w, and `x.lerp(y, w)` puts w * (y - x) to x.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
 
+from peftc.dataflow.layer_graph import LayerGraph
+from peftc.dataflow.nodes import is_tensor
 from peftc.dataflow.operations import Op, name_of, op_of
 
 SUMS = frozenset({Op.ADD, Op.BLEND, Op.ACCUMULATE})
@@ -27,6 +30,19 @@ def operands_of_sum(node: fx.Node) -> list[fx.Node]:
     else:
         operands = [*node.args[:2]][:: -1 if name == "rsub" else 1]
     return [operand for operand in operands if isinstance(operand, fx.Node)]
+
+
+def differences(layer: LayerGraph, sums: Sequence[fx.Node]) -> list[fx.Node]:
+    """The differences `x - y` that may take a value away from the residual stream: not where a
+    later sum adds to x, as in `x + f(x - attention)`.
+    """
+    # Seen in: no transformers model, but the offset attention of PCT
+    latest: dict[fx.Node, fx.Node] = {}  # of the sums of an operand
+    for add in sums:
+        latest |= {layer.stripped(operand): add for operand in operands_of_sum(add)}
+    subtractions = [node for node in layer.graph.nodes if layer.op(node) is Op.SUB and is_tensor(node)]
+    minuends = [(node, operands_of_sum(node)[:1]) for node in subtractions]
+    return [node for node, first in minuends if not any(node < latest.get(layer.stripped(x), node) for x in first)]
 
 
 def _operand(node: fx.Node, position: int, *names: str) -> Any:

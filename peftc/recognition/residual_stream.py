@@ -182,6 +182,21 @@ class Stream:
         is_step = len(operands) == 2 and self.holds(operands[1]) and not self.holds(operands[0])
         return operands[0] if is_step else h
 
+    def is_own_step(self, h: fx.Node) -> bool:
+        """Whether `w * (y - x)` leads from the stream at some tokens to what sub-layers have made
+        of it: nothing is computed in it.
+        """
+        # Seen in: no transformers model, but mixtures of depths
+        step = self.layer.stripped(h)
+        while self.layer.op(step) in SCALE:
+            inputs = list(map(self.layer.stripped, step.all_input_nodes))
+            factors = [n for n in inputs if self.layer.op(n) is Op.SUB] or list(filter(self.reaches, inputs))
+            if len(factors) != 1:
+                return False
+            (step,) = factors
+        operands = operands_of_sum(step) if self.layer.op(step) is Op.SUB else []
+        return len(operands) == 2 and all(self.holds(n) or self.moves(n) for n in operands)
+
     def without_other_tokens(self, h: fx.Node) -> fx.Node:
         """What a sub-layer computes of some tokens, without those of the stream put beside them."""
         # Seen in: no transformers model, but the class tokens of XCiT

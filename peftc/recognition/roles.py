@@ -15,7 +15,7 @@ from torch import fx
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_tensor, nodes_in, output_of, shape
 from peftc.dataflow.operations import SCALE, Op, dim_of
-from peftc.dataflow.sums import SUMS, operands_of_sum
+from peftc.dataflow.sums import SUMS, differences, operands_of_sum
 from peftc.dataflow.values import reaches, upstream, value_operands, without_gates
 from peftc.recognition.attention.linear_attention import all_attentions
 from peftc.recognition.attention.patterns import Attention, has_softmax_mixture
@@ -106,7 +106,7 @@ class _Finder:
         self.layer, self.stream = layer, stream
         self.attentions = all_attentions(layer) if known is None else known
         self.sums = [n for n in layer.graph.nodes if layer.op(n) in SUMS and is_tensor(n)]
-        self.differences = [n for n in layer.graph.nodes if layer.op(n) is Op.SUB and is_tensor(n)]
+        self.differences = differences(layer, self.sums)
         self.earlier = set[fx.Node]()  # Linears with a role in a sub-layer so far
         self.outputs = dict[fx.Node, SubLayer]()  # what was added so far
         self.again = set[fx.Node]()  # sums of the stream and what was added before
@@ -191,6 +191,9 @@ class _Finder:
             self.join_stream(res, h)
             if not self.stream.holds(res) or self.stream.holds(h) or self.mixes_streams(h) or not self.is_computed(h):
                 continue
+            if self.stream.is_own_step(h):
+                self.again.add(add)
+                return []
             h = self.stream.end_of_step(self.stream.without_other_tokens(sublayer_output(h)))
             parts = self.parallel_parts(h)
             if known := [part for part in parts or [h] if self.layer.stripped(part) in self.outputs]:
