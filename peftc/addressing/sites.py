@@ -329,6 +329,11 @@ class SiteTable:
         html: str = import_module("peftc.planning.report.html").sites_html(self)  # a later stage
         return html
 
+    def _repr_svg_(self) -> str | None:
+        """For notebooks: one layer of each kind; None without pygraphviz."""
+        svg: str | None = import_module("peftc.pictures.picture").sites_svg(self)
+        return svg
+
 
 def parameter_name(ref: WeightRef) -> str:
     return f"{ref.module}.{ref.attribute}".lstrip(".")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from os import PathLike
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from peftc.adapters.files import path_of, read
 from peftc.adapters.metadata import Adapter, Origin
-from peftc.diagnostics import PeftcError
+from peftc.compiler import plan
+from peftc.diagnostics import PeftcError, PeftcWarning
 from peftc.diagnostics.markup import clean, details, lines_of, report, table
 from peftc.exchange.edited_model import Model, edited
 from peftc.exchange.low_rank_changes.products import Product, products
@@ -22,6 +24,7 @@ from peftc.folding.weights import Folding
 from peftc.planning.foldability.affine import NotAffine
 from peftc.planning.report.plan import PlanTotals
 from peftc.planning.report.plan_sites import Record
+from peftc.syntax.parser import parse_text
 
 _LAYER = re.compile(r"^(.*?\blayer\[\d+\])")
 _NO_MODEL = re.compile(r"P5(0|1)\d")  # codes of a base that is not there
@@ -105,6 +108,18 @@ class Inspection(Record):
     def _repr_html_(self) -> str:
         """For notebooks: the same as tables."""
         return report(_html(self))
+
+    def _repr_svg_(self) -> str | None:
+        """For notebooks: the picture of the spec on the named base; None where that is not at hand,
+        or without pygraphviz.
+        """
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", PeftcWarning)
+                planned = plan(parse_text(self.spec, self.folder), self.base, tasks=self.tasks or None)
+        except PeftcError:
+            return None
+        return planned._repr_svg_()
 
 
 def inspect(adapter: str | PathLike[str], *, model: Model | None = None, trust_remote_code: bool = False) -> Inspection:

@@ -17,8 +17,11 @@ from peftc.pictures.dot import to_dot
 from peftc.pictures.graph import Diagram
 from peftc.pictures.mermaid import to_markdown
 from peftc.pictures.page import notebook_html, to_page
+from peftc.pictures.panels import diagram_of
 from peftc.pictures.svg import WIDEST_ROW, to_svg
+from peftc.planning.on_table import plan_on_table
 from peftc.planning.report.plan import Plan
+from peftc.syntax import ast
 
 FORMATS = (".svg", ".html", ".md", ".dot")
 
@@ -112,6 +115,13 @@ def check_format(suffix: str) -> None:
 def unknown_format(suffix: str) -> PeftcError:
     endings = join_names(FORMATS, last="or")
     return PeftcError(Diagnostic("P591", f"the file of a picture ends in {endings}, not in `{suffix}`"))
+
+
+def sites_svg(table: SiteTable) -> str | None:
+    """The layers of a model alone; None without pygraphviz."""
+    nothing = ast.Spec(1, ())
+    result = plan_on_table(table, nothing)
+    return drawn_or_none(diagram_of(table, result.plan, result.site_edits, nothing, ()), to_svg)
 
 
 def drawn_or_none(diagram: Diagram, make: Callable[[Diagram], str]) -> str | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GPT2LMHeadModel
 
 import peftc
 from peftc.exchange.inspection import Inspection
@@ -96,6 +97,27 @@ def test_a_table_of_sites() -> None:
     for row in site_rows(table):
         for cell in row:
             assert re.sub(r"\s+", " ", cell.strip()) in text
+
+
+def test_a_table_of_sites_has_a_picture_of_the_layers() -> None:
+    svg = peftc.sites(zoo.build("bart"))._repr_svg_() or ""
+    assert svg.startswith("<svg")
+    for word in ("encoder.layer[0..1] × 2", "decoder.layer[0..2] × 3", "attn.cross", "ffn"):
+        assert word in svg
+    assert "lora" not in svg
+
+
+def test_a_saved_adapter_has_the_picture_of_its_plan(tmp_path: Path) -> None:
+    zoo.build("gpt2").save_pretrained(tmp_path / "base")
+    model = GPT2LMHeadModel.from_pretrained(tmp_path / "base")
+    peftc.compile(SPEC, model, seed=0)
+    peftc.save(model, tmp_path / "a")
+    inspection = peftc.inspect(tmp_path / "a")
+    svg = inspection._repr_svg_() or ""
+    planned = peftc.plan(inspection.spec, str(tmp_path / "base"))._repr_svg_()
+    assert svg.replace(inspection.folder, "&lt;text&gt;") == planned
+    assert "lora" in svg
+    assert inspection.model_copy(update={"base": "nowhere"})._repr_svg_() is None
 
 
 def test_a_saved_adapter(tmp_path: Path) -> None:
