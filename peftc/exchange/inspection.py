@@ -22,7 +22,7 @@ from peftc.exchange.edited_model import Model, edited
 from peftc.exchange.low_rank_changes.products import Product, products
 from peftc.folding.weights import Folding
 from peftc.planning.foldability.affine import NotAffine
-from peftc.planning.report.plan import PlanTotals
+from peftc.planning.report.plan import PlanTotals, figure_svg
 from peftc.planning.report.plan_sites import Record
 from peftc.syntax.parser import parse_text
 
@@ -119,7 +119,7 @@ class Inspection(Record):
                 planned = plan(parse_text(self.spec, self.folder), self.base, tasks=self.tasks or None)
         except PeftcError:
             return None
-        return planned._repr_svg_()
+        return figure_svg(planned)
 
 
 def inspect(adapter: str | PathLike[str], *, model: Model | None = None, trust_remote_code: bool = False) -> Inspection:

@@ -198,13 +198,18 @@ class Plan(Record):
 
     def _repr_svg_(self) -> str | None:
         """For notebooks: the picture of `peftc.show`; None without pygraphviz, and of a copy."""
-        make = self._figure.make
-        return make(self, "svg") if make else None
+        return figure_svg(self)
 
 
 def attach_figure(plan: Plan, make: MakeFigure) -> None:
     """Gives a plan its picture, which is made when a notebook shows it."""
     plan._figure.make = make  # pyright: ignore[reportPrivateUsage]  # of this file
+
+
+def figure_svg(plan: Plan) -> str | None:
+    """The picture of a plan; None without pygraphviz, and of a copy."""
+    make = plan._figure.make  # pyright: ignore[reportPrivateUsage]  # of this file
+    return make(plan, "svg") if make else None
 
 
 def plain_text(result: RenderableType, width: int = 80) -> str:
