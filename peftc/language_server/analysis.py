@@ -148,5 +148,11 @@ class Published:
         return changed
 
     def diagnostics(self, uri: str) -> list[Diagnostic]:
-        """Those of a file, each once."""
-        return list(dict.fromkeys(one for own in self.of.get(uri, {}).values() for one in own))
+        """Those of a file, each once: that of its own text before those of texts that use it."""
+        sources = self.of.get(uri, {})
+        once: dict[tuple[object, ...], Diagnostic] = {}
+        for source in sorted(sources, key=lambda source: source != uri):
+            for one in sources[source]:
+                path = one.source.path if one.source is not None else None
+                once.setdefault((one.code, one.message, path, one.span), one)
+        return list(once.values())
