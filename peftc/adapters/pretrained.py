@@ -21,6 +21,8 @@ from peftc.adapters.sentences import MODULES, load_sentence_model
 from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.models.names import error_summary
+from peftc.semantics.files import Include
+from peftc.semantics.spec_argument import Settings, SpecLike
 
 HUB = ("token", "cache_dir", "local_files_only", "force_download")  # options of both downloads
 
@@ -38,6 +40,9 @@ def from_pretrained(
     samples: Sequence[Mapping[str, Any]] | None = None,
     other_weights: bool = False,
     strict: bool = False,
+    spec: SpecLike | None = None,
+    settings: Settings | None = None,
+    include: Include = (),
     **options: Any,
 ) -> nn.Module:
     """Loads a base, and a saved adapter onto it: `load` behind `from_pretrained` of its library.
@@ -60,6 +65,9 @@ def from_pretrained(
         samples: as in `compile`.
         other_weights: as in `load`.
         strict: as in `load`.
+        spec: as in `load`.
+        settings: as in `load`.
+        include: as in `load`.
         options: for `from_pretrained` of the base: `dtype`, `device_map`, `quantization_config`,
             `attn_implementation`, `subfolder` and the like. `token`, `cache_dir`,
             `local_files_only` and `force_download` hold for both downloads.
@@ -89,6 +97,9 @@ def from_pretrained(
         samples=samples,
         other_weights=other_weights,
         strict=strict,
+        spec=spec,
+        settings=settings,
+        include=include,
     )
     return model
 

@@ -67,6 +67,18 @@ def test_an_adapter_knows_its_base(folder: Path, tmp_path: Path, way: str) -> No
     assert torch.equal(logits(moved), logits(model))
 
 
+def test_an_adapter_is_loaded_under_a_new_spec(folder: Path, tmp_path: Path) -> None:
+    model = compiled(folder)
+    model.save_pretrained(tmp_path / "a")
+    new = SPEC.replace("edit q", "edit query").replace("peft 1", "peft 2") + "moved q -> query\n"
+    again = peftc.from_pretrained(tmp_path / "a", spec=new)
+    assert {name.partition("/")[0] for name in peftc.parameters(again)} == {"query", "p"}
+    assert torch.equal(logits(again), logits(model))
+    ranked = new.replace("lora(x, r=2)", "lora(x, r=rank)").replace("peft 2\n", "peft 2\nlet rank = 3\n")
+    peftc.from_pretrained(tmp_path / "a", spec=ranked, settings={"rank": 2})
+    assert "do not fit" in refused("P525", lambda: peftc.from_pretrained(tmp_path / "a", spec=ranked)).message
+
+
 def test_a_base_that_is_an_adapter(folder: Path, tmp_path: Path) -> None:
     compiled(folder).save_pretrained(tmp_path / "a")
     message = refused("P586", lambda: peftc.from_pretrained(tmp_path / "a", base=tmp_path / "a")).message
