@@ -117,12 +117,13 @@ def plan(
             (the model), P537 (tasks). All errors of a stage are raised together.
 
     Warns:
-        PeftcWarning: P217, for a selector that leaves out weights whose role is not known.
+        PeftcWarning: P217, for a selector that leaves out weights whose role is not known; P220,
+            for a form of Linears, such as `lora`, at another module.
     """
     with paused_gc():
         flat = flat_spec(spec, settings, include)
         planned = plan_edits(flat, model, joint_sample(sample, samples), tasks, trust_remote_code, cache)
-        warn_of_unplaced(planned)
+        warn_of_places(planned)
         # A notebook may show the plan: pictures, a part of most other programs' time, can wait.
         edits, warnings = planned.site_edits, planned.warnings
         attach_figure(planned.plan, partial(_figure, edits, flat, warnings))
@@ -140,10 +141,12 @@ def _figure(
         return pictures.drawn_or_none(diagram, make)
 
 
-def warn_of_unplaced(planned: PlanResult) -> None:
-    """A `PeftcWarning` (P217) for each selector that leaves out weights of unknown role."""
+def warn_of_places(planned: PlanResult) -> None:
+    """A `PeftcWarning` for each selector that leaves out weights of unknown role (P217), and for
+    forms of Linears elsewhere (P220).
+    """
     for diagnostic in planned.warnings:
-        if diagnostic.code == "P217":
+        if diagnostic.code in ("P217", "P220"):
             warn(diagnostic)
 
 
@@ -253,7 +256,7 @@ def compile(
             seed); with `verify`, P601-P611. After an error the model is as it was.
 
     Warns:
-        PeftcWarning: P217, as `plan`, before anything is changed.
+        PeftcWarning: P217 and P220, as `plan`, before anything is changed.
     """
     if not isinstance(model, nn.Module):
         model = load_model(resolve(model, trust_remote_code))
@@ -265,7 +268,7 @@ def compile(
         require_tasks(tasks, planned)
         if planned.failed_expectations:
             raise PeftcError(planned.failed_expectations)
-        warn_of_unplaced(planned)
+        warn_of_places(planned)
         own_name = free_name(compiled.specs, name or prefix, default_name(spec))
         seed = torch.initial_seed() if seed is None else checked_seed(seed)
         # Verification is a later stage, which calls this one.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from peftc.compiler import plan_edits, sites, warn_of_unplaced
+from peftc.compiler import plan_edits, sites, warn_of_places
 from peftc.concurrency.garbage_collection import paused_gc
 from peftc.fakes.tensors import fake_mode
 from peftc.installation.compiled_model import CompiledModel, analyse_base, plan_on
@@ -62,7 +62,7 @@ def show(
         PeftcError: as `plan`.
 
     Warns:
-        PeftcWarning: P217, as `plan`.
+        PeftcWarning: P217 and P220, as `plan`.
 
     Source: the figures of Houlsby et al. 2019, arXiv:1902.00751 (Figure 2), and of He et al. 2022,
     arXiv:2110.04366 (Figures 1 and 3).
@@ -70,7 +70,7 @@ def show(
     with paused_gc():
         flat, one = flat_spec(spec, settings, include), joint_sample(sample, samples)
         planned = plan_edits(flat, model, one, tasks, trust_remote_code, cache)
-        warn_of_unplaced(planned)
+        warn_of_places(planned)
         table = sites(model, sample=one, trust_remote_code=trust_remote_code, cache=cache)
         diagram = diagram_of(table, planned.plan, planned.site_edits, flat, planned.warnings)
         listing = partial(generated_code, flat, model, one, tasks, trust_remote_code)

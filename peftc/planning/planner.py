@@ -18,6 +18,7 @@ from peftc.planning.assignments import conflicts, is_identity
 from peftc.planning.expectations import evaluate
 from peftc.planning.foldability.check import Foldability, check_foldability
 from peftc.planning.ir import FrozenCall, SiteEdit
+from peftc.planning.linear_forms import linear_form_warnings
 from peftc.planning.lowering import lower_edit, unused
 from peftc.planning.lowering_context import DEFAULT_TASK, LoweringContext, count_parameters, groups_of, sharers_of
 from peftc.planning.report.plan import (
@@ -131,6 +132,8 @@ class Planner:
         if sharers and not self.errors:
             context = LoweringContext(self.table, self.tasks, forms, context.shared, sharers, groups)
             edits = [(edit, self.lower(edit, edit_sites, context)) for edit, edit_sites in sites]
+        for edit, site_edits in edits:
+            self.warn(edit, linear_form_warnings(edit, site_edits))
         for edit, diagnostic in conflicts(edits):
             self.report(edit, (diagnostic,))
         return edits

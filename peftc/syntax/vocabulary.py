@@ -51,6 +51,8 @@ SITES: tuple[str, ...] = tuple(dict.fromkeys(BELOW[""]))
 # Sites whose Linears without a role are named as in the model.
 PARTS = ("attn", "self", "cross", "ffn", "mixer", "experts", "shared")
 
+EVERY_MODULE, LINEAR = "**", "linear"  # `layer[*].**`: all modules below; `layer[*].**.linear`: the Linears
+
 # Site name -> its states. A site that is not listed may have any state.
 _OF_LINEAR = ("h", "x", "w", "b", "wb")
 STATES_AT: Mapping[str, tuple[str, ...]] = {

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from peftc.syntax import ast
-from peftc.syntax.vocabulary import SHARED, STACK_CHOICES
+from peftc.syntax.vocabulary import EVERY_MODULE, LINEAR, SHARED, STACK_CHOICES
 
 
 def children(value: ast.Expr) -> tuple[ast.Expr, ...]:
@@ -139,6 +139,17 @@ def arms(selector: ast.Selector) -> Iterator[ast.Path | ast.Glob]:
             yield from (*arms(left), *arms(right))
         case _:
             yield selector
+
+
+def above_modules(steps: Sequence[ast.Step]) -> Sequence[ast.Step] | None:
+    """The steps before `**` or `**.linear`, which name modules below; None if no path ends so."""
+    end = len(steps) - ends_in_linears(steps)
+    return steps[: end - 1] if steps[end - 1].name == EVERY_MODULE else None
+
+
+def ends_in_linears(steps: Sequence[ast.Step]) -> bool:
+    """Whether a path ends in `**.linear`: the Linears below."""
+    return [step.name for step in steps[-2:]] == [EVERY_MODULE, LINEAR]
 
 
 def selects_stack(steps: Sequence[ast.Step], number: int) -> bool:

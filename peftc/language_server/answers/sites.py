@@ -14,7 +14,7 @@ from peftc.diagnostics.suggestions import plural
 from peftc.planning.selection.selectors import select
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
-from peftc.syntax.vocabulary import BELOW, STACK_CHOICES, STATES, STATES_AT, TOWERS
+from peftc.syntax.vocabulary import BELOW, EVERY_MODULE, LINEAR, STACK_CHOICES, STATES, STATES_AT, TOWERS
 from peftc.syntax.walk import arms
 
 _NUMBERED = "layer"  # a step that a selector writes with `[*]`
@@ -61,6 +61,9 @@ def next_steps(written: str, tables: Sequence[SiteTable]) -> list[StepChoice]:
     """
     path = parse_selector(f"{written}**")
     steps = path.steps[:-1] if isinstance(path, ast.Path) else ()
+    if steps and steps[-1].name == EVERY_MODULE:
+        selections = [selection_of(f"{written}{LINEAR}", table) for table in tables]
+        return [StepChoice(LINEAR, LINEAR, _sites([0 if one is None else len(one) for one in selections]))]
     if not tables:
         above = [step.name for step in steps if step.name not in TOWERS]
         names = BELOW.get(above[-1] if above else "", BELOW[TOWERS[0]])

@@ -290,6 +290,12 @@ def is_linear(site: Site) -> bool:
     return (x.shape, h.shape) == (Tokens(weight.shape.d_in), Tokens(weight.shape.d_out))
 
 
+def computes_product(site: Site) -> bool:
+    """Whether the site is a Linear, or stands for one: no table, and no convolution of patches."""
+    place = site.states["x"].activation if is_linear(site) and not is_table(site) else None
+    return place is not None and place.kernel is None
+
+
 def is_table(site: Site) -> bool:
     """Whether the site is an embedding: h = wᵀ x for one-hot vectors x. Shapes: w (ids, d)."""
     weight, x, h = (site.states.get(name) for name in ("w", "x", "h"))

@@ -12,7 +12,7 @@ from peftc.diagnostics.suggestions import first_names, join_names, nearest, plur
 from peftc.syntax import ast
 from peftc.syntax.printer import print_index, print_selector, print_step
 from peftc.syntax.vocabulary import STACK_CHOICE_HELP
-from peftc.syntax.walk import selects_stack
+from peftc.syntax.walk import above_modules, selects_stack
 
 MAX_NAMES = 8  # in a note
 MAX_SUGGESTIONS = 12
@@ -119,6 +119,13 @@ def no_such_index(index: ast.Index, step: ast.Step, sizes: Mapping[StepList, int
     return Diagnostic("P202", f"{text} does not exist", index.span, label=label, notes=notes, help=help_)
 
 
+def no_linear(path: ast.Path, table: SiteTable) -> Diagnostic:
+    """P201 for `**.linear` where there is no Linear below."""
+    message = f"`{print_selector(path)}` matches nothing in {table.model_id}"
+    label, help_ = "no Linear is below", "`**` is all modules"
+    return Diagnostic("P201", message, name_span(path.steps[-1]), label=label, help=help_)
+
+
 def no_module(glob: ast.Glob, table: SiteTable) -> Diagnostic:
     """P201 at the first segment of a pattern that matches no module."""
     segments = glob.pattern.split(".")
@@ -187,7 +194,7 @@ def signed_arms(selector: ast.Selector) -> Iterator[tuple[ast.Path, bool]]:
 def _candidates(path: ast.Path, paths: SitePaths) -> UntracedModules:
     """The untraced modules that may contain some of what a path names."""
     names = [step.name for i, step in enumerate(path.steps) if not selects_stack(path.steps, i)]
-    if "layer" not in names or names[-1] == "**" or not paths.table.untraced:
+    if "layer" not in names or above_modules(path.steps) is not None or not paths.table.untraced:
         return ()
     layer = names.index("layer")
     stack, below = names[:layer], names[layer + 1 :]

@@ -17,14 +17,16 @@ from peftc.addressing.paths import (
     paths_of,
 )
 from peftc.addressing.selection import Selection
-from peftc.addressing.site_list import show_steps
+from peftc.addressing.site_list import Place, show_steps
 from peftc.addressing.sites import ModuleInfo, Site, SiteTable
 from peftc.diagnostics import Diagnostic, PeftcError, Span
+from peftc.planning.foldability.affine import computes_product
 from peftc.planning.selection import selector_errors
 from peftc.planning.selection.module_sites import module_site, modules_below
 from peftc.planning.selection.selector_errors import signed_arms, untraced_errors
 from peftc.syntax import ast
 from peftc.syntax.printer import print_index, print_selector
+from peftc.syntax.walk import above_modules, ends_in_linears
 
 
 def resolve(selector: ast.Selector, table: SiteTable) -> list[Site]:
@@ -88,10 +90,10 @@ class _Resolver:
                 return self._difference(selector)
 
     def _path(self, path: ast.Path) -> Selection:
-        below = path.steps[-1].name == "**"
-        steps = path.steps[:-1] if below else path.steps
+        above = above_modules(path.steps)
+        below, steps = above is not None, path.steps if above is None else above
         if not steps:
-            return self._modules(module for module in self.table.modules if module.parameters)
+            return self._below(path, (module for module in self.table.modules if module.parameters))
         matches = list(self.paths.item_matches(steps))
         whole = bool(matches) or not below  # a stack is no site, but there are modules below it
         if not whole:
@@ -111,8 +113,22 @@ class _Resolver:
         elif below:
             singles = self.paths.matches(steps, whole=whole)
             prefixes = [match.prefix for match in singles if self.paths.has_indices(match, steps)]
-            return self._modules(modules_below(prefixes, self.table))
+            return self._below(path, modules_below(prefixes, self.table))
         return Selection(self.paths.sites, items, {})
+
+    def _below(self, path: ast.Path, modules: Iterable[ModuleInfo]) -> Selection:
+        """The modules that `**` names, or the Linears among them."""
+        selection = self._modules(modules)
+        if not ends_in_linears(path.steps):
+            return selection
+        places = (*selection.places(), *selection.others.values())
+        linears = [place for place in places if computes_product(self._site(place))]
+        if not linears:
+            self.errors.append(selector_errors.no_linear(path, self.table))
+        return Selection.of(self.paths.sites, linears)
+
+    def _site(self, place: Place | Site) -> Site:
+        return place if isinstance(place, Site) else self.paths.sites.template_site(place)
 
     def _modules(self, modules: Iterable[ModuleInfo]) -> Selection:
         return Selection.of(self.paths.sites, (module_site(module, self.paths.sites) for module in modules))
@@ -165,7 +181,7 @@ def _all_sizes(
 
 def _uneven_layers(path: ast.Path, paths: SitePaths) -> Iterator[Diagnostic]:
     """Layers that the arm names and that lack such a site, for each stack."""
-    if path.steps[-1].name == "**":
+    if above_modules(path.steps) is not None:
         return
     matches = list(paths.item_matches(path.steps))
     for i, step in enumerate(path.steps):

@@ -10,7 +10,7 @@ from peftc.diagnostics.suggestions import plural
 from peftc.planning.selection.selector_errors import name_span, reason_lines, signed_arms
 from peftc.syntax import ast
 from peftc.syntax.printer import print_selector
-from peftc.syntax.walk import selects_stack
+from peftc.syntax.walk import above_modules, selects_stack
 
 MAX_LINES = 6  # of modules, in a warning
 
@@ -51,7 +51,7 @@ def _globs(selector: ast.Selector) -> Iterator[str]:
 def _left_out(path: ast.Path, paths: SitePaths) -> Iterator[UnplacedModule]:
     """The modules without a role that a path would name if they had it."""
     names = [step.name for i, step in enumerate(path.steps) if not selects_stack(path.steps, i)]
-    if "layer" not in names or names[-1] == "**":
+    if "layer" not in names or above_modules(path.steps) is not None:
         return
     below = names[names.index("layer") + 1 :]
     steps = path.steps[: len(path.steps) - len(below)]

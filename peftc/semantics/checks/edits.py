@@ -16,6 +16,7 @@ from peftc.syntax.vocabulary import (
     BELOW,
     CONCAT,
     FROZEN_MODULES,
+    LINEAR,
     PARTS,
     SHARED,
     SITES,
@@ -24,9 +25,10 @@ from peftc.syntax.vocabulary import (
     STATES_AT,
     TOWERS,
 )
-from peftc.syntax.walk import arms, children, selects_stack
+from peftc.syntax.walk import above_modules, arms, children, selects_stack
 
 _WRITTEN = [name for name in STATES if name not in ("x", "res", "c")]
+_LINEAR_HELP = f"every Linear below is `**.{LINEAR}`, as in `layer[*].**.{LINEAR}`"
 Shared = Mapping[str, ast.Let]
 Forms = Mapping[str, Form]
 _OWNERS = {  # state -> a site that has it, and an example
@@ -171,8 +173,9 @@ def _path(path: ast.Path) -> Iterator[Diagnostic]:
     above = ""
     for number, step in enumerate(path.steps):
         if step.name == "**":
-            if number != len(path.steps) - 1:
-                yield Diagnostic("P208", "`**` must end a path: it is every module below", step.span)
+            if above_modules(path.steps) != path.steps[:number]:
+                help_ = f"`{LINEAR}` alone may follow: `**.{LINEAR}` is every Linear below"
+                yield Diagnostic("P208", "`**` must end a path: it is every module below", step.span, help=help_)
             return
         if selects_stack(path.steps, number):
             continue
@@ -182,7 +185,8 @@ def _path(path: ast.Path) -> Iterator[Diagnostic]:
         below = BELOW.get(above, ())
         span = step.span.first(len(step.name))
         if step.name not in SITES:
-            help_ = STACK_CHOICE_HELP.get(step.name) or did_you_mean(step.name, below) or did_you_mean(step.name, SITES)
+            help_ = _LINEAR_HELP if step.name == LINEAR else STACK_CHOICE_HELP.get(step.name)
+            help_ = help_ or did_you_mean(step.name, below) or did_you_mean(step.name, SITES)
             # In one of these parts, any other name may be that of a Linear without a role.
             if help_ or above not in PARTS:
                 yield Diagnostic("P208", f"there is no site named `{step.name}`", span, help=help_ or _choices(above))
