@@ -231,9 +231,10 @@ def inverse(a: Tensor) -> Tensor:
 
 
 def circulant(c: Tensor) -> Tensor:
-    """The matrix (n, n) whose column j is c (n,), moved down by j."""
-    places = torch.arange(len(c), device=c.device)
-    return c[(places[:, None] - places) % len(c)]
+    """The matrix (b, b) whose column j is c (b,), moved down by j; of c (m, n, b) the blocks."""
+    places = torch.arange(c.shape[-1], device=c.device)
+    matrix = c[..., (places[:, None] - places) % c.shape[-1]]
+    return matrix if c.ndim == 1 else matrix.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def fourier(a: Tensor) -> Tensor:
@@ -252,9 +253,12 @@ def block_map(x: Tensor, r: Tensor) -> Tensor:
 
 
 def circulant_map(x: Tensor, c: Tensor) -> Tensor:
-    """circulant(c) x for each token, by the fast Fourier transform: x (…, n), c (n,)."""
-    n = len(c)
-    return torch.fft.irfft(torch.fft.rfft(upcast(c)) * torch.fft.rfft(upcast(x)), n=n).to(x.dtype)
+    """circulant(c) x for each token, by Fourier transforms: x (…, n · b), c (m, n, b) or (b,)."""
+    b, of_c = c.shape[-1], torch.fft.rfft(upcast(c))
+    if c.ndim == 1:
+        return torch.fft.irfft(of_c * torch.fft.rfft(upcast(x)), n=b).to(x.dtype)
+    of_x = torch.fft.rfft(upcast(x).unflatten(-1, (-1, b)))
+    return torch.fft.irfft(torch.einsum("...nk,mnk->...mk", of_x, of_c), n=b).flatten(-2).to(x.dtype)
 
 
 def pad(v: Tensor, n: int) -> Tensor:

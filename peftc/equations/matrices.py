@@ -20,6 +20,15 @@ def _scattered(operands: rules.Types) -> Type:
     return Type((n, *value.size[1:]))
 
 
+def _circulant(operands: rules.Types) -> Type:
+    """Of one vector (b,), or of each of m × n blocks (m, n, b)."""
+    c = rules.tensor(operands)
+    if c.batch or len(c.size) not in (1, 3):
+        raise rules.Mismatch(f"expected a vector, or m × n vectors [m, n, b], found {c}", 0)
+    *counts, b = c.size
+    return Type(tuple(count * b for count in counts or (1, 1)))
+
+
 def _under_budget(operands: rules.Types) -> Type:
     """A vector, five whole numbers and two others."""
     for at, number in enumerate(operands[1:], 1):
@@ -171,8 +180,8 @@ MATRICES: Mapping[str, Primitive] = {
         Primitive(
             "circulant",
             "circulant(c)",
-            "the matrix whose column j is c, moved down by j",
-            rules.circulant,
+            "the matrix whose column j is c, moved down by j; of c[m, n, b] the matrix of m × n such blocks",
+            _circulant,
             "peftc.equation_code.functions.circulant",
             lambda x: x,
             "linear",

@@ -101,11 +101,14 @@ _ENTRIES: Mapping[str, Primitive] = {
         ("sigmoid", "σ(x) = 1 / (1 + exp(-x))", "torch.sigmoid", _sigmoid),
         ("sqrt", "the square root", "torch.sqrt", lambda x: math.sqrt(x) if x >= 0 else None),
         ("abs", "|x|", "torch.abs", math.fabs),
+        ("cos", "the cosine", "torch.cos", math.cos),
+        ("sin", "the sine", "torch.sin", math.sin),
         ("softplus", "log(1 + exp(x))", f"{_F}.softplus", lambda x: math.log1p(math.exp(x)) if x < 30 else x),
         ("exp", "the exponential function", "torch.exp", lambda x: math.exp(x) if x < 700 else math.inf),
     )
 } | {"none": Primitive("none", "none(x)", "x", rules.same, "", lambda x: x, "linear", rules.own_rank, by_rows=True)}
-ACTIVATIONS: Mapping[str, Primitive] = {name: row for name, row in _ENTRIES.items() if name not in ("sqrt", "abs")}
+_NUMBERS = ("sqrt", "abs", "cos", "sin")  # functions of entries that are no activations
+ACTIVATIONS: Mapping[str, Primitive] = {name: row for name, row in _ENTRIES.items() if name not in _NUMBERS}
 
 PAPER_NAMES = {"relu": "ReLU", "gelu": "GELU", "silu": "SiLU"}  # of activations, as papers write them
 

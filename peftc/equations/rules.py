@@ -307,11 +307,6 @@ def solution(operands: Types) -> Type:
     return right
 
 
-def circulant(operands: Types) -> Type:
-    (n,) = vector(operands).size
-    return Type((n, n))
-
-
 def left_vectors(operands: Types) -> Type:
     return Type((matrix(operands).size[0], *singular_values(operands).size))
 

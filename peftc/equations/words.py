@@ -255,6 +255,6 @@ def whole_numbers(node: ast.Expr) -> tuple[ast.Expr, ...]:
 
 def names_of_whole(node: ast.Expr) -> set[str]:
     """The names in a whole number that are whole numbers: what is rounded need not be one."""
-    is_rounded = isinstance(node, ast.Call) and node.function == "round"
+    is_rounded = isinstance(node, ast.Call) and node.function in ("round", "floor")
     inner = [] if is_rounded else map(names_of_whole, children(node))
     return {node.id} if isinstance(node, ast.Name) else set[str]().union(*inner)

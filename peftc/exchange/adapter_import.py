@@ -244,7 +244,7 @@ def _fill(
             place = record.form_modules.get(f"{site_edit.edit}/{site_edit.owner_path}/{key}")
             if place is not None:
                 form = cast(FormModule, model.get_submodule(place))
-                _set(form.get_parameter(attribute), tensor, f"{part.module}.{name}")
+                _set(getattr(form, attribute), tensor, f"{part.module}.{name}")
         for instance in site_edit.instances if common else ():
             place = record.form_modules.get(f"{site_edit.edit}/{instance.owner}/{instance.key}")
             for name, tensor in common.items() if place is not None else ():
@@ -270,7 +270,7 @@ def _aliases(model: nn.Module, name: str) -> list[str]:
     return [other for other, one in model.named_parameters(remove_duplicate=False) if one is parameter]
 
 
-def _set(parameter: nn.Parameter, tensor: Tensor, name: str) -> None:
+def _set(parameter: Tensor, tensor: Tensor, name: str) -> None:
     """Raises: P561 for infinite or NaN values, P804 for another shape."""
     shapes = [[size for size in shape if size != 1] for shape in (parameter.shape, tensor.shape)]
     kernel = tensor.ndim == 4 and list(tensor.flatten(1).shape) == list(parameter.shape)

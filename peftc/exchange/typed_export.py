@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from peftc.equations.table import FORMS
 from peftc.exchange.lora_export import no_form
 from peftc.exchange.peft_format.folder import PREFIX
 from peftc.exchange.peft_format.names import target_names
 from peftc.exchange.peft_format.prompt_types import PROMPT, TASKS, prompt_config
+from peftc.exchange.peft_format.reading import weight_size
 from peftc.exchange.peft_format.table import TYPES
 from peftc.exchange.peft_format.task_types import task_type
 from peftc.exchange.peft_format.types import NoConfig, PeftRow
@@ -75,7 +77,10 @@ def _adapter(folding: Folding, name: str, edits: Sequence[tuple[SiteEdit, PeftRo
         cls = base_class(folding.model.get_submodule(module))
         if not issubclass(cls, nn.Linear | Conv1D) or (row.linear_alone and not issubclass(cls, nn.Linear)):
             raise _Unfit(site_edit.edit, f"PEFT has no {name} of a {cls.__name__}, as `{module}` is")
-        tensors[module] = dict(_tensors(folding, site_edit, row))
+        try:
+            tensors[module] = _tensors(folding, site_edit, row)
+        except NoConfig as error:
+            raise _Unfit(site_edit.edit, str(error)) from error
         if row.check is not None and (reason := row.check(tensors[module])):
             raise _Unfit(site_edit.edit, f"`{module}`: {reason}, where PEFT computes something else")
         try:
@@ -188,12 +193,18 @@ def _config(row: PeftRow, site_edit: SiteEdit) -> dict[str, Any]:
     return row.config({one.form.name: one.form.fill(one.args) for one in site_edit.instances})
 
 
-def _tensors(folding: Folding, site_edit: SiteEdit, row: PeftRow) -> Iterator[tuple[str, Tensor]]:
-    modules = folding.modules(site_edit)
-    for end, name in row.tensors.items():
+def _tensors(folding: Folding, site_edit: SiteEdit, row: PeftRow) -> dict[str, Tensor]:
+    """By PEFT's names. Raises: NoConfig."""
+    modules, own = folding.modules(site_edit), dict[str, Tensor]()
+    for name in (*row.tensors.values(), *((row.places,) if row.places else ())):
         form, _, attribute = name.partition(".")
-        tensor = modules[form].get_parameter(attribute).detach()
-        yield end, tensor.reshape(row.shapes[end]) if end in row.shapes else tensor
+        own[name] = getattr(modules[form], attribute).detach()
+    if row.write is not None:
+        args = {one.form.name: one.form.fill(one.args) for one in site_edit.instances}
+        return row.write(own, args, weight_size(folding.model.get_submodule(site_edit.site.module)))
+    return {
+        end: own[name].reshape(row.shapes[end]) if end in row.shapes else own[name] for end, name in row.tensors.items()
+    }
 
 
 def _common_tensors(folding: Folding, site_edit: SiteEdit, row: PeftRow) -> Iterator[tuple[str, Tensor]]:
@@ -204,8 +215,8 @@ def _common_tensors(folding: Folding, site_edit: SiteEdit, row: PeftRow) -> Iter
 
 
 def _is_form(text: str, form: Form) -> bool:
-    """Whether a form is that of a text, whatever its comments say."""
-    return form.text is not None and _code_of(form.text) == _code_of(text)
+    """Whether a form is that of a text, whatever its comments say, or one of peftc's own."""
+    return form.name in FORMS or (form.text is not None and _code_of(form.text) == _code_of(text))
 
 
 @cache

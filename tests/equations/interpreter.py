@@ -71,6 +71,8 @@ def power(a: Tensor, n: float) -> Tensor:
 
 
 def circulant(c: Tensor) -> Tensor:
+    if c.ndim == 3:
+        return torch.cat([torch.cat([circulant(one) for one in row], 1) for row in c])
     return torch.stack([c.roll(j) for j in range(len(c))], 1)
 
 
@@ -105,6 +107,8 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "solve": lambda a, b: torch.linalg.inv(a) @ b,
     "circulant": circulant,
     "fourier": fourier,
+    "cos": lambda x: ((1j * x).exp() + (-1j * x).exp()).real / 2,
+    "sin": lambda x: ((1j * x).exp() - (-1j * x).exp()).imag / 2,
     "inverse": lambda a: torch.linalg.solve(a, torch.eye(a.shape[-1], dtype=a.dtype).expand(a.shape)),
 }
 

@@ -49,7 +49,9 @@ class Writer:
         ways = ["product", "product", "product", "sum", "difference", "scaled", "factors", "shifted", "wrapped", "let"]
         ways += ["transpose", "blocks", "quotient", "negative", "mean"]
         ways += ["each", "circulant"]
-        ways += ["activation", "activation", "softmax", "layer_norm", "rms_norm", "gate"] if self.nonlinear else []
+        ways += (
+            ["wave", "activation", "activation", "softmax", "layer_norm", "rms_norm", "gate"] if self.nonlinear else []
+        )
         way = choice(ways)
         inner = self.features
         match way:
@@ -69,7 +71,10 @@ class Writer:
                 factor, value = choice(("", f"({i} + 1) * ", f"{self.parameter(2)}[{i}] * ")), inner(m, depth - 1)
                 return f"sum({i} in 2, {factor}{self.parameter(2, n, m)}[{i}] @ {value})"
             case "circulant":
-                return f"(circulant({self.parameter(n)}) @ {inner(n, depth - 1)})"
+                m = choice((D_IN, D_OUT))
+                b = choice([b for b in (1, 2, n) if n % b == m % b == 0])
+                blocks = self.parameter(n) if b == n == m else self.parameter(n // b, m // b, b)
+                return f"(circulant({blocks}) @ {inner(m, depth - 1)})"
             case "sum":
                 return f"({inner(n, depth - 1)} + {inner(n, depth - 1)})"
             case "difference":
@@ -100,6 +105,8 @@ class Writer:
                 return self.lets[-1][0]
             case "activation":
                 return f"{choice(ACTIVATIONS)}({inner(n, depth - 1)})"
+            case "wave":
+                return f"{choice(('cos', 'sin'))}({inner(n, depth - 1)})"
             case "gate":
                 return f"({inner(n, depth - 1)} * sigmoid({self.parameter(1, n)} @ {inner(n, depth - 1)}))"
             case _:

@@ -14,6 +14,8 @@ import peftc
 from tests import zoo
 from tests.laws.harness import close, randomise
 
+_SCALE = 1e6  # of gradients that leave as tensors: PEFT has a least norm of those of DeLoRA
+
 
 def edited(name: str, spec: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     """A compiled model of the zoo with random values."""
@@ -30,11 +32,48 @@ def in_peft(name: str, folder: Path, dtype: torch.dtype = torch.float64, **optio
     return peft.PeftModel.from_pretrained(zoo.build(name, dtype, **options), str(folder)).eval()
 
 
-def assert_same_outputs(ours: nn.Module, theirs: nn.Module, name: str) -> None:
+def assert_same_outputs(ours: nn.Module, theirs: nn.Module, name: str, rounding: float | None = None) -> None:
+    """To the rounding of float64, or of what PEFT computes in float32."""
     for padding in (None, "right"):
         inputs = zoo.inputs(name, ours, padding=padding)
         with torch.no_grad():
-            close(theirs(**inputs).logits, ours(**inputs).logits, name)
+            close(theirs(**inputs).logits, ours(**inputs).logits, name, rounding)
+
+
+def assert_same_gradients(ours: nn.Module, theirs: nn.Module, name: str, folder: Path, rounding: float | None) -> None:
+    """Of a loss by each tensor of PEFT's file; ours leave as its tensors do."""
+    own = peftc.parameters(ours)
+    values = {key: parameter.data for key, parameter in own.items()}
+    peftc.export(ours, folder / "trained")
+    trained = tensors(folder / "trained")
+    in_file = {n: _key(n, trained) for n, _ in theirs.named_parameters() if _key(n, trained) in trained}
+    of_ours, of_theirs = (
+        gradients(model, parameters, zoo.inputs(name, ours))
+        for model, parameters in ((ours, own), (theirs, {key: theirs.get_parameter(n) for n, key in in_file.items()}))
+    )
+    for attribute in {key.rpartition(".")[2] for key in values}:  # signs and the like depend on the values
+        for key, parameter in own.items():
+            parameter.data = _SCALE * of_ours[key] if key.endswith(f".{attribute}") else values[key]
+        peftc.export(ours, folder / attribute)
+        for key, tensor in tensors(folder / attribute).items():
+            if key in of_theirs and not torch.equal(tensor, trained[key]):
+                close(tensor / _SCALE, of_theirs.pop(key), key, rounding)
+    assert not any(gradient.any() for gradient in of_theirs.values())
+
+
+def _key(name: str, trained: dict[str, torch.Tensor]) -> str:
+    """Of a parameter in a file; PEFT has what all modules have in common in each of them."""
+    key = name.replace(".default", "")
+    return key if key in trained else f"base_model.{key.rpartition('.')[2]}"
+
+
+def gradients(model: nn.Module, parameters: dict[str, nn.Parameter], inputs: Any) -> dict[str, torch.Tensor]:
+    """Of a loss; 0 for what is frozen."""
+    model.requires_grad_(False)
+    for parameter in parameters.values():
+        parameter.requires_grad_(True)
+    model(**inputs).logits.square().mean().backward()
+    return {key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in parameters.items()}
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -180,7 +180,7 @@ def compare(
     assert moving > 0.8 * len(case.parameters)  # a narrow relu may be dead at one site, not at most
 
 
-def close(got: Tensor, want: Tensor, what: str = "") -> None:
-    bound = TOLERANCE * max(1.0, want.abs().max().item())
+def close(got: Tensor, want: Tensor, what: str = "", tolerance: float | None = None) -> None:
+    bound = (tolerance or TOLERANCE) * max(1.0, want.abs().max().item())
     error = (got - want).abs().max().item()
     assert error <= bound, f"{what}: {error:.3g} > {bound:.3g}"

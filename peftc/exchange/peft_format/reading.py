@@ -51,7 +51,7 @@ def read_peft(config: PeftConfig, tensors: Mapping[str, Tensor], model: nn.Modul
     ends = sorted({end for row in peft_type.rows for end in row.tensors}, key=len, reverse=True)
     common = peft_type.common_names()
     for key, tensor in tensors.items():
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() and not key.endswith(peft_type.whole_ends()):
             raise damaged(f"`{key}` has the dtype {str(tensor.dtype).removeprefix('torch.')}")
         if key in common:
             continue
@@ -115,13 +115,13 @@ def _common(
     names = rows[0].common
     there = {name: tensors[name] for name in names if name in tensors}
     if not there and peft_type.common is not None:
-        there = peft_type.common(config, {name: _size(modules[name]) for name in own})
+        there = peft_type.common(config, {name: weight_size(modules[name]) for name in own})
     if lack := [name for name in names if name not in there]:
         raise damaged(f"the adapter has no tensor `{lack[0]}`")
     return {names[name]: tensor for name, tensor in there.items()}
 
 
-def _size(module: nn.Module) -> tuple[int, int]:
+def weight_size(module: nn.Module) -> tuple[int, int]:
     """(out, in) of a Linear, however it stores its weight. Raises: P804."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2:
@@ -190,7 +190,11 @@ def _part(
         raise PeftcError(Diagnostic("P804", message, help="`r` and `rank_pattern` are not those of the tensors"))
     if row.check is not None and (reason := row.check(tensors)):
         raise PeftcError(Diagnostic("P802", f"`{module}`: {reason}, which no equation says"))
-    named = {row.tensors[end]: tensor for end, tensor in tensors.items()}
+    named = (
+        {row.tensors[end]: tensor for end, tensor in tensors.items()}
+        if row.read is None
+        else row.read(config, tensors, weight_size(owner))
+    )
     return ModulePart(module, row.equation.format(**numbers), named, row.step, row.form)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean
-from peftc.exchange.peft_format import lora_types, prompt_types, vector_types, weight_types
+from peftc.exchange.peft_format import lora_types, map_types, place_types, prompt_types, vector_types, weight_types
 from peftc.exchange.peft_format.config import PeftConfig, refusal
 from peftc.exchange.peft_format.types import PeftType
 
@@ -14,13 +14,13 @@ TYPES: Mapping[str, PeftType] = {
     **vector_types.TYPES,
     **lora_types.TYPES,
     **weight_types.TYPES,
+    **map_types.TYPES,
+    **place_types.TYPES,
     **prompt_types.TYPES,
 }
 
 _OF_BASE = "PEFT decomposes the weights of the base when it loads it, and its files do not have the result"
 _RANDOM = "it changes entries at places that torch's random numbers choose, and equations do not list places"
-_PLACES = "it changes single entries of weights, and equations do not list places"
-_FLOAT32 = "PEFT computes it in float32, whatever the dtype of the model"
 _POSITIONS = "its rows are in a cache, where PEFT counts them as positions of the text"
 _TASKS = "which task an example is of is an argument of PEFT's forward"
 
@@ -28,26 +28,18 @@ _TASKS = "which task an example is of is an argument of PEFT's forward"
 WITHOUT_EQUATION: Mapping[str, str] = {
     "ADAMSS": "its matrices are of the rows that a clustering of the weights put together when PEFT made it",
     "ADAPTION_PROMPT": "its tokens pass the projections of each layer, which no state of peftc does",
-    "BOFT": "its butterflies permute features, which equations cannot",
-    "C3A": _FLOAT32,
     "CARTRIDGE": _POSITIONS,
-    "DEFT": _FLOAT32,
-    "FOURIERFT": _FLOAT32,
     "FROD": _OF_BASE,
     "GLORA": "each of its five parts is one of four kinds, and of these peftc has no table",
     "LILY": "its router takes the mean over all examples of a batch, which no equation does",
     "MULTITASK_PROMPT_TUNING": _TASKS,
     "OSF": _OF_BASE,
-    "PEANUT": "its change is a network of as many layers as the configuration says, of the weight of the base",
     "POLY": _TASKS,
     "PREFIX_TUNING": _POSITIONS,
     "PSOFT": _OF_BASE,
     "PVERA": "it draws random numbers in each call",
     "RANDLORA": "its bases are products of factors that PEFT draws for all modules together",
-    "ROAD": "its rotations have sines and cosines, which equations have not",
     "SHADOW": "a second network computes beside all layers of the base",
-    "SHIRA": _PLACES,
-    "SUPERTUNING": _PLACES,
     "TINYLORA": _OF_BASE,
     "TRAINABLE_TOKENS": "it replaces rows of an embedding, and equations do not list rows",
     "UNILORA": _RANDOM,

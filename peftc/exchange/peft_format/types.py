@@ -13,7 +13,11 @@ from peftc.exchange.peft_format.names import pattern_of
 
 Tensors = Mapping[str, Tensor]  # of one module, by the end of their names in PEFT
 Numbers = dict[str, Any]  # for the braces of an equation
-Sizes = Mapping[str, tuple[int, int]]  # of the weights (out, in), by module
+Size = tuple[int, int]  # of a weight (out, in)
+Sizes = Mapping[str, Size]  # by module
+
+
+PLACES = "places"  # the name of the numbers of chosen entries in our forms
 
 
 class NoConfig(Exception):
@@ -36,6 +40,9 @@ class PeftRow:
         fits: whether a configuration and tensors are those of this row, where others have the same.
         shapes: of tensors that PEFT stores with a dimension of 1.
         common: tensors of the whole adapter, by PEFT's name, and ours.
+        places: the name of ours of places that PEFT's files do not have.
+        read: makes our tensors of PEFT's, where they are not the same ones.
+        write: makes PEFT's tensors of ours and the arguments of the forms. Raises: NoConfig.
         check: a reason why PEFT computes something else with these values; None where it does not.
     """
 
@@ -48,6 +55,9 @@ class PeftRow:
     fits: Callable[[PeftConfig, Tensors], bool] | None = None
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     common: Mapping[str, str] = field(default_factory=dict[str, str])
+    places: str = ""
+    read: Callable[[PeftConfig, Tensors, Size], dict[str, Tensor]] | None = None
+    write: Callable[[Tensors, Mapping[str, Any], Size], dict[str, Tensor]] | None = None
     check: Callable[[Tensors], str | None] | None = None
 
 
@@ -88,6 +98,10 @@ class PeftType:
         """The row of a module with these tensors."""
         own = (row for row in self.rows if set(row.tensors) == set(tensors))
         return next((row for row in own if row.fits is None or row.fits(config, tensors)), None)
+
+    def whole_ends(self) -> tuple[str, ...]:
+        """The ends of PEFT's names of places, which are whole numbers."""
+        return tuple(end for row in self.rows for end, name in row.tensors.items() if name.endswith(f".{PLACES}"))
 
     def common_names(self) -> set[str]:
         return {name for row in self.rows for name in row.common}

@@ -1,0 +1,290 @@
+"""Types of PEFT whose matrices have a structure: circulants, rotations, projections, networks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peftc.equations.primitives import ACTIVATIONS
+from peftc.exchange.peft_format.config import PeftConfig, refusal
+from peftc.exchange.peft_format.types import (
+    NoConfig,
+    Numbers,
+    PeftRow,
+    PeftType,
+    Size,
+    Tensors,
+    shown,
+    whole,
+)
+
+_DEEPEST = 8  # PEANuT
+
+_C3A = """
+# Blocks of a weight change by circulant matrices, each of one vector.
+# Chen et al. 2024, arXiv:2407.19342 (C3A)
+form c3a(
+    x,
+    block,  # size of a block; it divides the features read and those written
+) {
+    param c[d(out) / block, d(x) / block, block] = 0
+    f = circulant(c) @ x / d(x)
+}
+"""
+
+_ROAD = """
+# Features rotate in pairs, of the two halves of each group, and are scaled.
+# Liao et al. 2024, arXiv:2409.00119 (RoAd)
+form road(
+    h,
+    group,  # features of a group; it divides them
+    variant = 1,  # angles and scales: 1 of each pair, 2 of each feature, 4 of the cosine and the sine of each feature
+) {
+    param theta[d(h) / 2] = 0 if variant == 1
+    param theta[variant / 2 * d(h)] = 0 if variant != 1
+    param alpha[d(h) / 2] = 1 if variant == 1
+    param alpha[variant / 2 * d(h)] = 1 if variant != 1
+    fixed one[1] = ones
+    fixed two[2, 1] = ones if variant == 1
+    fixed groups[d(h) / group, d(h) / group] = identity
+    fixed halves[group / 2, group / 2] = identity
+    let angles = reshape(kron(reshape(theta, d(h) / group, group / 2), two), 1, d(h)) if variant == 1
+    let scales = reshape(kron(reshape(alpha, d(h) / group, group / 2), two), 1, d(h)) if variant == 1
+    let angles = reshape(theta, 1, d(h)) if variant == 2
+    let scales = reshape(alpha, 1, d(h)) if variant == 2
+    let angles = t(reshape(t(reshape(theta, d(h) / group, 2, group)), d(h), 2)) if variant == 4
+    let scales = t(reshape(t(reshape(alpha, d(h) / group, 2, group)), d(h), 2)) if variant == 4
+    let second = 0 if variant != 4
+    let second = 1 if variant == 4
+    let turned = kron(groups, kron(t(skew(one)), halves)) @ h
+    f = scales[0] * cos(angles[0]) * h + scales[second] * sin(angles[second]) * turned
+}
+"""
+
+_BOFT = """
+# The inputs of a weight are rotated, block by block, and its outputs are scaled.
+# Liu et al. 2023, arXiv:2311.06243 (BOFT), with one butterfly factor
+form boft(
+    w,
+    block,  # size of one block of the rotation, in inputs; it divides them
+) {
+    param R[cols(w) / block, block, block] = 0
+    param s[rows(w)] = 1
+    f = column(s) * (w @ t(blocks(cayley((R - t(R)) / 2))))
+}
+"""
+
+_DEFT = """
+# A subspace of the outputs of a weight, which is learnt, is taken away, and what it holds is learnt anew.
+# DEFT; with `para` it is taken away alone: Chen et al. 2025 (PaRa)
+form deft(
+    w,
+    r,  # dimensions of the subspace
+    scale = 1,  # of what it holds
+    basis = relu,  # how the directions P make the projection: P relu(P)ᵀ, or Q Qᵀ of an orthonormal Q
+    para = false,  # nothing is put there
+) {
+    require r <= rows(w)
+    param P[rows(w), r] = normal(0.02)
+    param R[r, cols(w)] = 0 if para == false
+    let left = P if basis == relu
+    let right = relu(P) if basis == relu
+    let left = t(orthonormal(t(P))) if basis == qr
+    let right = left if basis == qr
+    f = w - left @ (t(right) @ w - scale * R) if para == false
+    f = w - left @ (t(right) @ w) if para
+}
+"""
+
+
+def _c3a(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
+    return {"block": config.whole("block_size", 256, module, "block_size_pattern")}
+
+
+def _turned(tensor: Tensor) -> Tensor:
+    """The first rows of circulants as first columns, and back."""
+    return tensor.flip(-1).roll(1, -1)
+
+
+def _road(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
+    variant = config.one_of("variant", ("road_1", "road_2", "road_4"), "PEFT knows `road_1`, `road_2` and `road_4`")
+    group = config.whole("group_size", 64)
+    if group % 2:
+        raise refusal("group_size", group, "it is even")
+    number = variant.removeprefix("road_")
+    return {"group": group, "variant": f", variant={number}" if number != "1" else ""}
+
+
+def _road_config(args: Mapping[str, Any]) -> dict[str, Any]:
+    return {"variant": f"road_{args['variant']}", "group_size": args["group"]}
+
+
+def _boft(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
+    for key in ("boft_block_size", "boft_block_num", "boft_n_butterfly_factor"):
+        config.number(key, 0)  # the tensor tells
+    factors, _, block, _ = tensors["boft_R"].shape
+    if factors != 1:
+        reason = "PEFT has several factors with its CUDA extension alone, and peftc has one"
+        raise refusal("boft_n_butterfly_factor", factors, reason)
+    return {"block": block}
+
+
+def _boft_config(args: Mapping[str, Any]) -> dict[str, Any]:
+    size = {"boft_block_size": args["block"], "boft_block_num": 0, "boft_n_butterfly_factor": 1}
+    return {**size, "boft_dropout": 0.0, "bias": "none"}
+
+
+def _deft(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
+    rank = tensors["deft_P"].shape[-1]
+    config.whole("r", 8)
+    alpha = config.read("alpha", None)
+    scale = config.number("alpha", 0) / rank if alpha else 1
+    basis = config.one_of("decomposition_method", ("relu", "qr"), "PEFT knows `relu` and `qr`")
+    if config.flag("para") == ("deft_R" in tensors):
+        raise refusal("para", config.values.get("para"), "the tensors are of the other kind")
+    options = f", scale={shown(scale)}" if scale != 1 else ""
+    options += ", basis=qr" if basis == "qr" else ""
+    return {"r": rank, "options": options + (", para=true" if "deft_R" not in tensors else "")}
+
+
+def _signs(p: Tensor) -> Tensor:
+    """Of the columns of PEFT's Q, beside those of the Gram-Schmidt process."""
+    return torch.linalg.qr(p.float()).R.diagonal().sign()
+
+
+def _with_signs(config: PeftConfig, tensors: Tensors, size: Size) -> dict[str, Tensor]:
+    own = {f"deft.{end.removeprefix('deft_')}": tensor for end, tensor in tensors.items()}
+    if "deft_R" in tensors and config.values.get("decomposition_method") == "qr":
+        own["deft.R"] = _signs(tensors["deft_P"])[:, None].to(tensors["deft_R"].dtype) * tensors["deft_R"]
+    return own
+
+
+def _without_signs(own: Tensors, args: Mapping[str, Any], size: Size) -> dict[str, Tensor]:
+    tensors = {f"deft_{name.removeprefix('deft.')}": tensor for name, tensor in own.items()}
+    if "deft_R" in tensors and args["deft"]["basis"] == "qr":
+        tensors["deft_R"] = _signs(own["deft.P"])[:, None].to(own["deft.R"].dtype) * own["deft.R"]
+    return tensors
+
+
+def _deft_config(args: Mapping[str, Any]) -> dict[str, Any]:
+    own = args["deft"]
+    alpha = own["scale"] * own["r"]
+    if own["scale"] != 1 and not float(alpha).is_integer():
+        raise NoConfig(f"PEFT has a whole number for alpha, and the scale {own['scale']} of {own['r']} has none")
+    keys = {"r": own["r"], "alpha": None if own["scale"] == 1 else whole(alpha)}
+    return {**keys, "decomposition_method": own["basis"], "para": own["para"], "deft_dropout": 0.0, "bias": "none"}
+
+
+def _peanut(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
+    config.number("depth", 0)  # the tensors tell
+    act = config.one_of("act_fn", tuple(ACTIVATIONS), f"forms have {', '.join(ACTIVATIONS)}")
+    options = f", act={act}" if act != "relu" else ""
+    scale = config.number("scaling", 1.0)
+    return {"r": config.whole("r", 32), "options": options + (f", scale={shown(scale)}" if scale != 1 else "")}
+
+
+def _peanut_config(args: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    own = args[f"peanut_{depth}"]
+    return {"r": own["r"], "depth": depth, "act_fn": own["act"], "scaling": float(own["scale"])}
+
+
+def _peanut_row(depth: int) -> PeftRow:
+    """A network of so many encoders, and as many decoders with residuals."""
+    name, layers = f"peanut_{depth}", range(1, depth + 1)
+    lines = [
+        "param A[r, rows(w)] = kaiming",
+        *(f"param {kind}{i}[r, r] = kaiming" for kind in "ED" for i in layers),
+        "param B[rows(w), r] = 0",
+        "let z0 = act(A @ w)",
+        *(f"let z{i} = act(E{i} @ z{i - 1})" for i in layers),
+        *(f"let y{i} = act(D{i} @ {f'y{i - 1}' if i > 1 else f'z{depth}'}) + z{depth - i}" for i in layers),
+        f"f = scale * B @ {f'y{depth}' if depth else 'z0'}",
+    ]
+    head = [
+        "# The change of a weight is a network of the weight itself.",
+        "# Zhong et al. 2024, arXiv:2410.01870 (PEANuT)",
+        f"form {name}(",
+        "    w,",
+        "    r,  # width of the network",
+        "    act = relu,",
+        "    scale = 1,",
+        ") {",
+    ]
+    text = "\n".join(["", *head, *(f"    {line}" for line in lines), "}", ""])
+    ends = {"peanut_A.weight": "A", "peanut_B.weight": "B"}
+    ends |= {f"peanut_encoders.{i - 1}.weight": f"E{i}" for i in layers}
+    ends |= {f"peanut_decoders.{i - 1}.weight": f"D{i}" for i in layers}
+    return PeftRow(
+        {end: f"{name}.{own}" for end, own in ends.items()},
+        f"w += {name}(w, r={{r}}{{options}})",
+        text,
+        config=lambda args: _peanut_config(args, depth),
+        linear_alone=True,
+    )
+
+
+TYPES: Mapping[str, PeftType] = {
+    "C3A": PeftType(
+        (
+            PeftRow(
+                {"c3a_kernel": "c3a.c"},
+                "h += c3a(x, block={block})",
+                _C3A,
+                config=lambda args: {"block_size": args["c3a"]["block"], "bias": "none"},
+                linear_alone=True,
+                read=lambda config, tensors, size: {"c3a.c": _turned(tensors["c3a_kernel"])},
+                write=lambda own, args, size: {"c3a_kernel": _turned(own["c3a.c"])},
+            ),
+        ),
+        _c3a,
+        patterns={"block_size": "block_size_pattern"},
+        dimensions=3,
+    ),
+    "ROAD": PeftType(
+        (
+            PeftRow(
+                {"road_theta": "road.theta", "road_alpha": "road.alpha"},
+                "h = road(h, group={group}{variant})",
+                _ROAD,
+                config=lambda args: _road_config(args["road"]),
+                linear_alone=True,
+            ),
+        ),
+        _road,
+    ),
+    "BOFT": PeftType(
+        (
+            PeftRow(
+                {"boft_R": "boft.R", "boft_s": "boft.s"},
+                "w = boft(w, block={block})",
+                _BOFT,
+                config=lambda args: _boft_config(args["boft"]),
+                linear_alone=True,
+                write=lambda own, args, size: {"boft_R": own["boft.R"][None], "boft_s": own["boft.s"][:, None]},
+            ),
+        ),
+        _boft,
+        ("boft_dropout",),
+        dimensions=4,
+    ),
+    "DEFT": PeftType(
+        tuple(
+            PeftRow(
+                {end: f"deft.{end.removeprefix('deft_')}" for end in ends},
+                "w = deft(w, r={r}{options})",
+                _DEFT,
+                config=_deft_config,
+                read=_with_signs,
+                write=_without_signs,
+            )
+            for ends in (("deft_P",), ("deft_P", "deft_R"))
+        ),
+        _deft,
+        ("init_scale", "deft_dropout"),
+        has_transposition=True,
+    ),
+    "PEANUT": PeftType(tuple(_peanut_row(depth) for depth in range(_DEEPEST + 1)), _peanut),
+}
