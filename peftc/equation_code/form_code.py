@@ -49,19 +49,24 @@ class FormCode:
 
     def parameter(self, name: str) -> fx.Node:
         if name not in self.parameters:
-            module = self.module
-            if (owner := self.owners.get(name)) is not None:
-                if owner not in self.owner_nodes:
-                    self.owner_nodes[owner] = self.emit(getattr, module, owner)
-                module = self.owner_nodes[owner]
+            module = self._owner(self.owners.get(name, ""))
             selection = self.place.selection
             if selection is not None and name in selection[:2]:
                 self.parameters[name] = self.emit(functions.selection_part, self.module, name, selection.units)
             elif name in self.place.buffers:
                 self.parameters[name] = self.emit(functions.filled_buffer, module, name, self.training)
             else:
-                self.parameters[name] = self.emit(getattr, module, name)
+                self.parameters[name] = self.emit(getattr, module, self.place.tensor(name))
         return self.parameters[name]
+
+    def _owner(self, path: str) -> fx.Node:
+        """The node of the module at a dotted path of attributes from that of the form."""
+        if not path:
+            return self.module
+        if path not in self.owner_nodes:
+            parent, _, attribute = path.rpartition(".")
+            self.owner_nodes[path] = self.emit(getattr, self._owner(parent), attribute)
+        return self.owner_nodes[path]
 
     def attribute(self, name: str) -> fx.Node:
         return self.emit(getattr, self.module, name)

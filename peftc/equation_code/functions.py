@@ -94,9 +94,14 @@ def kron(a: Tensor, b: Tensor) -> Tensor:
     return torch.kron(a.contiguous(), b.contiguous())
 
 
-def layer_norm(x: Tensor) -> Tensor:
-    """(x - mean) / deviation over the last dimension."""
-    return F.layer_norm(x, x.shape[-1:])
+def layer_norm(x: Tensor, epsilon: float = 1e-5) -> Tensor:
+    """(x - mean) / √(variance + ε) over the last dimension."""
+    return F.layer_norm(x, x.shape[-1:], eps=epsilon)
+
+
+def concat(*vectors: Tensor) -> Tensor:
+    """Vectors, one behind the other."""
+    return torch.cat(vectors)
 
 
 def blocks(a: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from peftc.equation_code.fold import Fold
 from peftc.equation_code.form_code import forward_of, sum_of
 from peftc.equation_code.functions import selection_part
 from peftc.equation_code.initial_values import draw_at, write_initial
-from peftc.equations.definition import OWNER, TextForm
+from peftc.equations.definition import TextForm, owner_path
 from peftc.equations.patterns import bottleneck_of, takes_rows
 from peftc.equations.primitives import ACTIVATIONS
 from peftc.forms.affine_module import Affine
@@ -47,11 +47,13 @@ class EquationModule(Hookable, FormModule):
     def setup(self) -> None:
         place, own = self.place, self.own_names()
         self.arity = len(place.inputs)
-        states = place.states
-        self._fixed = tuple(name for name in own if place.parameters[name].fixed and name not in states)
+        tensors = self.definition.tensors(self.form_args, self.form_dims)
+        lines = {name: (at.parameters[line], line in at.states) for name, (at, line) in tensors.items()}
+        self._fixed = tuple(name for name in own if lines[name][0].fixed and not lines[name][1])
         # Those whose first values follow from the base's weight.
-        self._computed = tuple(name for name in own if name not in (*self._draws(), *states))
-        self._owners = tuple((name, OWNER) for name in place.parameters if name not in own)
+        self._computed = tuple(name for name in own if name not in self._draws() and not lines[name][1])
+        lines_of_others = ((n, line) for n, line in place.parameters.items() if place.tensor(n) not in own)
+        self._owners = tuple((name, owner_path(line, self.definition)) for name, line in lines_of_others)
         if self.differs_by_site:  # which is called, also by compiled code
             self.prepare()
 
@@ -76,12 +78,18 @@ class EquationModule(Hookable, FormModule):
 
     def tensors(self) -> dict[str, Tensor]:
         """The parameters and fixed values of the equation, by name."""
-        own = set(self.own_names())
-        tensors = {n: getattr(self if n in own else self.owner_module, n) for n in self.place.parameters}
+        tensors = {name: self._tensor(self.place.tensor(name)) for name in self.place.parameters}
         selection = self.place.selection
         if selection is not None:
             tensors |= {name: selection_part(self, name, selection.units) for name in selection[:2]}
         return tensors
+
+    def _tensor(self, name: str) -> Tensor:
+        """A parameter or fixed value of this module, or of those with what several sites have."""
+        module: FormModule | None = self
+        while module is not None and not hasattr(module, name):
+            module = module.owner_module
+        return getattr(module, name)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return forward_of(self.place, self._owners)(self, *inputs[: self.arity or 1])
@@ -127,17 +135,19 @@ class EquationModule(Hookable, FormModule):
 
     def _draws(self) -> Mapping[str, Draw]:
         """How parameters and fixed values are drawn, the same for all forms at alike places."""
-        key = "draws", self.scopes
+        key = "draws", self.scopes, self.form_dims.spots if self.place.tensors else ()
         if key not in self.place.code:
-            own = (name for name in self.own_names() if name not in self.place.states)
-            draws = ((name, draw_at(self.place, name)) for name in own)
+            tensors = self.definition.tensors(self.form_args, self.form_dims)
+            own = ((name, *tensors[name]) for name in self.own_names())
+            draws = ((name, draw_at(at, line)) for name, at, line in own if line not in at.states)
             self.place.code[key] = {name: draw for name, draw in draws if draw is not None}
         return self.place.code[key]
 
     def initialise(self, generator: Generators, base: Mapping[str, Tensor]) -> None:
         super().initialise(generator, base)
         if self._computed:
-            write_initial(self.place, base, {name: getattr(self, name) for name in self._computed})
+            tensors = self.definition.tensors(self.form_args, self.form_dims)
+            write_initial(self.place, base, {tensors[name][1]: getattr(self, name) for name in self._computed})
         for copy, name in self.place.copies.items():
             if copy in self._buffers and has_values(self.get_buffer(copy)):
                 self.get_buffer(copy).copy_(getattr(self, name).detach())

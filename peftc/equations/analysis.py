@@ -25,6 +25,7 @@ from peftc.equations.words import (
     SELECTION,
     criterion_of,
     function_of,
+    number_of,
     owner_of,
 )
 from peftc.forms.form import DISTRIBUTIONS, Args
@@ -46,6 +47,7 @@ class Place(Operands):
     heads_first: frozenset[str] = frozenset()  # inputs, and `out`, that have their heads before their tokens
     writes_pair: bool = False  # of keys and values
     is_written_out: bool = False  # whether parts of the text stand for other expressions
+    tensors: dict[str, str] = field(default_factory=dict[str, str])  # of parameters with other names
     saved: dict[str, ast.Expr] | None = None  # the tensors of the form that is saved in its place
     losses: dict[str, ast.Expr] = field(default_factory=dict[str, ast.Expr])  # terms of the loss
     mean_losses: set[str] = field(default_factory=set[str])  # those that are means over sites, not sums
@@ -97,6 +99,7 @@ class Place(Operands):
                         raise FormError("P318", message, line)
                     self._check_initial(line, sizes)
                     self.parameters[name], self.sizes[name] = line, sizes
+                    self._name_tensor(line)
                 case ast.Let(name, value):
                     self._check_once(line, name)
                     self.lets[name] = self._written_out(value)
@@ -207,6 +210,24 @@ class Place(Operands):
         if condition.op not in ("==", "!="):
             left, right = real(left, condition.left), real(right, condition.right)
         return COMPARISONS[condition.op](left, right)
+
+    def tensor(self, name: str) -> str:
+        """The name of the tensor of a parameter."""
+        return self.tensors.get(name, name)
+
+    def _name_tensor(self, line: ast.Parameter) -> None:
+        """Names the tensor of a parameter by the number of the sites that have it in common."""
+        if not number_of(line):
+            return
+        name = ast.Name(line.scope, span=line.name_span)
+        self.derived_nodes.append(name)
+        number = self.argument(name)
+        if number == NONE:
+            return
+        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+            message = f"`{line.name}` is `per {line.scope}`, a whole number from 0 on or `none`, here {shown(number)}"
+            raise FormError("P318", message, line)
+        self.tensors[line.name] = f"{line.name}_{number}"
 
     def _is_tensor(self, node: ast.Expr) -> bool:
         return isinstance(self.operand(node), Value)

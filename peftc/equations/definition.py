@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 from peftc.diagnostics import Related, Source, Span
 from peftc.equations.analysis import Place, place_of
 from peftc.equations.bindings import is_written_out
+from peftc.equations.common_tensors import CommonTensors, Tensors, common_tensors, dims_at
 from peftc.equations.exports import Export, are_alternatives, export_of, may_hold
 from peftc.equations.patterns import bottleneck_of
 from peftc.equations.values import NUMBERS_OF_SITES, FormError, SiteNumbers, Value, numbers_of, shape_of
@@ -26,6 +27,9 @@ from peftc.equations.words import (
     arguments_of,
     criterion_of,
     inputs_of,
+    is_of_task,
+    number_of,
+    scope_of,
 )
 from peftc.forms.arguments import DTYPE
 from peftc.forms.form import Args, Dims, Form, Parameter, PlacementError, Scope
@@ -42,6 +46,7 @@ RANDOM_MODULE = "peftc.equation_code.random_module:RandomModule"
 RESULT = "f"
 OWNER = "owner_module"  # the attribute of a module with the module of common parameters
 PARAMETERS = "parameters"  # of the code of a place
+_MOST_KNOWN = 16  # sets of sites whose tensors are known
 _MODULES = {RANDOM: RANDOM_MODULE, BUFFER: BUFFER_MODULE, BUDGET: BUDGET_MODULE, SELECTION: SELECTION_MODULE}
 
 
@@ -61,9 +66,14 @@ class TextForm(Form):
         exclude = are_alternatives(self._lines())
         if "site" in scopes and len(scopes) > 1 and not exclude:
             self.common_module = MODULE
-            self.separates_tasks = any(line.scope and not line.fixed and not line.common for line in self._lines())
+            self.separates_tasks = any(map(is_of_task, self._lines()))
+        if any(map(is_of_task, self._lines())) and any(line.common for line in self._lines()):
+            self.common_module = self.tasks_module = MODULE
+            self.separates_tasks = True
         self.mixes_shapes = scopes != {"site"} and not exclude
-        self.place = lru_cache(maxsize=256)(self._place)
+        self.place = lru_cache(maxsize=1024)(self._place)
+        self._tensors: dict[object, CommonTensors] = {}
+        self._is_numbered = any(map(number_of, self._lines()))
         parts = [part for value in values(form) for part in walk(value)]
         self._calls = [part for part in parts if isinstance(part, ast.Call)]
         functions = {call.function for call in self._calls}
@@ -117,7 +127,7 @@ class TextForm(Form):
 
     def differs_by_site(self, args: Args) -> bool:
         """Whether sites that share parameters have values of their own."""
-        return "site" in self._asked and self.common(self.fill(args)) is not None
+        return ("site" in self._asked or self._is_numbered) and self.common(self.fill(args)) is not None
 
     def illegal(self, error: FormError, args: Args | None = None) -> PlacementError:
         label = "this line of the form" if error.code == "P317" else error.message
@@ -164,6 +174,7 @@ class TextForm(Form):
             message = f"`{self.name}` gives rows of keys and values, here {dims.target}"
             raise PlacementError("P310", message, help=help_)
         place = self.at(args, dims)
+        self.tensors(args, dims)
         self._check_export(place, args, dims)
         of_others = any(isinstance(shape, Tokens) and shape.of for shape in (dims.input, dims.target))
         if of_others and self.selects_positions(args):
@@ -202,19 +213,20 @@ class TextForm(Form):
         return replace(target, rows=rows)
 
     def parameters(self, args: Args, dims: Dims) -> Iterable[Parameter]:
-        place = self.at(args, dims)
-        if PARAMETERS not in place.code:
+        place, tensors = self.at(args, dims), self.tensors(args, dims)
+        if PARAMETERS not in place.code or self._is_numbered:
             export = self.export(args)
             trained = "trained" if export is None else "training"
             own = [
                 Parameter(
-                    name,
-                    place.sizes[name],
-                    scope="common" if line.scope else "site",
-                    role="state" if name in place.states else "fixed" if line.fixed else trained,
+                    tensor,
+                    at.sizes[name],
+                    scope=self.scope_at(line),
+                    role="state" if name in at.states else "fixed" if line.fixed else trained,
                     dtype="int64" if line.value == ast.Name(PERMUTATION) or criterion_of(line) else "",
                 )
-                for name, line in place.parameters.items()
+                for tensor, (at, name) in tensors.items()
+                for line in (at.parameters[name],)
             ]
             if export is not None:
                 # One module has what all sites save.
@@ -223,6 +235,43 @@ class TextForm(Form):
                 own += [Parameter(name, size, role="saved") for name, size in saved for _ in range(count)]
             place.code[PARAMETERS] = tuple(own)
         return place.code[PARAMETERS]
+
+    def scope_at(self, line: ast.Parameter) -> Literal["site", "common", "tasks"]:
+        """Which module has a parameter."""
+        return "site" if not line.scope else "tasks" if self.tasks_module and line.common else "common"
+
+    def tensors(self, args: Args, dims: Dims) -> Tensors:
+        """The tensors of a site, and all those of the sites that it has some in common with.
+
+        Raises: PlacementError P305 if sites of different sizes have one in common.
+        """
+        place = self.at(args, dims)
+        own = {place.tensor(name): (place, name) for name in place.parameters}
+        if not self._is_numbered:
+            return own
+        common = self._common_tensors(args, dims)
+        if common.conflict is not None:
+            raise self._conflict(*common.conflict, args, dims)
+        return common.tensors | {tensor: value for tensor, value in own.items() if tensor not in common.tensors}
+
+    def _common_tensors(self, args: Args, dims: Dims) -> CommonTensors:
+        key = tuple(sorted(args.items(), key=lambda item: item[0])), replace(dims, index=0, spread=(0, dims.spread[1]))
+        if key not in self._tensors:
+            places = [self.at(args, dims_at(dims, i)) for i in range(len(dims.spots))] or [self.at(args, dims)]
+            if len(self._tensors) > _MOST_KNOWN:
+                self._tensors.clear()
+            self._tensors[key] = common_tensors([line for line in self._lines() if line.scope], places)
+        return self._tensors[key]
+
+    def _conflict(self, line: ast.Parameter, message: str, args: Args, dims: Dims) -> PlacementError:
+        """P305 for a tensor of two sizes, with a word by which sites have tensors of their own."""
+        lets = [let for let in self.form.body if isinstance(let, ast.Let) and let.name == line.scope]
+        names = [name for let in lets if let.condition for name in names_in(let.condition.left) if name in args]
+        arguments = filter(None, map(self.argument, names))
+        words = dict.fromkeys((argument.name, word) for argument in arguments for word in argument.choices)
+        fits = (f"write `{n}={w}`" for n, w in words if not self._common_tensors({**args, n: w}, dims).conflict)
+        help_ = next(fits, "write an edit for each size")
+        return PlacementError("P305", message, names[0] if names else None, help=help_)
 
     # What an adapter has in its place
 
@@ -257,7 +306,7 @@ class TextForm(Form):
         return [line for line in self.form.body if isinstance(line, ast.Parameter)]
 
     def common(self, args: Args) -> Scope | None:
-        scopes = {line.scope for line in self._lines() if line.scope and may_hold(line.condition, args)}
+        scopes = {scope_of(line) for line in self._lines() if may_hold(line.condition, args)}
         return "edit" if "edit" in scopes else "group" if "group" in scopes else None
 
     def initial(self, args: Args, dims: Dims) -> float | None:
@@ -281,6 +330,8 @@ class TextForm(Form):
         Empty where they depend on the widest site, and `dims` do not say yet how wide that is.
         """
         if (self._is_wide and dims.widest == (0, 0)) or (OVER_SITES in self._asked and not dims.spread[1]):
+            return ()
+        if self._is_numbered:  # `tensors` compares them
             return ()
         place = self.at(args, dims)
         return tuple((n, place.sizes[n]) for n, line in place.parameters.items() if scope_of(line) != "site")
@@ -321,8 +372,9 @@ def _size_at(place: Place, node: ast.Expr) -> tuple[int, ...]:
     return operand.type.size
 
 
-def scope_of(parameter: ast.Parameter) -> str:
-    return parameter.scope or "site"
+def owner_path(line: ast.Parameter, form: TextForm) -> str:
+    """The attribute of a module at a site with the module that has a parameter, dotted."""
+    return f"{OWNER}.{OWNER}" if form.scope_at(line) == "tasks" else OWNER
 
 
 _FORMS: dict[tuple[ast.Form, str, Span], TextForm] = {}

@@ -37,6 +37,35 @@ def _under_budget(operands: rules.Types) -> Type:
     return rules.vector(operands)
 
 
+def _padded(operands: rules.Types) -> Type:
+    (own,), n = rules.vector(operands).size, operands[1]
+    if not isinstance(n, int) or isinstance(n, bool) or n < own:
+        raise rules.Mismatch(f"the vector has {own} entries, and cannot be padded to {n}", 1, "P106")
+    return Type((n,))
+
+
+def _permuted(operands: rules.Types) -> Type:
+    if rules.vector(operands) != rules.vector(operands, 1):
+        raise rules.Mismatch(f"{operands[0]} has not as many entries as its order, {operands[1]}", 1)
+    return rules.vector(operands)
+
+
+def _joined(operands: rules.Types) -> Type:
+    """Vectors, one behind the other."""
+    return Type((sum(rules.vector(operands, at).size[0] for at in range(len(operands))),))
+
+
+def _walsh(operands: rules.Types) -> Type:
+    (n,) = rules.vector(operands).size
+    if n & (n - 1):
+        raise rules.Mismatch(f"there is a Walsh-Hadamard transform of 1, 2, 4, 8, … entries, not of {n}", 0)
+    return rules.vector(operands)
+
+
+def _column(operands: rules.Types) -> Type:
+    return Type((*rules.vector(operands).size, 1))
+
+
 MATRICES: Mapping[str, Primitive] = {
     primitive.name: primitive
     for primitive in (
@@ -56,7 +85,7 @@ MATRICES: Mapping[str, Primitive] = {
             "column",
             "column(v)",
             "a vector as a matrix of one column: a factor for each row of a matrix",
-            rules.column,
+            _column,
             "peftc.equation_code.functions.column",
             lambda x: x,
             "linear",
@@ -187,10 +216,19 @@ MATRICES: Mapping[str, Primitive] = {
             "linear",
         ),
         Primitive(
+            "concat",
+            "concat(u, v)",
+            "vectors, one behind the other; of two or more",
+            _joined,
+            "peftc.equation_code.functions.concat",
+            lambda *numbers: numbers[0] if len(set(numbers)) == 1 else None,
+            operands=(2, 16),
+        ),
+        Primitive(
             "pad",
             "pad(v, n)",
             "v with zeros behind it, a vector of n entries",
-            rules.padded,
+            _padded,
             "peftc.equation_code.functions.pad",
             lambda x, n: 0.0 if x == 0 else None,
             "linear",
@@ -200,7 +238,7 @@ MATRICES: Mapping[str, Primitive] = {
             "permuted",
             "permuted(v, order)",
             "the entries of v in another order: `fixed order[n] = permutation`",
-            rules.permuted,
+            _permuted,
             "peftc.equation_code.functions.permuted",
             lambda x, order: x,
             "linear",
@@ -229,7 +267,7 @@ MATRICES: Mapping[str, Primitive] = {
             "walsh",
             "walsh(v)",
             "H v, H the Hadamard matrix of as many rows, a power of two: the Walsh-Hadamard transform",
-            rules.walsh,
+            _walsh,
             "peftc.equation_code.functions.walsh",
             lambda x: 0.0 if x == 0 else None,
             "linear",

@@ -181,11 +181,13 @@ FUNCTIONS: Mapping[str, Primitive] = {
             Primitive(
                 "layer_norm",
                 "layer_norm(x)",
-                "(x - mean) / deviation of the features of each token, without weights",
-                rules.same,
+                "(x - mean) / √(variance + e) of the features of each token, without weights; "
+                "layer_norm(x, e), without e 1e-5",
+                rules.normalized,
                 "peftc.equation_code.functions.layer_norm",
-                lambda x: 0.0 if x == 0 else None,
+                lambda x, *_: 0.0 if x == 0 else None,
                 flops=rules.entries,
+                operands=(1, 2),
                 by_rows=True,
             ),
             Primitive(

@@ -190,28 +190,11 @@ def vector(operands: Types, at: int = 0) -> Type:
     return type_
 
 
-def padded(operands: Types) -> Type:
-    (own,), n = vector(operands).size, operands[1]
-    if not isinstance(n, int) or isinstance(n, bool) or n < own:
-        raise Mismatch(f"the vector has {own} entries, and cannot be padded to {n}", 1, "P106")
-    return Type((n,))
-
-
-def permuted(operands: Types) -> Type:
-    if vector(operands) != vector(operands, 1):
-        raise Mismatch(f"{operands[0]} has not as many entries as its order, {operands[1]}", 1)
-    return vector(operands)
-
-
-def walsh(operands: Types) -> Type:
-    (n,) = vector(operands).size
-    if n & (n - 1):
-        raise Mismatch(f"there is a Walsh-Hadamard transform of 1, 2, 4, 8, … entries, not of {n}", 0)
-    return vector(operands)
-
-
-def column(operands: Types) -> Type:
-    return Type((*vector(operands).size, 1))
+def normalized(operands: Types) -> Type:
+    """A tensor, and what is added to its variance."""
+    if len(operands) > 1 and (not isinstance(operands[1], int | float) or operands[1] <= 0):
+        raise Mismatch(f"what is added to the variance is a number above 0, found {operands[1]}", 1, "P106")
+    return plain(operands)
 
 
 def last_of_each(operands: Types) -> Type:

@@ -7,7 +7,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from peftc.diagnostics.record import record
-from peftc.forms.form import Dims
+from peftc.forms.form import Dims, Spot
 from peftc.forms.shapes import Heads, Ids, Prompt, Rows, Scalar, Shape, Tokens, Vector, Weight
 from peftc.syntax import ast
 from peftc.syntax.printer import print_expression
@@ -124,6 +124,9 @@ class SiteNumbers(NamedTuple):
         site: which of them this is.
         layers: how many layers they are in.
         layer: which of these this one is in.
+        stack: which of their stacks this one is in.
+        parts, part: how many places in a layer they are at, and which of these this one is at.
+        stack_parts, stack_part: the same among the sites of this one's stack.
         over_sites: the rows, or entries, of which sites select together.
     """
 
@@ -133,25 +136,46 @@ class SiteNumbers(NamedTuple):
     site: int = 0
     layers: int = 0
     layer: int = 0
+    stack: int = 0
+    parts: int = 0
+    part: int = 0
+    stack_parts: int = 0
+    stack_part: int = 0
     over_sites: int = 0
 
 
-NUMBERS_OF_SITES = ("d_model", "sites", "site", "layers", "layer", "over_sites")
+_OF_GROUPS = frozenset({"layers", "layer", "stack", "parts", "part", "stack_parts", "stack_part"})
+NUMBERS_OF_SITES = ("d_model", "sites", "site", "over_sites", *sorted(_OF_GROUPS))
 
 
 def numbers_of(dims: Dims, names: Collection[str], is_wide: bool) -> SiteNumbers:
     """The numbers of these names, so that sites which do not differ in them are one place."""
-    layers, layer = layers_of(dims)
-    own = {"d_model": dims.d_model, "sites": dims.sites, "site": dims.index, "layers": layers, "layer": layer}
-    own |= {"over_sites": dims.spread[1]}
+    own = {"d_model": dims.d_model, "sites": dims.sites, "site": dims.index, "over_sites": dims.spread[1]}
+    if not _OF_GROUPS.isdisjoint(names):
+        own |= numbers_of_groups(dims)
     return SiteNumbers(dims.widest if is_wide else (0, 0), **{name: own[name] for name in names})
 
 
-def layers_of(dims: Dims) -> tuple[int, int]:
-    """How many layers have sites, with modules outside of layers, and the number of this one."""
-    homes = [spot.home or spot.layer or spot.part for spot in dims.spots] or [""]
-    layers = list(dict.fromkeys(homes))
-    return len(layers), layers.index(homes[dims.index if dims.spots else 0])
+def numbers_of_groups(dims: Dims) -> dict[str, int]:
+    """The layers, stacks and parts of layers that sites are in, in their order. A module outside of
+    layers is a layer of its own.
+    """
+    spots = dims.spots or (Spot("", "", 0, 0),)
+    homes = [spot.home or spot.layer or spot.part for spot in spots]
+    stacks = [home.rpartition("[")[0] for home in homes]
+    places = [(stack, spot.part) for stack, spot in zip(stacks, spots, strict=True)]
+    at = dims.index if dims.spots else 0
+    layers, parts = list(dict.fromkeys(homes)), list(dict.fromkeys(spot.part for spot in spots))
+    own = [part for stack, part in dict.fromkeys(places) if stack == stacks[at]]
+    return {
+        "layers": len(layers),
+        "layer": layers.index(homes[at]),
+        "stack": list(dict.fromkeys(stacks)).index(stacks[at]),
+        "parts": len(parts),
+        "part": parts.index(spots[at].part),
+        "stack_parts": len(own),
+        "stack_part": own.index(spots[at].part),
+    }
 
 
 class FormError(Exception):

@@ -57,6 +57,11 @@ SIZES: Mapping[str, str] = {
     "site": "the number of this site among them, from 0",
     "layers": "the layers of these sites, and the modules outside of layers",
     "layer": "the number of this site's layer among them, from 0",
+    "stack": "the number of this site's stack of layers among those of these sites, from 0",
+    "parts": "the places in a layer that these sites are at",
+    "part": "the number of this site's place in a layer among them, from 0",
+    "stack_parts": "the places in a layer that the sites of this site's stack are at",
+    "stack_part": "the number of this site's place in a layer among them, from 0",
     "entries": "the entries of a weight, or of a vector",
 }
 NEEDS: Mapping[str, str] = {  # what has a size
@@ -141,6 +146,21 @@ def criterion_of(line: ast.Parameter) -> str:
             return name
         case _:
             return ""
+
+
+def number_of(line: ast.Parameter) -> str:
+    """The number of which sites with the same one have a parameter in common: `per NAME`."""
+    return "" if line.scope in (None, "", "site", "group", "edit") else line.scope
+
+
+def scope_of(line: ast.Parameter) -> str:
+    """Who has a parameter: each "site", those of an attention "group", or of the "edit"."""
+    return "edit" if number_of(line) else line.scope or "site"
+
+
+def is_of_task(line: ast.Parameter) -> bool:
+    """Whether a parameter that sites have in common is another one for each task."""
+    return bool(line.scope) and not line.fixed and not line.common
 
 
 def is_choice(form: ast.Form, name: str) -> bool:
@@ -231,6 +251,7 @@ def _names_in_sizes(form: ast.Form) -> set[str]:
     """The names that sizes, numbers of terms and indices depend on."""
     lets = [line for line in form.body if isinstance(line, ast.Let)]
     sizes = [size for line in _parameters(form) for size in line.sizes]
+    sizes += [ast.Name(number) for line in _parameters(form) if (number := number_of(line))]
     sizes += [number for value in values(form) for part in walk(value) for number in whole_numbers(part)]
     names = {name for size in sizes for name in names_of_whole(size)}
     while more := {inner for let in lets if let.name in names for inner in names_of_whole(let.value)} - names:

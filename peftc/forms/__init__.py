@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from peftc.forms import (
-    hyper,
     ladder,
     layer_attention,
     masked,
@@ -36,7 +35,6 @@ __all__ = [
     "PlacementError",
     "Scope",
     "SelectiveModule",
-    "hyper",
     "ladder",
     "layer_attention",
     "masked",

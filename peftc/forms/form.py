@@ -84,6 +84,7 @@ class Spot(NamedTuple):
         part: its path in the layer.
         d_in, d_out: the features that it reads and writes; 0 where there are none.
         home: the layer that its module is in, or the module.
+        shapes: of the state that it writes, and of its inputs; empty where they are not known.
     """
 
     layer: str
@@ -91,6 +92,7 @@ class Spot(NamedTuple):
     d_in: int
     d_out: int
     home: str = ""
+    shapes: tuple[Shape | None, ...] = ()
 
 
 @record()

@@ -30,6 +30,7 @@ class Sharer(NamedTuple):
     features: tuple[int, int]  # of its input and of the state that it writes
     entries: int  # from which a method may select, such as those of the weight that it changes
     module: str = ""
+    shapes: tuple[Shape | None, ...] = ()  # of the state that it writes, and of its inputs
 
 
 @dataclass
@@ -59,7 +60,7 @@ class LoweringContext:
         """A sharer's spot, with the layer that its module is in."""
         prefixes = accumulate(sharer.module.split("."), lambda parent, part: f"{parent}.{part}")
         home = next((self._layers[name] for name in prefixes if name in self._layers), sharer.module)
-        return path_spot(sharer.path, *sharer.features)._replace(home=home)
+        return path_spot(sharer.path, *sharer.features)._replace(home=home, shapes=sharer.shapes)
 
     def check_common_sizes(self, owner: str, sizes: tuple[NamedSize, ...], span: Span) -> None:
         """Raises: P305 if common parameters of an equation need other sizes than at first."""
@@ -110,7 +111,8 @@ def sharers_of(site_edits: Iterable[SiteEdit], shared: Container[str]) -> dict[s
         for instance in site_edit.instances:
             form, args, dims = instance.form, instance.args, instance.dims
             if instance.owner is not None and (instance.owner in shared or form.common(args) == "edit"):
-                sharer = Sharer(site_edit.edit, site.path, features_of(dims), form.entries(args, dims), site.module)
+                entries, shapes = form.entries(args, dims), (dims.target, dims.input, dims.second)
+                sharer = Sharer(site_edit.edit, site.path, features_of(dims), entries, site.module, shapes)
                 sharers[instance.owner].append(sharer)
     return dict(sharers)
 

@@ -14,7 +14,8 @@ from peftc.addressing.sites import FeatureDims, Kernel, Slice, WeightRef
 from peftc.diagnostics.diagnostic import printable
 from peftc.equation_code.form_code import code_text
 from peftc.equations.analysis import Place
-from peftc.equations.definition import OWNER, TextForm, scope_of
+from peftc.equations.definition import TextForm, owner_path
+from peftc.equations.words import scope_of
 from peftc.forms.shapes import KeyValue, Prompt, Scalar, Tokens
 from peftc.modules.new_modules import module_with
 from peftc.modules.torch_attributes import TABLES, with_lazy_tables
@@ -153,8 +154,13 @@ def owners_of(instance: ir.FormInstance) -> dict[str, str]:
     """The parameters that the form's module at the site has not itself, but its owner."""
     if instance.form.text is None or instance.owner is None:
         return {}
-    parameters = place_of(instance).parameters.items()
-    return {n: OWNER for n, line in parameters if scope_of(line) != "site" or not instance.has_site_parameters}
+    form, parameters = instance.form, place_of(instance).parameters.items()
+    assert isinstance(form, TextForm)
+    return {
+        n: owner_path(line, form)
+        for n, line in parameters
+        if scope_of(line) != "site" or not instance.has_site_parameters
+    }
 
 
 def frozen_modules(site_edit: ir.SiteEdit) -> dict[str, str]:

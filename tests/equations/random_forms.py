@@ -48,9 +48,11 @@ class Writer:
             return "x" if n == D_IN else f"({self.parameter(n, D_IN)} @ x)"
         ways = ["product", "product", "product", "sum", "difference", "scaled", "factors", "shifted", "wrapped", "let"]
         ways += ["transpose", "blocks", "quotient", "negative", "mean"]
-        ways += ["each", "circulant"]
+        ways += ["each", "circulant", "concat"]
         ways += (
-            ["wave", "activation", "activation", "softmax", "layer_norm", "rms_norm", "gate"] if self.nonlinear else []
+            ["wave", "normalized", "activation", "activation", "softmax", "layer_norm", "rms_norm", "gate"]
+            if self.nonlinear
+            else []
         )
         way = choice(ways)
         inner = self.features
@@ -75,6 +77,10 @@ class Writer:
                 b = choice([b for b in (1, 2, n) if n % b == m % b == 0])
                 blocks = self.parameter(n) if b == n == m else self.parameter(n // b, m // b, b)
                 return f"(circulant({blocks}) @ {inner(m, depth - 1)})"
+            case "concat":
+                return f"(concat({self.parameter(n - 2)}, {self.parameter(2)}) * {inner(n, depth - 1)})"
+            case "normalized":
+                return f"layer_norm({inner(n, depth - 1)}, {choice((0.1, 's'))})"
             case "sum":
                 return f"({inner(n, depth - 1)} + {inner(n, depth - 1)})"
             case "difference":

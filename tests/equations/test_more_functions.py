@@ -124,7 +124,6 @@ ADD = "edit e at layer[*].attn.q { h += g(x) }"
         ("form g(x) { param A[2, d(out), d(x)] = 0 f = sum(i in 3, A[i] @ x) }", ADD, "P106"),
         ("form g(x) { param A[2, d(out), d(x)] = 0 f = sum(i in 1000, A[i - i] @ x) }", ADD, "P318"),
         ("form g(x) { param A[d(out), d(x)] common = 0 f = A @ x }", ADD, "P023"),
-        ("form g(x) { param A[d(x)] per edit common = 0 param B[d(out)] per edit = 0 f = A * x + B }", ADD, "P111"),
     ],
 )
 def test_what_has_no_meaning(form: str, edit: str, code: str) -> None:

@@ -67,7 +67,7 @@ def test_layers_and_positions_have_embeddings_of_their_own() -> None:
 
 def test_adapters_of_one_network_have_one_size() -> None:
     spec = "peft 1\nedit e at layer[*].ffn | layer[*].ffn.hidden { h += hyper(h, r=2) }"
-    with pytest.raises(peftc.PeftcError, match="P301") as excinfo:
+    with pytest.raises(peftc.PeftcError, match="P305") as excinfo:
         peftc.plan(spec, zoo.config("bart"))
     assert "nets=positions" in str(excinfo.value)
     assert peftc.plan(spec.replace("r=2", "r=2, nets=positions"), zoo.config("bart")).totals.trained

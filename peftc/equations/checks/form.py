@@ -8,6 +8,7 @@ from peftc.diagnostics import Diagnostic, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.equations.analysis import LOSS, mean_over_sites
 from peftc.equations.bindings import BINDERS, INITIAL
+from peftc.equations.checks.states import WEIGHTS, check_numbered, check_states, lines_of
 from peftc.equations.definition import RESULT
 from peftc.equations.matrices import DECOMPOSITIONS
 from peftc.equations.operands import TOKENS
@@ -29,16 +30,17 @@ from peftc.equations.words import (
     criterion_of,
     function_of,
     inputs_of,
+    number_of,
+    scope_of,
     words_of,
 )
-from peftc.forms.reserved import RESERVED_BESIDES, is_reserved
+from peftc.forms.reserved import is_reserved
 from peftc.syntax import ast
 from peftc.syntax.printer import print_expression
 from peftc.syntax.vocabulary import CONCAT, FROZEN_MODULES, SHARED, STATES
 from peftc.syntax.walk import children, values, walk
 
 _OWN_ARGUMENTS = ("dtype", "seed")  # every form has them, or those with fixed values
-_WEIGHTS = ("w", "b")  # of the base, from which first values may be computed
 _MOST_INPUTS = 2
 _KINDS = {
     ast.String: "text",
@@ -112,12 +114,12 @@ class _FormChecker:
             yield Diagnostic("P111", f"the form `{name}` has two values", line.target_span, help="remove one of them")
         if results:
             yield from self._unused()
-        yield from self._states()
-        shared = [line for line in self.form.body if isinstance(line, ast.Parameter) and line.scope and not line.fixed]
-        if len({line.common for line in shared}) > 1:
-            message = f"tasks share some parameters of `{name}` and have others of their own"
+        yield from check_states(self.form)
+        shared = [line for line in lines_of(self.form) if line.scope and not line.fixed]
+        if len({line.common for line in shared}) > 1 and any(map(criterion_of, lines_of(self.form))):
+            message = f"tasks share some parameters of `{name}`, which selects, and have others of their own"
             yield Diagnostic("P111", message, shared[-1].name_span, help="write `common` at all of them, or at none")
-        scopes = {line.scope: line for line in self.form.body if isinstance(line, ast.Parameter)}
+        scopes = {scope_of(line): line for line in lines_of(self.form)}
         if {"group", "edit"} <= scopes.keys():
             message = f"`{name}` has parameters `per group` and `per edit`"
             help_ = "choose one of them for all of its common parameters"
@@ -185,10 +187,14 @@ class _FormChecker:
     def _parameter(self, line: ast.Parameter) -> Iterator[Diagnostic]:
         for size in line.sizes:
             yield from self._expression(size)
-        if line.scope and line.scope not in ("site", "group", "edit"):
-            help_ = "`per site`, `per group` (of an attention) or `per edit`; `per task` belongs to an edit"
-            yield Diagnostic("P023", f"a parameter is not `per {line.scope}`", line.name_span, help=help_)
-        if line.common and (line.fixed or line.scope not in ("group", "edit")):
+        if (number := number_of(line)) and number not in self.names:
+            help_ = "`per site`, `per group` (of an attention), `per edit`, or `per n` with `let n = layer(out)`"
+            help_ = "`per task` belongs to an edit" if number == "task" else help_
+            yield Diagnostic("P023", f"a parameter is not `per {number}`", line.name_span, help=help_)
+        elif number:
+            self.used.add(number)
+            yield from check_numbered(self.form, line, number)
+        if line.common and (line.fixed or scope_of(line) == "site"):
             message = "`common` is for parameters `per group` or `per edit`, which tasks have apart otherwise"
             yield Diagnostic("P023", message, line.name_span, help="remove it")
         match line.value:
@@ -274,7 +280,7 @@ class _FormChecker:
 
     def _name(self, node: ast.Name, name: str, of_weights: bool) -> Iterator[Diagnostic]:
         self.used.add(name)
-        if name in self.names or name in ACTIVATIONS or (of_weights and name in _WEIGHTS):
+        if name in self.names or name in ACTIVATIONS or (of_weights and name in WEIGHTS):
             return
         known = [*self.names, *(INITIAL_VALUES if of_weights else ())]
         help_ = did_you_mean(name, known) or f"known here: {join_names(known)}"
@@ -355,27 +361,6 @@ class _FormChecker:
         elif self.limited.setdefault(SCATTER, v.name) != v.name:
             message = f"`{self.limited[SCATTER]}` has selected values already, and a form has one selection"
             yield Diagnostic("P111", message, call.span)
-
-    def _states(self) -> Iterator[Diagnostic]:
-        """The errors of a form that is changed in several ways besides training."""
-        parts = (part for value in values(self.form) for part in walk(value) if isinstance(part, ast.Call))
-        ways = {part.function for part in parts if part.function in (RANDOM, BUDGET)}
-        if any(isinstance(line, ast.Parameter) and line.value == ast.Name(BUFFER) for line in self.form.body):
-            ways.add(BUFFER)
-        if any(isinstance(line, ast.Parameter) and criterion_of(line) for line in self.form.body):
-            ways.add(SELECTION)
-        if len(ways) > 1:
-            message = f"`{self.form.name}` has {join_names(sorted(ways), 'and')}, and a form has one of them"
-            yield Diagnostic("P111", message, self.form.name_span, help="write two forms, and call both")
-        for line in self.form.body if ways else ():
-            if isinstance(line, ast.Parameter) and any(self._is_of_module(line.name, way) for way in ways):
-                message = f"no parameter can be named `{line.name}`: the module of such a form has that name"
-                yield Diagnostic("P121", message, line.name_span, help="use another name")
-
-    def _is_of_module(self, name: str, way: str) -> bool:
-        """Whether the module of a form that changes in this way has a name."""
-        is_score = way == BUDGET and name.endswith(("_importance", "_uncertainty"))
-        return is_score or name in RESERVED_BESIDES[way]
 
     def _unused(self) -> Iterator[Diagnostic]:
         for name, at in self.names.items():

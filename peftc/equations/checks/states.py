@@ -1,0 +1,70 @@
+"""Checks of the parameters that sites have in common by a number, and of those that change in other
+ways than by training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from peftc.diagnostics import Diagnostic
+from peftc.diagnostics.suggestions import join_names
+from peftc.equations.bindings import INITIAL
+from peftc.equations.words import BUDGET, BUFFER, RANDOM, SELECTION, criterion_of, inputs_of
+from peftc.forms.reserved import RESERVED_BESIDES
+from peftc.syntax import ast
+from peftc.syntax.walk import values, walk
+
+WEIGHTS = ("w", "b")  # of the base, from which first values may be computed
+
+
+def lines_of(form: ast.Form) -> list[ast.Parameter]:
+    return [line for line in form.body if isinstance(line, ast.Parameter)]
+
+
+def calls_of(form: ast.Form) -> list[ast.Call]:
+    return [part for value in values(form) for part in walk(value) if isinstance(part, ast.Call)]
+
+
+def check_numbered(form: ast.Form, line: ast.Parameter, number: str) -> Iterator[Diagnostic]:
+    """The errors of a parameter `per NUMBER`: no command and no weight gives its values."""
+    names = {part.id for part in walk(line.value) if isinstance(part, ast.Name)}
+    of_one_site = {BUFFER, *(name for name in WEIGHTS if name not in inputs_of(form))}
+    if criterion_of(line) or names & of_one_site:
+        message = f"`{line.name}` is `per {number}`, and its first value that of one site"
+        yield Diagnostic("P105", message, line.value.span, help="write a number, or what is drawn, as `normal(0.02)`")
+    begin, other = f"{line.name}_", next((one for one in lines_of(form) if _numbers(one.name, line.name)), None)
+    if other is not None:
+        message = f"`{line.name}` is `per {number}`, and its tensors are `{begin}0`, `{begin}1`, …"
+        yield Diagnostic("P111", message, other.name_span, help="use another name")
+    copies = (call for call in calls_of(form) if call.function == INITIAL)
+    if any(ast.Name(line.name) in walk(copy) for copy in copies):
+        message = f"`{line.name}` is `per {number}`, and `initial` keeps no first value of it"
+        yield Diagnostic("P105", message, line.name_span, help="write `per edit`")
+
+
+def _numbers(name: str, other: str) -> bool:
+    """Whether a name is another one with a number, `A_0` of `A`."""
+    begin, _, end = name.rpartition("_")
+    return begin == other and end.isdecimal()
+
+
+def check_states(form: ast.Form) -> Iterator[Diagnostic]:
+    """The errors of a form that is changed in several ways besides training."""
+    ways = {call.function for call in calls_of(form) if call.function in (RANDOM, BUDGET)}
+    if any(line.value == ast.Name(BUFFER) for line in lines_of(form)):
+        ways.add(BUFFER)
+    if any(map(criterion_of, lines_of(form))):
+        ways.add(SELECTION)
+    if len(ways) > 1:
+        message = f"`{form.name}` has {join_names(sorted(ways), 'and')}, and a form has one of them"
+        yield Diagnostic("P111", message, form.name_span, help="write two forms, and call both")
+    for line in lines_of(form) if ways else ():
+        if any(_is_of_module(line.name, way) for way in ways):
+            message = f"no parameter can be named `{line.name}`: the module of such a form has that name"
+            yield Diagnostic("P121", message, line.name_span, help="use another name")
+
+
+def _is_of_module(name: str, way: str) -> bool:
+    """Whether the module of a form that changes in this way has a name."""
+    is_score = way == BUDGET and name.endswith(("_importance", "_uncertainty"))
+    return is_score or name in RESERVED_BESIDES[way]
