@@ -50,9 +50,7 @@ class Writer:
         ways += ["transpose", "blocks", "quotient", "negative", "mean"]
         ways += ["each", "circulant", "concat"]
         ways += (
-            ["wave", "normalized", "activation", "activation", "softmax", "layer_norm", "rms_norm", "gate"]
-            if self.nonlinear
-            else []
+            ["wave", "activation", "activation", "softmax", "layer_norm", "rms_norm", "gate"] if self.nonlinear else []
         )
         way = choice(ways)
         inner = self.features
@@ -79,8 +77,8 @@ class Writer:
                 return f"(circulant({blocks}) @ {inner(m, depth - 1)})"
             case "concat":
                 return f"(concat({self.parameter(n - 2)}, {self.parameter(2)}) * {inner(n, depth - 1)})"
-            case "normalized":
-                return f"layer_norm({inner(n, depth - 1)}, {choice((0.1, 's'))})"
+            case "layer_norm":
+                return f"layer_norm({inner(n, depth - 1)}{choice(('', ', 0.1', ', s'))})"
             case "sum":
                 return f"({inner(n, depth - 1)} + {inner(n, depth - 1)})"
             case "difference":
