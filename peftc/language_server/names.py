@@ -26,6 +26,8 @@ from peftc.syntax.partial import PartialText
 from peftc.syntax.vocabulary import EDIT_FACTS
 
 _MOST_EDITS = 1_000
+_LETS: Mapping[str, Kind] = {"let": "let", "group_of_sites": "group"}
+_SELECTORS = frozenset({"union", "difference", "selection", "optional"})
 Names = Mapping[str, Symbol]
 Used = Callable[["FileNames", Tree], "FileNames | None"]  # the names of the file that a `use` names
 
@@ -157,15 +159,15 @@ class _Walk:
             self._visible = self._flat()
 
     def _constants(self) -> Scope:
-        lets = ((let, word_of(let.children[1])) for let in self.file.statements if let.rule == "let")
+        lets = ((let, word_of(let.children[1])) for let in self.file.statements if let.rule in _LETS)
         symbols: Scope = {}
-        for _, word in lets:
+        for let, word in lets:
             if word is not None:
-                symbols.setdefault(word.text, self._let(word))
+                symbols.setdefault(word.text, self._let(let, word))
         return symbols
 
-    def _let(self, word: Token) -> Symbol:
-        return Symbol("let", self.file.path, word.text, f"@{word.span.start}")
+    def _let(self, let: Tree, word: Token) -> Symbol:
+        return Symbol(_LETS[let.rule], self.file.path, word.text, f"@{word.span.start}")
 
     def add(self, symbol: Symbol | None, word: Token | None, is_definition: bool = False) -> None:
         if symbol is not None and word is not None:
@@ -190,7 +192,7 @@ class _Walk:
                     self._edit(statement, method)
                 case "apply":
                     self._apply(statement, method)
-                case "let":
+                case "let" | "group_of_sites":
                     self._statement_let(statement, bool(method))
                 case "expect":
                     self._expect(statement, method)
@@ -225,8 +227,9 @@ class _Walk:
     def _statement_let(self, let: Tree, is_inner: bool) -> None:
         word = word_of(let.children[1])
         self._expressions(*let.children[2:])
+        self._groups(*let.children[2:])
         if word is not None:
-            symbol = self._let(word)
+            symbol = self._let(let, word)
             self.add(symbol, word, True)
             if is_inner:
                 self.scopes[-1][word.text] = symbol
@@ -234,6 +237,7 @@ class _Walk:
     def _edit(self, edit: Tree, method: str) -> None:
         if (word := name_of(edit)) is not None:
             self.add(Symbol("edit", self.file.path, word.text, method), word, True)
+        self._groups(*edit.children[2:])
         self.scopes.append({})
         for line in trees_of(edit, "equation", "let"):
             self._before(line.span.start)
@@ -243,12 +247,25 @@ class _Walk:
                 self._expressions(*line.children[2:])
         self._leave(edit.span.end)
 
+    def _groups(self, *values: Value) -> None:
+        """The names of groups of sites in a selector: paths of one step."""
+        for value in values:
+            if not isinstance(value, Tree):
+                continue
+            if value.rule == "path":
+                word = next((word_of(step.children[0]) for step in trees_of(value, "step")), None)
+                symbol = None if word is None or word.span != value.span else self.find(word.text)
+                self.add(symbol if symbol is not None and symbol.kind == "group" else None, word)
+            elif value.rule in _SELECTORS:
+                self._groups(*value.children)
+
     def _apply(self, apply: Tree, method: str) -> None:
         word = name_of(apply)
         symbol = None if word is None else self.file.definition("method", word.text)
         self.add(symbol, word)
         for arguments in trees_of(apply, "arguments"):
             self._arguments(arguments, None if symbol is None else ("parameter", symbol))
+        self._groups(*apply.children[2:])
         if (alias := alias_of(apply)) is not None:
             self.add(Symbol("alias", self.file.path, alias.text, method), alias, True)
 

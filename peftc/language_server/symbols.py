@@ -10,8 +10,8 @@ from peftc.diagnostics import Span
 from peftc.syntax.automaton import Tree, Value, spliced
 from peftc.syntax.lexer import Token
 
-Kind = Literal["form", "method", "parameter", "argument", "value", "let", "index", "edit", "alias"]
-_LOCAL: frozenset[Kind] = frozenset({"value", "let", "index", "edit", "alias"})
+Kind = Literal["form", "method", "parameter", "argument", "value", "let", "group", "index", "edit", "alias"]
+_LOCAL: frozenset[Kind] = frozenset({"value", "let", "group", "index", "edit", "alias"})
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Symbol:
 
     Attributes:
         kind: a form, a method, a parameter of a method, an argument of a form, a value or a tensor
-            of a form, a let, the index of a sum, an edit, or what `apply … as` calls a method.
+            of a form, a let, a group of sites, the index of a sum, an edit, or what `apply … as`
+            calls a method.
         path: of the file that defines it.
         name: as it is written.
         owner: the method or the form that it belongs to; of a let, where it is.

@@ -42,7 +42,9 @@ def _warning(edit: ast.Edit, span: Span, places: Sequence[SiteEdit], every: int)
     count, first = sum(one.count for one in places), places[0].site
     call = next(t for t in places[0].terms() if isinstance(t, FormCall) and t.source.span == span)
     name = call.instance.form.name
-    message = f"`{name}` is for Linears, and {count} of {plural(every, 'site')} {'are' if count > 1 else 'is'} none"
+    are_none = f"{count} of {every} sites {'are' if count > 1 else 'is'} none"
+    are_none = f"none of {plural(every, 'site')} is one" if count == every else are_none
+    message = f"`{name}` is for Linears, and {are_none}"
     note = f"such as `{first.path}`, the module `{first.module}`: no weight of it can hold `{name}`"
     paths = [arm for arm in arms(edit.selector) if isinstance(arm, ast.Path)]
     help_ = "name the Linears alone; a norm takes `h *= vector(init=1)`, or `train norms = [w, b] at …`"

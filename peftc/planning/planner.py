@@ -277,7 +277,7 @@ class Planner:
             raise EverySiteNeeded  # they say how many sites they are at
         if self.errors:
             groups: dict[Diagnostic, list[Diagnostic]] = defaultdict(list)
-            by_place = sorted(self.errors, key=lambda e: e.span.start if e.span else 0)
+            by_place = sorted(dict.fromkeys(self.errors), key=lambda e: e.span.start if e.span else 0)
             for error in sorted(by_place, key=lambda e: e.source.path if e.source else ""):
                 groups[replace(error, span=None)].append(error)
             raise PeftcError(map(_in_lines, groups.values()))

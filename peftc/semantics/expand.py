@@ -24,6 +24,7 @@ from peftc.semantics.files import (
     folders_of,
 )
 from peftc.semantics.moves import moves_to
+from peftc.semantics.site_groups import bind_group, expand_selectors
 from peftc.semantics.substitute import (
     Environment,
     child_environment,
@@ -121,7 +122,7 @@ class Expander:
             statements = [s for s in spec.statements if isinstance(s, ast.Expect | ast.Moved)]
         else:
             self._check_settings(list(scope.constants), "the file")
-            statements = [s for s in spec.statements if not isinstance(s, ast.Let)]  # they are in the scope
+            statements = [s for s in spec.statements if not isinstance(s, ast.Let | ast.SiteGroup)]  # in the scope
             if not changes_model(spec.statements):
                 message = f"{spec.source.path} changes nothing"
                 help_ = "add an `edit`, e.g. `edit ffn at layer[*].ffn { h += adapter(x, r=64) }`"
@@ -196,12 +197,18 @@ class Expander:
         expanded: list[ast.Statement] = []
         inner = child_environment(environment)
         bound: set[str] = set()
+        groups = dict(scope.groups)
+        own: dict[str, ast.Selector] = {}
         for statement in body:
             if self._budget <= 0:
                 break
             errors = len(self.errors)
             with collect_errors(self.errors, scope.spec):
+                statement = expand_selectors(statement, groups)
                 match statement:
+                    case ast.SiteGroup():
+                        bind_group(statement, own, bound)
+                        groups |= own
                     case ast.Let(_, value) if not is_shared(value):
                         self._bind(statement, inner, bound)
                     case ast.Apply():
@@ -343,6 +350,8 @@ def check_file(spec: ast.Spec, include: Include = ()) -> list[Diagnostic]:
         errors += expand_valid(spec, {}, folders)[1]
     if any(error.code in ("P109", "P119") for error in errors):  # of which an unused name is a consequence
         errors = [error for error in errors if error.code != "P114" or "never applied" not in error.message]
+    misspelled = {name for e in errors if e.code == "P208" for name in _QUOTED.findall(e.help or "")}
+    errors = [e for e in errors if e.code != "P114" or misspelled.isdisjoint(_QUOTED.findall(e.message))]
     unique: dict[object, Diagnostic] = {}  # an applied method is checked with its defaults and with its arguments
     for error in errors:
         unique.setdefault((error.code, error.span, error.source and error.source.path, error.message), error)

@@ -17,6 +17,7 @@ from peftc.filesystem import resources
 from peftc.filesystem.bounded_read import check_path, printable_path, read_regular
 from peftc.filesystem.open_texts import exists, open_text
 from peftc.semantics.checks.definitions import bound_twice, check_definitions
+from peftc.semantics.site_groups import bind_group
 from peftc.semantics.substitute import Environment, is_constant, substitute
 from peftc.syntax import ast
 from peftc.syntax.lexer import begins_as_spec
@@ -135,6 +136,7 @@ class Scope:
     forms: dict[str, ast.Form] = field(default_factory=dict[str, ast.Form])
     constants: dict[str, ast.Expr] = field(default_factory=dict[str, ast.Expr])
     shared: dict[str, list[ast.Let]] = field(default_factory=dict[str, list[ast.Let]])
+    groups: dict[str, ast.Selector] = field(default_factory=dict[str, ast.Selector])
     lets: dict[str, ast.Let] = field(default_factory=dict[str, ast.Let])  # of the constants of the file
 
 
@@ -169,6 +171,9 @@ class ScopeReader:
                     scope.shared.setdefault(statement.name, []).append(statement)
                 case ast.Let():
                     self._constant(statement, scope, settings)
+                case ast.SiteGroup():
+                    with collect_errors(self.errors, spec):
+                        bind_group(statement, scope.groups, (*scope.lets, *scope.shared))
                 case _:
                     pass
         return scope

@@ -6,31 +6,22 @@ Equality ignores spans and comments, so that `parse(print(spec)) == spec`.
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from peftc.diagnostics import NOWHERE, Source, Span
 from peftc.diagnostics.record import record
-
-
-@record(kw_only=True)
-class Node:
-    """What has a place in the text."""
-
-    span: Span = field(default=NOWHERE, compare=False, repr=False)
-
-
-AnyNode = TypeVar("AnyNode", bound=Node)
-
-
-def build(node: type[AnyNode], **fields: Any) -> AnyNode:
-    """A node of all the fields that have no default.
-
-    The parser's way: `__init__` also checks its arguments.
-    """
-    new = object.__new__(node)
-    object.__setattr__(new, "__dict__", fields)
-    return new
-
+from peftc.syntax.nodes import AnyNode as AnyNode
+from peftc.syntax.nodes import BracedPath as BracedPath
+from peftc.syntax.nodes import Braces as Braces
+from peftc.syntax.nodes import Difference as Difference
+from peftc.syntax.nodes import Glob as Glob
+from peftc.syntax.nodes import Index as Index
+from peftc.syntax.nodes import Node as Node
+from peftc.syntax.nodes import Path as Path
+from peftc.syntax.nodes import Selector as Selector
+from peftc.syntax.nodes import Step as Step
+from peftc.syntax.nodes import Union as Union
+from peftc.syntax.nodes import build as build
 
 # Expressions
 
@@ -141,57 +132,6 @@ class Binding(Node):
 Expr = Number | Boolean | Name | String | Call | Negative | Binary | List | Pair | Item | Attribute | Binding
 
 
-# Selectors
-
-
-@record()
-class Index(Node):
-    """`3` (start = stop), `0..5` (inclusive), `6..`, `..5`, `*` (neither), `-1` (from the end)."""
-
-    start: int | None
-    stop: int | None
-
-
-@record()
-class Step(Node):
-    """`layer[0, 3..5]`, `attn`, `**`; `indices` is None without brackets."""
-
-    name: str
-    indices: tuple[Index, ...] | None = None
-
-
-@record()
-class Path(Node):
-    """`encoder.layer[*].ffn`"""
-
-    steps: tuple[Step, ...]
-
-
-@record()
-class Glob(Node):
-    """A pattern on module names. `*` and `?` match within a segment, `**` across segments."""
-
-    pattern: str
-
-
-@record()
-class Union(Node):
-    """`a | b | c`"""
-
-    arms: tuple[Selector, ...]
-
-
-@record()
-class Difference(Node):
-    """`a - b`"""
-
-    left: Selector
-    right: Selector
-
-
-Selector = Path | Glob | Union | Difference
-
-
 # Statements
 
 
@@ -267,6 +207,15 @@ class Expect(Statement):
 
 
 @record()
+class SiteGroup(Statement):
+    """`let attn_qv at layer[*].attn.{q, v}`: a name for sites, in the place of a path."""
+
+    name: str
+    selector: Selector
+    name_span: Span = field(default=NOWHERE, compare=False, repr=False)
+
+
+@record()
 class Moved(Statement):
     """`moved qv -> attention`: what older adapters call `old` is `new`. With `at`, `moved ffn at
     layer[*].ffn -> layer[*].ffn.down`: the edit `old` is at sites of other names.
@@ -314,7 +263,7 @@ class Method(Statement):
 
     name: str
     params: tuple[Param, ...]
-    body: tuple[Edit | Train | Expect | Apply | Let | Moved, ...]
+    body: tuple[Edit | Train | Expect | Apply | Let | SiteGroup | Moved, ...]
     closing: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
 
@@ -373,7 +322,7 @@ class Form(Statement):
 
 
 Expanded = Form | Let | Edit | Train | Expect | Moved  # what is left behind expansion
-TopLevel = Expanded | Method | Use | Apply
+TopLevel = Expanded | SiteGroup | Method | Use | Apply
 
 
 @record()

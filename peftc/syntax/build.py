@@ -9,7 +9,7 @@ from peftc.syntax import ast
 from peftc.syntax.lexer import VERSIONS, CommentCursor, Lexemes
 from peftc.syntax.reducer import Phrase
 
-_SELECTORS = (ast.Path, ast.Glob, ast.Union, ast.Difference)
+_SELECTORS = (ast.Path, ast.BracedPath, ast.Glob, ast.Union, ast.Difference)
 
 
 class Builder:
@@ -195,6 +195,10 @@ class Builder:
         _, name, _, value = children
         return ast.build(ast.Let, name=name.id, value=value, **common)
 
+    def _group_of_sites(self, children: list[Any], **common: Any) -> ast.SiteGroup:
+        _, name, _, selector = children
+        return ast.SiteGroup(name.id, selector, name_span=name.span, **common)
+
     def _train(self, children: list[Any], **common: Any) -> ast.Train:
         _, name, _, states, _, selector = children
         words = states.children[1::2]
@@ -211,6 +215,10 @@ class Builder:
         _, old, *places, new = children
         at, to = (places[1], new) if len(places) > 1 else (None, None)
         name = new.id if at is None else old.id
+        for path in (at, to):
+            if isinstance(path, ast.BracedPath):
+                help_ = "write a `moved` for each of its paths"
+                self.errors.append(Diagnostic("P016", "`moved` takes a path without braces", path.span, help=help_))
         spans = {"old_span": old.span if at is None else at.span, "new_span": new.span}
         return ast.build(ast.Moved, old=old.id, new=name, at=at, to=to, **spans, **common)
 

@@ -59,10 +59,10 @@ def _print_all(values: Sequence[ast.Expr]) -> str:
 def print_selector(value: ast.Selector, nested: bool = False) -> str:
     """`value`; if `nested` in another selector, a union or difference stands in parentheses."""
     match value:
-        case ast.Path(steps):
-            return ".".join(map(print_step, steps))
-        case ast.Glob(pattern):
-            return f'"{pattern}"'
+        case ast.Path(steps, optional) | ast.BracedPath(steps, optional):
+            return ".".join(map(print_step, steps)) + "?" * optional
+        case ast.Glob(pattern, optional):
+            return f'"{pattern}"' + "?" * optional
         case ast.Union(arms):
             text = " | ".join(print_selector(arm, nested=True) for arm in arms)
         case ast.Difference(left, right):
@@ -71,8 +71,10 @@ def print_selector(value: ast.Selector, nested: bool = False) -> str:
     return f"({text})" if nested else text
 
 
-def print_step(value: ast.Step) -> str:
-    """`layer[0, 3..5]`"""
+def print_step(value: ast.Step | ast.Braces) -> str:
+    """`layer[0, 3..5]`, `{q, v}`"""
+    if isinstance(value, ast.Braces):
+        return f"{{{', '.join(map(print_selector, value.paths))}}}"
     return value.name if value.indices is None else f"{value.name}[{', '.join(map(print_index, value.indices))}]"
 
 
@@ -147,6 +149,8 @@ def print_line(statement: ast.Statement) -> str:
             return f"{target} {op} {print_expression(value)}{_condition(condition)}"
         case ast.Let(name, value, condition):
             return f"let {name} = {print_expression(value)}{_condition(condition)}"
+        case ast.SiteGroup(name, selector):
+            return f"let {name} at {print_selector(selector)}"
         case ast.Require(left, op, right, condition):
             return f"require {print_expression(left)} {op} {print_expression(right)}{_condition(condition)}"
         case ast.Save(call, condition):

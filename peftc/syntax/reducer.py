@@ -8,6 +8,7 @@ text, so their phrases are left to `peftc.syntax.build`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import isfinite
 from typing import Any, Literal, NamedTuple, cast
 
@@ -16,6 +17,7 @@ from peftc.syntax import ast
 from peftc.syntax.ast import AnyNode
 from peftc.syntax.lexer import NEED_VERSION_2, ONE_VALUE, Lexemes, excerpt
 from peftc.syntax.tables import END, Rule, tables
+from peftc.syntax.walk import MAX_PATHS, count_paths
 
 _MAX_NUMBER, _MAX_INDEX = 40, 9  # characters
 _SKIPPED = tables().ignored | {"COMMENT"}
@@ -197,8 +199,21 @@ class Reducer:
 
     # Selectors
 
-    def _path(self, children: list[Value], first: int, last: int) -> ast.Path:
-        return ast.build(ast.Path, steps=tuple(children[::2]), span=self._span(first, last))
+    def _path(self, children: list[Value], first: int, last: int) -> ast.Path | ast.BracedPath:
+        steps, span = tuple(children[::2]), self._span(first, last)
+        if all(type(step) is ast.Step for step in steps):
+            return ast.build(ast.Path, steps=steps, optional=False, span=span)
+        path = ast.BracedPath(steps, span=span)
+        if count_paths(path) > MAX_PATHS:
+            self._error("P016", f"these braces are short for more than {MAX_PATHS} paths", span, "write several edits")
+            return ast.Path(steps[:1], span=span)
+        return path
+
+    def _braces(self, children: list[Value], first: int, last: int) -> ast.Braces:
+        return ast.Braces(tuple(children[1:-1:2]), span=self._span(first, last))
+
+    def _optional(self, children: list[Value], first: int, last: int) -> ast.Path | ast.BracedPath | ast.Glob:
+        return replace(children[0], optional=True, span=self._span(first, last))
 
     def _step(self, children: list[Value], first: int, last: int) -> ast.Step:
         indices = children[1] if len(children) > 1 else None
@@ -235,7 +250,7 @@ class Reducer:
         pattern, span = self._words[first][1:-1], self._span(first, last)
         if not pattern.strip():
             self._error("P016", "this pattern is empty", span, 'e.g. "model.layers.*.mlp"')
-        return ast.build(ast.Glob, pattern=pattern, span=span)
+        return ast.build(ast.Glob, pattern=pattern, optional=False, span=span)
 
     _selection = _group
 

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 from peftc.syntax import ast
 from peftc.syntax.vocabulary import EVERY_MODULE, LINEAR, SHARED, STACK_CHOICES
+
+MAX_PATHS = 100  # that one path with braces is short for
 
 
 def children(value: ast.Expr) -> tuple[ast.Expr, ...]:
@@ -130,15 +133,69 @@ def names_in_statements(statements: Iterable[ast.Statement]) -> Iterator[str]:
     return (name for statement in statements for value in values(statement) for name in names_in(value))
 
 
+def spell_out(selector: ast.Selector) -> ast.Selector:
+    """A selector without braces: `attn.{q, v}` is `attn.q | attn.v`."""
+    match selector:
+        case ast.BracedPath():
+            paths = [ast.Path(steps, optional, span=selector.span) for steps, optional in _paths(selector)]
+            return ast.Union(tuple(paths), span=selector.span)
+        case ast.Union(parts):
+            return replace(selector, arms=tuple(arm for part in parts for arm in united(spell_out(part))))
+        case ast.Difference(left, right):
+            return replace(selector, left=spell_out(left), right=spell_out(right))
+        case _:
+            return selector
+
+
+def united(selector: ast.Selector) -> tuple[ast.Selector, ...]:
+    """The arms of a union; else the selector itself."""
+    return selector.arms if isinstance(selector, ast.Union) else (selector,)
+
+
+def _paths(path: ast.Path | ast.BracedPath) -> list[tuple[tuple[ast.Step, ...], bool]]:
+    """The steps of each path that one with braces is short for, and whether it is optional."""
+    paths: list[tuple[tuple[ast.Step, ...], bool]] = [((), path.optional)]
+    for step in path.steps:
+        parts = [((step,), False)] if isinstance(step, ast.Step) else [p for one in step.paths for p in _paths(one)]
+        paths = [(before + steps, first or second) for before, first in paths for steps, second in parts]
+    return paths
+
+
+def count_paths(path: ast.Path | ast.BracedPath) -> int:
+    """How many paths one with braces is short for, those in its braces for `MAX_PATHS` each."""
+    groups = (step.paths for step in path.steps if isinstance(step, ast.Braces))
+    return prod(sum(map(count_paths, paths)) for paths in groups)
+
+
 def arms(selector: ast.Selector) -> Iterator[ast.Path | ast.Glob]:
     """The paths and patterns of a selector, the subtracted ones included."""
     match selector:
+        case ast.BracedPath():
+            yield from arms(spell_out(selector))
         case ast.Union(parts):
             yield from (arm for part in parts for arm in arms(part))
         case ast.Difference(left, right):
             yield from (*arms(left), *arms(right))
         case _:
             yield selector
+
+
+def names_in_selectors(statements: Iterable[ast.Statement]) -> Iterator[str]:
+    """The names of the steps of all paths, any of which may be that of a group of sites."""
+    for statement in statements:
+        match statement:
+            case ast.Method(body=body):
+                yield from names_in_selectors(body)
+            case ast.Edit(selector=selector) | ast.Train(selector=selector) | ast.SiteGroup(selector=selector):
+                yield from _step_names(selector)
+            case ast.Apply(at=at) if at is not None:
+                yield from _step_names(at)
+            case _:
+                pass
+
+
+def _step_names(selector: ast.Selector) -> Iterator[str]:
+    yield from (step.name for arm in arms(selector) if isinstance(arm, ast.Path) for step in arm.steps)
 
 
 def above_modules(steps: Sequence[ast.Step]) -> Sequence[ast.Step] | None:

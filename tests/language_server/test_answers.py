@@ -85,6 +85,43 @@ def test_completion(folder: Path) -> None:
     run(session)
 
 
+GROUPS = """peft 2
+let both at layer[*].attn.{q, v}
+edit a at both - layer[0].attn.q { h += lora(x, r=2) }
+train b = [w] at both?
+"""
+
+
+def test_names_in_braces_and_groups(folder: Path) -> None:
+    """Steps are completed in braces, with the path in front; groups of sites are names."""
+    uri = (folder / "own.peft").as_uri()
+    (folder / "peftc.toml").write_text('models = ["bart.json"]\n')
+
+    async def session() -> None:
+        async with connected(folder) as client:
+            client.open(uri, GROUPS)
+            await client.codes(uri)
+            for written in ("{¦", "{q, ¦", "{q?, k.¦", "{norm, o}.¦"):
+                below = written.startswith("{norm") or written.endswith(".¦")
+                steps = await complete(client, uri, EDIT.format(f"encoder.layer[*].attn.{written}"))
+                assert ("heads" in steps) == (not below), written
+                assert "ffn" not in steps
+            assert "up" in await complete(client, uri, EDIT.format("layer[*].{attn.{q, v}, ffn.¦"))
+            assert "up" not in await complete(client, uri, EDIT.format("layer[*].{ffn.{up, down}, attn.¦"))
+            assert await complete(client, uri, EDIT.format("layer[*].**.¦")) == ["linear"]
+            assert "both" in await complete(client, uri, GROUPS + "edit c at ¦")
+            assert "both" not in await complete(client, uri, GROUPS + "edit c at layer.¦")
+            assert "both" not in await complete(client, uri, GROUPS + "edit c at embed { h += ¦ }")
+            client.change(uri, GROUPS)
+            assert "`layer[*].attn.v` on `bart.json`: 8 sites" in await hover(client, uri, "v}")
+            assert "let both at" in await hover(client, uri, "both -")
+            params = types.RenameParams(new_name="two", **client.place(uri, "both -"))
+            edit = await client.text_document_rename_async(params)
+            assert applied(GROUPS, edit.changes[uri]) == GROUPS.replace("both", "two")
+
+    run(session)
+
+
 def modules() -> list[str]:
     names = [module.name for module in peftc.sites("bart.json").modules if module.name]
     return list(dict.fromkeys(".".join("*" if part.isdigit() else part for part in n.split(".")) for n in names))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from peftc.syntax import ast
@@ -84,8 +86,19 @@ chosen_stacks = st.sampled_from(
         ast.Path((ast.Step("output"), ast.Step("layer", (ast.Index(None, None),)), ast.Step("ffn"))),
     ]
 )
-paths = st.builds(ast.Path, st.lists(steps, min_size=1, max_size=4).map(tuple))
-places = paths | st.builds(ast.Glob, patterns) | chosen_stacks
+plain_paths = st.builds(ast.Path, st.lists(steps, min_size=1, max_size=4).map(tuple))
+paths = plain_paths | plain_paths.map(lambda path: replace(path, optional=True))
+
+
+@st.composite
+def braced_paths(draw: st.DrawFn, inner: st.SearchStrategy[ast.Path | ast.BracedPath]) -> ast.BracedPath:
+    """A path with braces in it, behind its first step."""
+    braces = st.builds(ast.Braces, st.lists(inner, min_size=2, max_size=2).map(tuple))
+    first, some, last = draw(steps), draw(braces), draw(st.lists(steps | braces, max_size=1))
+    return ast.BracedPath((first, some, *last), draw(st.booleans()))
+
+
+places = st.recursive(paths, braced_paths, max_leaves=4) | st.builds(ast.Glob, patterns, st.booleans()) | chosen_stacks
 
 
 def _joined(inner: st.SearchStrategy[ast.Selector]) -> st.SearchStrategy[ast.Selector]:
@@ -120,7 +133,8 @@ def expects(draw: st.DrawFn) -> ast.Expect:
     return ast.Expect(draw(expressions), op, right, leading=draw(above), trailing=draw(trailing_comment))
 
 
-members = edits | trains | applies | lets | expects()
+groups = st.builds(ast.SiteGroup, dotted, selectors, **comment_fields)
+members = edits | trains | applies | lets | groups | expects()
 params = st.lists(st.builds(ast.Param, words, expressions, leading=above, trailing=trailing_comment), max_size=3).map(
     tuple
 )
@@ -168,7 +182,7 @@ forms = st.builds(
     **comment_fields,
 )
 moves = st.builds(ast.Moved, dotted, dotted, **comment_fields) | dotted.flatmap(
-    lambda name: st.builds(ast.Moved, st.just(name), st.just(name), paths, paths, **comment_fields)
+    lambda name: st.builds(ast.Moved, st.just(name), st.just(name), plain_paths, plain_paths, **comment_fields)
 )
 specs_2 = st.builds(
     ast.Spec,

@@ -18,6 +18,8 @@ from peftc.syntax import parse_text, print_spec
 
 TEXTS = [path.read_text(encoding="utf-8") for path in sorted(resources.recipes().values())]
 WORDS = [
+    "?",
+    ".{",
     "peft",
     "method",
     "use",
@@ -133,6 +135,9 @@ def test_mutations_of_shipped_specs(seed: int) -> None:
 LONG = {
     "parentheses": "peft 1 let a = " + "(" * 9_900,
     "closing": "peft 1 " + ")" * 9_900,
+    "alternatives": "peft 1 edit a at layer" + ".{a,b" * 3_000 + "}" * 3_000 + " { h = x }",
+    "products of alternatives": "peft 1 edit a at layer" + ".{a,b}" * 3_000 + " { h = x }",
+    "optional": "peft 1 edit a at layer" + "?" * 9_900 + " { h = x }",
     "balanced": "peft 1 let a = " + "(" * 4_900 + "1" + ")" * 4_900,
     "minus": "peft 1 let a = " + "-" * 9_900 + "1",
     "sum": "peft 1 let a = 1" + "+1" * 4_900,

@@ -103,6 +103,10 @@ class Completer:
 
     # Names of the text
 
+    def _groups(self) -> list[str]:
+        """The groups of sites that are named so far."""
+        return [name for name, symbol in self.names.visible(self.offset).items() if symbol.kind == "group"]
+
     def _methods(self) -> list[str]:
         words = (name_of(s) for s in self.names.statements if s.rule in ("method", "use"))
         return [word.text for word in words if word is not None]
@@ -135,21 +139,33 @@ class Completer:
     # Selectors
 
     def _steps(self) -> Iterator[types.CompletionItem]:
-        for name, text, detail in sites.next_steps(self._written_path(), self.tables):
+        written = self._written_path()
+        for name, text, detail in sites.next_steps(written, self.tables):
             yield item(name, Kind.Field, detail, None if text == name else text)
+        if not written:
+            yield from (item(name, Kind.Variable, "group of sites") for name in self._groups())
 
     def _written_path(self) -> str:
-        """The steps of the path that is being written, with the point behind them."""
-        tokens, depth, start = self.place.tokens, 0, len(self.place.tokens)
-        if self.last != "DOT":
-            return ""
-        for number in range(len(tokens) - 1, -1, -1):
-            terminal = tokens[number].type
-            depth += (terminal == "RSQB") - (terminal == "LSQB")
-            if depth == 0 and terminal not in ("DOT", "NAME", "LSQB"):
+        """The steps of the path that is being written, with the point behind them.
+
+        In `attn.{q, ` these are the ones before the braces.
+        """
+        tokens, written = self.place.tokens, ""
+        number = len(tokens) - 1
+        while number >= 0:
+            word, start = tokens[number], number
+            if word.type in ("RSQB", "RBRACE"):
+                start = _opening(tokens[:number], word.type)
+            elif word.type in ("COMMA", "LBRACE"):  # an alternative: the path goes on before its brace
+                number = _opening(tokens[: number + 1], "RBRACE") - 1 if word.type == "COMMA" else number - 1
+                if number < 0 or tokens[number].type != "DOT":
+                    break
+                continue
+            elif word.type not in ("DOT", "NAME", "DOUBLE_STAR"):
                 break
-            start = number
-        return self.document.text[tokens[start].span.start : tokens[-1].span.end]
+            written = "".join(token.text for token in tokens[start : number + 1]) + written
+            number = start - 1
+        return written if written.endswith(".") else ""
 
     def _string(self) -> Token | None:
         """The string that the place is in, closed or not."""
@@ -198,7 +214,8 @@ class Completer:
 
     def _visible(self) -> Iterator[types.CompletionItem]:
         for name, symbol in self.names.visible(self.offset).items():
-            yield item(name, Kind.Variable, symbol.kind)
+            if symbol.kind != "group":
+                yield item(name, Kind.Variable, symbol.kind)
 
     def _values(self) -> Iterator[types.CompletionItem]:
         call = self._call()
@@ -316,6 +333,16 @@ class Completer:
         if not argument.choices and argument.default is not None and argument.type != "bool":
             limits = interval(argument) if (argument.low, argument.high) != (None, None) else ""
             yield item(f"{argument.default}", Kind.Value, f"{argument.doc} {limits}".strip())
+
+
+def _opening(tokens: Sequence[Token], closing: str) -> int:
+    """The number of the bracket that is open behind some words, and is closed by a terminal; -1."""
+    opening, depth = {"RSQB": "LSQB", "RBRACE": "LBRACE"}[closing], 0
+    for number in range(len(tokens) - 1, -1, -1):
+        depth += (tokens[number].type == closing) - (tokens[number].type == opening)
+        if depth < 0:
+            return number
+    return -1
 
 
 def _edit_names(tree: Tree) -> Iterator[str]:

@@ -212,10 +212,12 @@ class Hover:
     # Sites and states
 
     def _of_step(self, around: Sequence[Tree], token: Token) -> Iterator[str]:
-        path = next((tree for tree in around if tree.rule == "path"), None)
         step = next(tree for tree in around if tree.rule == "step")
-        start = step.span.start if path is None else path.span.start
-        selector = self.document.text[start : step.span.end]
+        starts = [tree.span.start for tree in around if tree.rule == "path"]
+        ends = [*(tree.span.start for tree in around if tree.rule == "braces"), step.span.end]
+        if len(starts) != len(ends):  # of a path that is not complete
+            starts, ends = [step.span.start], [step.span.end]
+        selector = "".join(self.document.text[start:end] for start, end in zip(starts, ends, strict=True))
         for model, table in self.tables.items():
             selection = sites.selection_of(selector, table)
             if selection is None:

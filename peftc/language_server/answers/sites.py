@@ -59,8 +59,13 @@ def next_steps(written: str, tables: Sequence[SiteTable]) -> list[StepChoice]:
 
     Those of the models, if there are any, else of the language.
     """
-    path = parse_selector(f"{written}**")
-    steps = path.steps[:-1] if isinstance(path, ast.Path) else ()
+    path = parse_selector(f"{written}{EVERY_MODULE}")
+    paths = [] if path is None else [arm.steps[:-1] for arm in arms(path) if isinstance(arm, ast.Path)]
+    choices = (choice for steps in paths or [()] for choice in _choices(steps, written, tables))
+    return list({choice.name: choice for choice in choices}.values())
+
+
+def _choices(steps: Sequence[ast.Step], written: str, tables: Sequence[SiteTable]) -> list[StepChoice]:
     if steps and steps[-1].name == EVERY_MODULE:
         selections = [selection_of(f"{written}{LINEAR}", table) for table in tables]
         return [StepChoice(LINEAR, LINEAR, _sites([0 if one is None else len(one) for one in selections]))]

@@ -12,7 +12,7 @@ from peftc.diagnostics.suggestions import first_names, join_names, nearest, plur
 from peftc.syntax import ast
 from peftc.syntax.printer import print_index, print_selector, print_step
 from peftc.syntax.vocabulary import STACK_CHOICE_HELP
-from peftc.syntax.walk import above_modules, selects_stack
+from peftc.syntax.walk import above_modules, selects_stack, spell_out
 
 MAX_NAMES = 8  # in a note
 MAX_SUGGESTIONS = 12
@@ -119,6 +119,13 @@ def no_such_index(index: ast.Index, step: ast.Step, sizes: Mapping[StepList, int
     return Diagnostic("P202", f"{text} does not exist", index.span, label=label, notes=notes, help=help_)
 
 
+def every_arm_optional(selector: ast.Selector, table: SiteTable) -> Diagnostic:
+    """P201 for a selector whose arms all end in `?`, where none matches."""
+    message = f"`{print_selector(selector)}` matches nothing in {table.model_id}"
+    help_ = "an arm with `?` stands beside others: `layer[*].ffn.up | layer[*].ffn.gate?`"
+    return Diagnostic("P201", message, selector.span, label="a statement needs a site", help=help_)
+
+
 def no_linear(path: ast.Path, table: SiteTable) -> Diagnostic:
     """P201 for `**.linear` where there is no Linear below."""
     message = f"`{print_selector(path)}` matches nothing in {table.model_id}"
@@ -181,6 +188,8 @@ def signed_arms(selector: ast.Selector) -> Iterator[tuple[ast.Path, bool]]:
     match selector:
         case ast.Path():
             yield selector, True
+        case ast.BracedPath():
+            yield from signed_arms(spell_out(selector))
         case ast.Union(arms):
             for arm in arms:
                 yield from signed_arms(arm)

@@ -24,9 +24,10 @@ from peftc.planning.foldability.affine import computes_product
 from peftc.planning.selection import selector_errors
 from peftc.planning.selection.module_sites import module_site, modules_below
 from peftc.planning.selection.selector_errors import signed_arms, untraced_errors
+from peftc.semantics.checks.edits import check_selector
 from peftc.syntax import ast
 from peftc.syntax.printer import print_index, print_selector
-from peftc.syntax.walk import above_modules, ends_in_linears
+from peftc.syntax.walk import above_modules, ends_in_linears, spell_out
 
 
 def resolve(selector: ast.Selector, table: SiteTable) -> list[Site]:
@@ -37,12 +38,15 @@ def resolve(selector: ast.Selector, table: SiteTable) -> list[Site]:
 def select(selector: ast.Selector, table: SiteTable) -> Selection:
     """What a selector names.
 
-    Raises: P201 (no match), P202 (no such index), P203 (a difference removes nothing or all), P214
-    (an arm may name sites in an untraced module): all errors of the selector together.
+    Raises: P201 (no match), P208 (an unknown name in an arm that may match nothing), P202 (no such
+    index), P203 (a difference removes nothing or all), P214 (an arm may name sites in an untraced
+    module): all errors of the selector together.
     """
     paths = paths_of(table)
     resolver = _Resolver(paths)
     selection = resolver.resolve(selector)
+    if not resolver.errors and not len(selection):
+        resolver.errors.append(selector_errors.every_arm_optional(selector, table))
     untraced = untraced_errors(selector, paths)
     if errors := [*untraced, *(e for e in resolver.errors if not (untraced and e.code == "P201"))]:
         raise PeftcError(errors)
@@ -64,7 +68,7 @@ def ordered(selection: Selection, table: SiteTable) -> list[Site]:
 def coverage_warnings(selector: ast.Selector, table: SiteTable) -> list[Diagnostic]:
     """P204 warnings for arms that lack a site in some of the layers that they name."""
     paths = paths_of(table)
-    arms = [path for path, is_positive in signed_arms(selector) if is_positive]
+    arms = [path for path, is_positive in signed_arms(selector) if is_positive and not path.optional]
     return [warning for path in arms for warning in (*_uneven_layers(path, paths), *_uneven_attentions(path, paths))]
 
 
@@ -77,11 +81,13 @@ class _Resolver:
         match selector:
             case ast.Path():
                 return self._path(selector)
-            case ast.Glob(text):
+            case ast.BracedPath():
+                return self.resolve(spell_out(selector))
+            case ast.Glob(text, is_optional):
                 pattern = glob_pattern(text)
                 modules = [module for module in self.table.modules if pattern.fullmatch(module.name)]
                 modules = modules or [module for name, module in _by_aliases(self.table) if pattern.fullmatch(name)]
-                if not modules:
+                if not modules and not is_optional:
                     self.errors.append(selector_errors.no_module(selector, self.table))
                 return self._modules(modules)
             case ast.Union(arms):
@@ -99,18 +105,19 @@ class _Resolver:
         if not whole:
             matches = list(self.paths.item_matches(steps, whole=False))
         if not matches:
-            self.errors.append(selector_errors.no_match(path, steps, self.paths))
+            nothing = selector_errors.no_match(path, steps, self.paths)
+            self.errors += check_selector(path) if path.optional else [nothing]
             return self.nothing
         if errors := list(_index_errors(steps, matches, self.paths)):
             self.errors.extend(errors)
             return self.nothing
         chosen = [(match, *self.paths.selected(match, steps)) for match in matches]
         items = {(block, match.item): numbers for match, blocks, numbers in chosen if numbers for block in blocks}
-        if not items:
+        if not items and not path.optional:
             message = f"`{print_selector(path)}` matches nothing in {self.table.model_id}"
             label = "there is such a site, but not in these layers"
             self.errors.append(Diagnostic("P201", message, path.span, label=label))
-        elif below:
+        elif items and below:
             singles = self.paths.matches(steps, whole=whole)
             prefixes = [match.prefix for match in singles if self.paths.has_indices(match, steps)]
             return self._below(path, modules_below(prefixes, self.table))
@@ -123,7 +130,7 @@ class _Resolver:
             return selection
         places = (*selection.places(), *selection.others.values())
         linears = [place for place in places if computes_product(self._site(place))]
-        if not linears:
+        if not linears and not path.optional:
             self.errors.append(selector_errors.no_linear(path, self.table))
         return Selection.of(self.paths.sites, linears)
 
@@ -139,9 +146,11 @@ class _Resolver:
         if len(self.errors) > errors:
             return self.nothing
         rest = left - right
-        if len(rest) == len(left):
+        if not len(right) and len(rest):  # all arms on the right are optional
+            return rest
+        if len(rest) == len(left) and len(left):
             self.errors.append(selector_errors.removes_nothing(selector, left.paths, right.paths))
-        elif not len(rest):
+        elif not len(rest) and len(left):
             message = f"`{print_selector(selector)}` leaves no site"
             self.errors.append(Diagnostic("P203", message, selector.span, label="takes all of them away"))
         return rest

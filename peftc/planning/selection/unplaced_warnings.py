@@ -44,7 +44,7 @@ def _globs(selector: ast.Selector) -> Iterator[str]:
                 yield from _globs(arm)
         case ast.Difference(left):
             yield from _globs(left)
-        case ast.Path():
+        case ast.Path() | ast.BracedPath():
             pass
 
 

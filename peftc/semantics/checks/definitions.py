@@ -6,7 +6,7 @@ from peftc.diagnostics import Diagnostic, Span
 from peftc.equations.table import form_errors
 from peftc.syntax import ast
 from peftc.syntax.vocabulary import STATES
-from peftc.syntax.walk import is_shared, names_in_statements
+from peftc.syntax.walk import is_shared, names_in_selectors, names_in_statements
 
 
 def check_definitions(spec: ast.Spec) -> Iterator[Diagnostic]:
@@ -18,6 +18,7 @@ def _definitions(spec: ast.Spec) -> Iterator[Diagnostic]:
     yield from form_errors(spec)
     used = set(names_in_statements(spec.statements))
     inner = (s for method in spec.statements if isinstance(method, ast.Method) for s in method.body)
+    in_selectors = set(names_in_selectors(spec.statements))
     applied = {s.name for s in (*spec.statements, *inner) if isinstance(s, ast.Apply)}
     for statement in spec.statements:
         match statement:
@@ -25,6 +26,8 @@ def _definitions(spec: ast.Spec) -> Iterator[Diagnostic]:
                 yield from _method(statement)
             case ast.Let():
                 yield from _let(statement, used)
+            case ast.SiteGroup(name) if name not in in_selectors:
+                yield unused(statement)
             case ast.Use(name) if name not in applied and name not in used:
                 message, help_ = f"`{name}` is never applied", f"add `apply {name}()`"
                 yield Diagnostic("P114", message, statement.span, help=help_, severity="warning")
@@ -48,6 +51,8 @@ def _method(method: ast.Method) -> Iterator[Diagnostic]:
         if let.name in seen:
             yield Diagnostic("P111", f"`{let.name}` is already a parameter of `{method.name}`", let.span)
         yield from _let(let, used)
+    in_selectors = set(names_in_selectors(method.body))
+    yield from (unused(s) for s in method.body if isinstance(s, ast.SiteGroup) and s.name not in in_selectors)
 
 
 def _let(let: ast.Let, used: set[str]) -> Iterator[Diagnostic]:
@@ -60,7 +65,7 @@ def _let(let: ast.Let, used: set[str]) -> Iterator[Diagnostic]:
 # Errors that several checks report
 
 
-def unused(let: ast.Let) -> Diagnostic:
+def unused(let: ast.Let | ast.SiteGroup) -> Diagnostic:
     return Diagnostic("P114", f"`{let.name}` is never used", let.span, help="remove it", severity="warning")
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from peftc.diagnostics import Diagnostic, Fix, Replacement
 from peftc.syntax.lexer import CLOSING, Token, excerpt, keywords, spelling
 
+BRACES = "BRACES"  # the type of a `{` between the steps of a path
 ASSIGNMENTS = frozenset({"EQUAL", "PLUS_EQUAL", "STAR_EQUAL"})
 _STATEMENTS = frozenset({"PEFT", "FORM", "METHOD", "USE", "APPLY", "EDIT", "TRAIN", "EXPECT", "LET", "MOVED"})
 _QUOTED_NEVER = frozenset({"STRING", "LBRACE", "RBRACE", "$END"})
@@ -130,12 +131,14 @@ def error_context(tokens: Sequence[Token], at: int, accepts: frozenset[str], sta
         elif item.type in _STATEMENTS:
             statement = item.type
             block = item if item.type in {"EDIT", "METHOD", "FORM"} else block
+        elif item.type == "LBRACE" and isinstance(previous, Token) and previous.type == "DOT":
+            brackets.append((item._replace(type=BRACES), statement, block))
         elif item.type in CLOSING:
             brackets.append((item, statement, block))
             statement = "" if item.type == "LBRACE" else statement
         elif item.type in CLOSING.values():
-            _, outer, _ = brackets.pop()
-            statement = "" if item.type == "RBRACE" else outer
+            bracket, outer, _ = brackets.pop()
+            statement = "" if bracket.type == "LBRACE" else outer
         elif item.type in ASSIGNMENTS and isinstance(previous, Token):  # `let` and `train` have a tree before their `=`
             statement = "EQUATION" if not brackets or brackets[-1][0].type == "LBRACE" else statement
         previous = item

@@ -38,6 +38,7 @@ _HELP = {
 _STRAIGHT = {**dict.fromkeys("'“”", '"'), "\xa0": " "}
 
 
+_BRACES = "several names stand in braces behind a `.`: `layer[*].attn.{q, v}`"
 IN_NAMES = "a name has letters from a to z, digits and `_`"
 
 
@@ -77,6 +78,34 @@ def _closed(text: str) -> str:
     return Suggestion(help_, word[0], f'{word[0]}"') if word else help_
 
 
+def _end_of_names(tokens: Sequence[Token], at: int) -> int | None:
+    """The number of the bracket that closes `attn{q, v}`, `attn.(q | v)` or `attn.[q, v]`."""
+    before, bracket = tokens[at - 1] if at else None, tokens[at]
+    is_behind_point = before is not None and before.type == "DOT"
+    if before is None or before.span.end != bracket.span.start or is_behind_point == (bracket.type == "LBRACE"):
+        return None
+    if not is_behind_point and (bracket.type != "LBRACE" or before.type not in {"NAME", "RSQB"}):
+        return None
+    end = at + 1
+    while [token.type for token in tokens[end : end + 2]] in (["NAME", "COMMA"], ["NAME", "BAR"]):
+        end += 2
+    is_list = end > at + 1 and [token.type for token in tokens[end : end + 2]][:1] == ["NAME"]
+    return end + 1 if is_list and tokens[end + 1].type == CLOSING[bracket.type] else None
+
+
+def _names(tokens: Sequence[Token]) -> str:
+    return f"`{excerpt(' '.join(token.text for token in tokens).replace(' ,', ','))}`"
+
+
+def _braced(tokens: Sequence[Token], before: Sequence[str]) -> list[Token]:
+    """A list of names in any brackets as `{q, v}`, with terminals in front that have no text."""
+    first, *inner, last = tokens
+    kinds = {"BAR": "COMMA"}
+    names = [token._replace(type=kinds.get(token.type, token.type)) for token in inner]
+    opening = [Token(terminal, "", first.span) for terminal in before]
+    return [*opening, first._replace(type="LBRACE"), *names, last._replace(type="RBRACE")]
+
+
 def other_format(tokens: Sequence[Token]) -> Diagnostic | None:
     """P001 of a text that is JSON or YAML, by its first words."""
     first, second = tokens[0], tokens[min(1, len(tokens) - 1)]
@@ -93,8 +122,11 @@ def repair_tokens(tokens: Sequence[Token]) -> tuple[list[Token], list[Diagnostic
     repaired: list[Token] = []
     errors: list[Diagnostic] = []
     open_brackets: list[str] = []
+    skipped = range(0)
     for at, token in enumerate(tokens):
         text = token.text
+        if at in skipped:
+            continue
         match token.type:
             case "STRAY":
                 replacement = _LOOKALIKES.get(text)
@@ -115,6 +147,10 @@ def repair_tokens(tokens: Sequence[Token]) -> tuple[list[Token], list[Diagnostic
                     help_ = instead_of(text, corrected)
                 error = ("P005", f"`{excerpt(text)}` is not a number", help_)
                 replacement = ("NUMBER", "1")
+            case "LBRACE" | "LPAR" | "LSQB" if (end := _end_of_names(tokens, at)) is not None:
+                error = ("P016", f"expected `.{{` before {_names(tokens[at + 1 : end])}", _BRACES)
+                repaired += _braced(tokens[at : end + 1], [] if tokens[at - 1].type == "DOT" else ["DOT"])
+                skipped, replacement = range(at, end + 1), None
             case _:
                 repaired.append(token)
                 if token.type in CLOSING:

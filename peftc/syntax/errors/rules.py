@@ -5,11 +5,12 @@ tests/syntax/malformed.py has examples of each. A comment shows one where the ru
 
 from peftc.diagnostics import Diagnostic, Fix, Replacement, Suggestion
 from peftc.diagnostics.suggestions import instead_of, join_names, nearest
-from peftc.syntax.errors.context import ASSIGNMENTS, ErrorContext
+from peftc.syntax.errors.context import ASSIGNMENTS, BRACES, ErrorContext
 from peftc.syntax.errors.lexical import IN_NAMES
 from peftc.syntax.lexer import CLOSING, NEED_VERSION_2, Token, excerpt, keywords, spelling
 
-_OPEN = {"LBRACE": "`{`", "LPAR": "`(`", "LSQB": "`[`"}
+_OPEN = {"LBRACE": "`{`", BRACES: "`{`", "LPAR": "`(`", "LSQB": "`[`"}
+_CLOSED_BY = {**CLOSING, BRACES: "RBRACE"}
 _CLOSE = frozenset(CLOSING.values())
 _TOP_LEVEL = ("form", "method", "use", "apply", "edit", "train", "expect", "let", "moved")
 _NAMED = frozenset(
@@ -18,7 +19,7 @@ _NAMED = frozenset(
 _OPERAND_ENDS = frozenset({"NUMBER", "NAME", "RPAR"})
 
 _JOINS = "`a | b` is both, `a - b` is `a` without `b`"
-_ALTERNATIVES = "write each in full: `layer[*].attn.q | layer[*].attn.v`"
+_ALTERNATIVES = "several names stand in braces behind a `.`: `layer[*].attn.{q, v}`"
 _BODIES = {
     "EDIT": "write the equation in braces: `{ h += … }`",
     "METHOD": "write the statements in braces: `method NAME(r = 8) { edit … }`",
@@ -28,6 +29,7 @@ _SELECTORS = {  # the token in the place of a selector or a site, and what to wr
     "SLASH": 'a pattern stands in quotes: `*` is a part of a name, `**` any parts: `"**.q_proj"`',
     **dict.fromkeys(("LBRACE", "LPAR", "LSQB"), _ALTERNATIVES),
 }
+_WITH_SELECTOR = frozenset({"EDIT", "TRAIN", "APPLY", "LET"})
 _COMMENT = "a comment begins with `#`"
 _NAMES = {  # a statement whose name is missing, and an example
     "EDIT": "e.g. `edit ffn at layer[*].ffn { … }`",
@@ -83,8 +85,8 @@ def _brackets(c: ErrorContext) -> Error | None:
         return c.error("P006", f"this {_OPEN[c.bracket]} is never closed", help_, "opened here", c.open_brackets[-1])
     if c.type in _CLOSE and not c.open_brackets:
         return c.error("P007", f"unmatched {c.unexpected}", "remove it")
-    if c.type in _CLOSE and CLOSING[c.bracket] != c.type:
-        closing = spelling(CLOSING[c.bracket])
+    if c.type in _CLOSE and _CLOSED_BY[c.bracket] != c.type:
+        closing = spelling(_CLOSED_BY[c.bracket])
         return c.error("P007", f"unmatched {c.unexpected}: {_OPEN[c.bracket]} is open", f"close it by {closing}")
     return None
 
@@ -94,6 +96,8 @@ def _is_unclosed(c: ErrorContext) -> bool:
     is_range = c.type == "DOT" and c.previous_type == "DOT_DOT"  # layer[0...6]
     if c.type == "$END" or (c.bracket == "LSQB" and c.allows("RSQB") and c.type in {"DOT", "AT"} and not is_range):
         return True
+    if c.bracket == BRACES:
+        return c.type == "LBRACE" or c.starts_statement
     if c.bracket in {"LPAR", "LSQB"}:
         return c.type in {"LBRACE", "RBRACE"} or c.starts_statement
     in_edit = c.block is not None and c.block.type == "EDIT"
@@ -118,6 +122,16 @@ def _edit_head(c: ErrorContext) -> Error | None:
 
 def _selector(c: ErrorContext) -> Error | None:
     """A selector, its indices, and the brace behind it."""
+    if c.bracket == BRACES:
+        return _in_braces(c)
+    if c.type == "QUESTION" and c.statement in _WITH_SELECTOR:
+        help_ = "`?` ends one path or pattern, which may match nothing: `layer[*].ffn.gate?`"
+        return c.error("P016", f"unexpected `?` after {c.preceding}", help_)
+    if c.statement == "LET" and c.type == "LBRACE" and c.allows("BAR"):  # let a at layer[*].ffn { … }
+        help_ = "`let NAME at SELECTOR` is a name for sites; an equation stands in `edit NAME at SELECTOR { … }`"
+        return c.error("P016", f"unexpected `{{` after {c.preceding}", help_)
+    if c.previous_type == "QUESTION" and c.type in {"DOT", "LSQB"} and c.statement in _WITH_SELECTOR:
+        return c.error("P016", f"`?` ends an arm of a selector, found {c.unexpected} behind it", "write it at the end")
     is_joined = c.bracket != "LPAR" and c.allows("DOT", "BAR")
     if is_joined and c.type == "NAME" and c.previous_type == "RSQB":  # layer[*]ffn
         return c.error("P016", f"expected `.` before {c.unexpected}")
@@ -130,7 +144,12 @@ def _selector(c: ErrorContext) -> Error | None:
         return c.error("P016", c.expectation("`[`"), f"an index stands in brackets: `{c.previous}[{c.next}]`")
     if in_head and c.allows("DOT") and c.type == "SLASH":  # layer[*]/attn
         return c.error("P016", c.expectation("`.`"), Suggestion("names are joined by `.`", "/", "."))
-    if c.allows("LBRACE") and c.statement in {"EDIT", "METHOD"} and c.bracket in {"", "LBRACE"}:
+    if (
+        c.allows("LBRACE")
+        and c.previous_type != "DOT"
+        and c.statement in {"EDIT", "METHOD"}
+        and c.bracket in {"", "LBRACE"}
+    ):
         label = f"the body of the {c.statement.lower()} stands in braces"
         is_scope = c.statement == "EDIT" and str(c.token).startswith("per")  # pertask
         help_ = "write `per task`" if is_scope else _BODIES[c.statement]
@@ -141,8 +160,8 @@ def _selector(c: ErrorContext) -> Error | None:
             help_ = f"`{c.token}` is a keyword"
         elif c.type == "BAR":
             help_ = Suggestion("one `|` joins selectors", "|", "")
-        elif c.previous_type == "DOT" and c.type == "LBRACE" and not c.is_list_of_names:
-            help_ = "name a site, or leave out the `.`"
+        elif c.type == "LBRACE" and not c.is_list_of_names:
+            help_ = "name the sites: `at layer[*].ffn { h += … }`"
         elif c.type == "NUMBER":
             help_ = f"an index stands in brackets: `layer[{c.token}]`"
         elif c.previous_type == "MINUS" and c.type == "COMPARISON":  # at layer[*] -> …
@@ -156,6 +175,23 @@ def _selector(c: ErrorContext) -> Error | None:
             help_ = "`3` is an index, `-1` the last, `*` all, `0..5` a range with both ends, `0, 2` two of them"
             return c.error("P017", c.expectation("an index" if c.allows("STAR") else c.expected), help_)
     return None
+
+
+def _in_braces(c: ErrorContext) -> Error:
+    """In `attn.{q, v}`."""
+    if c.type in ASSIGNMENTS:  # layer[*]. { h += … }
+        help_, brace = "name a site, or leave out the `.`", c.open_brackets[-1]
+        return c.error("P016", "expected a site after `.`, found `{`", help_, at=brace)
+    if not c.allows("COMMA"):
+        return c.error("P016", c.expectation("a site"), _ALTERNATIVES)
+    if c.type == "RBRACE":
+        help_ = "leave the braces out, or write several names: `{q, v}`"
+        return c.error("P016", "braces are for several names", help_, at=c.open_brackets[-1])
+    if c.type == "BAR" or str(c.token) in {"and", "or"}:
+        return c.error(
+            "P016", f"{c.unexpected} does not join names in braces", Suggestion("write `,`", str(c.token), ",")
+        )
+    return c.error("P008", f"expected `,` before {c.unexpected}", "names in braces are separated by commas")
 
 
 def _train_use_method(c: ErrorContext) -> Error | None:
@@ -202,9 +238,9 @@ def _expect(c: ErrorContext) -> Error | None:
 
 
 def _assignment(c: ErrorContext) -> Error | None:
-    if c.allows_only("EQUAL") or c.allows_only("DOT", "EQUAL"):  # let r += 4
+    if c.allows_only("EQUAL") or c.allows_only("AT", "DOT", "EQUAL"):  # let r += 4
         is_let = c.statement == "LET"
-        help_ = "`let NAME = …` binds a name once" if is_let else "write `NAME = value`"
+        help_ = "`let NAME = …` binds a value once, `let NAME at …` names sites" if is_let else "write `NAME = value`"
         return c.error("P012", c.expectation(f"`=` after {c.preceding}"), help_)
     if not c.allows_only(*ASSIGNMENTS):
         return None
@@ -261,6 +297,9 @@ def _expression(c: ErrorContext) -> Error | None:
         return c.error("P023", "there is no power", "write a product, `x * x`")
     if c.type == "DOUBLE_STAR" and c.allows("RPAR"):
         return c.error("P015", c.expectation("an argument"), "each argument is written: `r=8`")
+    if c.type == "QUESTION":
+        help_ = "`?` stands behind an arm of a selector; equations have no choices: write an edit for each"
+        return c.error("P023", f"unexpected `?` after {c.preceding}", help_)
     if c.type == "EQUAL" and c.previous_type == "STRING" and c.bracket == "LPAR":
         name = str(c.previous).strip('"')
         help_ = Suggestion(f"the name of an argument has no quotes: `{name}=…`", str(c.previous), name)
