@@ -16,8 +16,8 @@ from peftc.equations.table import FORMS
 from peftc.exchange.lora_export import no_form
 from peftc.exchange.peft_format.folder import PREFIX
 from peftc.exchange.peft_format.names import target_names
-from peftc.exchange.peft_format.prompt_types import PROMPT, TASKS, prompt_config
 from peftc.exchange.peft_format.reading import weight_size
+from peftc.exchange.peft_format.rows.prompts import PROMPT, TASKS, prompt_config
 from peftc.exchange.peft_format.table import TYPES
 from peftc.exchange.peft_format.task_types import task_type
 from peftc.exchange.peft_format.types import NoConfig, PeftRow

@@ -51,7 +51,8 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module, name: str, folder:
         gradients(model, parameters, zoo.inputs(name, ours))
         for model, parameters in ((ours, own), (theirs, {key: theirs.get_parameter(n) for n, key in in_file.items()}))
     )
-    for attribute in {key.rpartition(".")[2] for key in values}:  # signs and the like depend on the values
+    # Signs of R in DEFT depend on P: R goes first.
+    for attribute in sorted({key.rpartition(".")[2] for key in values}, reverse=True):
         for key, parameter in own.items():
             parameter.data = _SCALE * of_ours[key] if key.endswith(f".{attribute}") else values[key]
         peftc.export(ours, folder / attribute)
@@ -59,6 +60,19 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module, name: str, folder:
             if key in of_theirs and not torch.equal(tensor, trained[key]):
                 close(tensor / _SCALE, of_theirs.pop(key), key, rounding)
     assert not any(gradient.any() for gradient in of_theirs.values())
+
+
+def assert_same_norms(ours: nn.Module, theirs: nn.Module, name: str, in_file: set[str]) -> None:
+    """Of all gradients together, for tensors that do not go back."""
+    parameters = {n: p for n, p in theirs.named_parameters() if n.replace(".default", "") in in_file}
+    norms = [
+        torch.stack(
+            [gradient.square().sum() for gradient in gradients(model, own, zoo.inputs(name, ours)).values()]
+        ).sum()
+        for model, own in ((ours, peftc.parameters(ours)), (theirs, parameters))
+    ]
+    assert norms[1] > 0
+    close(norms[0] / norms[1], torch.ones_like(norms[0]), name)
 
 
 def _key(name: str, trained: dict[str, torch.Tensor]) -> str:

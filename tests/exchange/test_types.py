@@ -13,7 +13,14 @@ import torch
 import peftc
 from peftc.exchange.peft_format.table import TYPES, WITHOUT_EQUATION
 from tests import zoo
-from tests.exchange.adapters import assert_same_gradients, assert_same_outputs, edited, in_peft, tensors
+from tests.exchange.adapters import (
+    assert_same_gradients,
+    assert_same_norms,
+    assert_same_outputs,
+    edited,
+    in_peft,
+    tensors,
+)
 from tests.exchange.test_export_refusals import export_refused
 from tests.exchange.test_import import import_refused, loaded, trained
 from tests.exchange.test_import_refusals import change
@@ -75,6 +82,17 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 # What PEFT computes in float32, whatever the dtype of the model.
 FLOAT32 = ("C3A", "DEFT", "FourierFT")
 ONE_WAY: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "GLoRA": ("bert", peft.GloraConfig, {"r": 3, **BERT}),
+    "GLoRA without biases": ("llama", peft.GloraConfig, {"r": 3, **QV}),
+    "GLoRA of vectors": (
+        "bert",
+        peft.GloraConfig,
+        {"config_A_B": "vector", "config_C": "vector", "config_D_E": "vector", **BERT},
+    ),
+    "GLoRA of constants": ("bert", peft.GloraConfig, {"config_A_B": "constant", "config_C": "none", **BERT}),
+    "GLoRA of biases": ("bert", peft.GloraConfig, {"config_A_B": "none", "config_D_E": "none", **BERT}),
+    "RandLoRA": ("llama", peft.RandLoraConfig, {"r": 5, "randlora_alpha": 10, **QV}),
+    "RandLoRA of a Conv1D": ("gpt2", peft.RandLoraConfig, {"r": 8, "randlora_alpha": 8, **GPT}),
     "GraLoRA with a LoRA": ("llama", peft.GraloraConfig, {"r": 4, "hybrid_r": 2, "gralora_k": 2, **QV}),
     "VeRA, drawn": ("llama", peft.VeraConfig, {"r": 4, "save_projection": False, **QV}),
 }
@@ -111,7 +129,8 @@ def test_a_type_comes_and_goes_back(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ONE_WAY)
 def test_a_type_comes(case: str, tmp_path: Path) -> None:
-    imported(ONE_WAY[case], tmp_path)
+    name, ours = ONE_WAY[case][0], imported(ONE_WAY[case], tmp_path)
+    assert_same_norms(ours, in_peft(name, tmp_path / "in"), name, set(tensors(tmp_path / "in")))
 
 
 @pytest.mark.filterwarnings("ignore:Adapter 'default'")

@@ -13,7 +13,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.exchange.peft_format.config import PeftConfig, refusal
 from peftc.exchange.peft_format.folder import PREFIX, damaged
-from peftc.exchange.peft_format.prompt_types import TASKS
+from peftc.exchange.peft_format.rows.prompts import TASKS
 from peftc.exchange.peft_format.table import type_of
 from peftc.exchange.peft_format.types import PeftType
 from peftc.exchange.places import aliases, places
@@ -49,11 +49,16 @@ def read_peft(config: PeftConfig, tensors: Mapping[str, Tensor], model: nn.Modul
     present = {_of_base(key.removeprefix(PREFIX)) for key in tensors}
     incoming, own = Incoming(config.type.lower()), defaultdict[str, dict[str, Tensor]](dict)
     ends = sorted({end for row in peft_type.rows for end in row.tensors}, key=len, reverse=True)
-    common = peft_type.common_names()
+    common = {name.rpartition(".")[2]: name for name in peft_type.common_names()}
+    whole = dict(tensors)
     for key, tensor in tensors.items():
         if not tensor.is_floating_point() and not key.endswith(peft_type.whole_ends()):
             raise damaged(f"`{key}` has the dtype {str(tensor.dtype).removeprefix('torch.')}")
-        if key in common:
+        if peft_type.zeros is not None and key.endswith(peft_type.zeros) and not tensor.any():
+            continue
+        if (place := common.get(key.rpartition(".")[2])) is not None:  # some types have it at each module
+            if not whole.setdefault(place, tensor).equal(tensor):
+                raise unfit(f"`{key}` has other values than the same tensor of other modules")
             continue
         name = key.removeprefix(PREFIX)
         end = next((end for end in ends if name.endswith(f".{end}")), None)
@@ -69,7 +74,7 @@ def read_peft(config: PeftConfig, tensors: Mapping[str, Tensor], model: nn.Modul
             unknown.append(_unknown(key, end, name, list(modules)))
     own = {name: own[name] for name in modules if name in own and any(map(Tensor.numel, own[name].values()))}
     incoming.parts += [_part(config, peft_type, modules[name], name, ends) for name, ends in own.items()]
-    incoming.common = _common(config, peft_type, own, tensors, modules)
+    incoming.common = _common(config, peft_type, own, whole, modules)
     if incoming.parts or not peft_type.rows:
         config.finish(peft_type.ignored)
     if unknown:

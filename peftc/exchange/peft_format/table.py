@@ -6,17 +6,21 @@ from collections.abc import Mapping
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean
-from peftc.exchange.peft_format import lora_types, map_types, place_types, prompt_types, vector_types, weight_types
 from peftc.exchange.peft_format.config import PeftConfig, refusal
+from peftc.exchange.peft_format.rows import lora, maps, places, prompts, vectors, weights
+from peftc.exchange.peft_format.rows.glora import GLORA
+from peftc.exchange.peft_format.rows.randlora import RANDLORA
 from peftc.exchange.peft_format.types import PeftType
 
 TYPES: Mapping[str, PeftType] = {
-    **vector_types.TYPES,
-    **lora_types.TYPES,
-    **weight_types.TYPES,
-    **map_types.TYPES,
-    **place_types.TYPES,
-    **prompt_types.TYPES,
+    **vectors.TYPES,
+    **lora.TYPES,
+    **weights.TYPES,
+    **maps.TYPES,
+    **places.TYPES,
+    "GLORA": GLORA,
+    "RANDLORA": RANDLORA,
+    **prompts.TYPES,
 }
 
 _OF_BASE = "PEFT decomposes the weights of the base when it loads it, and its files do not have the result"
@@ -30,7 +34,6 @@ WITHOUT_EQUATION: Mapping[str, str] = {
     "ADAPTION_PROMPT": "its tokens pass the projections of each layer, which no state of peftc does",
     "CARTRIDGE": _POSITIONS,
     "FROD": _OF_BASE,
-    "GLORA": "each of its five parts is one of four kinds, and of these peftc has no table",
     "LILY": "its router takes the mean over all examples of a batch, which no equation does",
     "MULTITASK_PROMPT_TUNING": _TASKS,
     "OSF": _OF_BASE,
@@ -38,7 +41,6 @@ WITHOUT_EQUATION: Mapping[str, str] = {
     "PREFIX_TUNING": _POSITIONS,
     "PSOFT": _OF_BASE,
     "PVERA": "it draws random numbers in each call",
-    "RANDLORA": "its bases are products of factors that PEFT draws for all modules together",
     "SHADOW": "a second network computes beside all layers of the base",
     "TINYLORA": _OF_BASE,
     "TRAINABLE_TOKENS": "it replaces rows of an embedding, and equations do not list rows",

@@ -78,6 +78,7 @@ class PeftType:
         has_transposition: whether its configuration has `fan_in_fan_out`.
         dimensions: the most that its tensors have.
         place: the selector of the one place where it stands, of a type that has no modules.
+        zeros: the end of the names of tensors that are zero, for parts that are not there.
         chosen: the tensors of such a type that PEFT reads.
     """
 
@@ -92,6 +93,7 @@ class PeftType:
     has_transposition: bool = False
     dimensions: int = 2
     place: str = ""
+    zeros: str | None = None
     chosen: Callable[[PeftConfig, Tensors], dict[str, Tensor]] | None = None
 
     def row(self, config: PeftConfig, tensors: Tensors) -> PeftRow | None:

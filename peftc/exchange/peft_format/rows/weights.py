@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from peftc.exchange.peft_format.config import PeftConfig, refusal
-from peftc.exchange.peft_format.kronecker_type import LOKR
-from peftc.exchange.peft_format.lora_types import rank_and_alpha
+from peftc.exchange.peft_format.rows.kronecker import LOKR
+from peftc.exchange.peft_format.rows.lora import rank_and_alpha
 from peftc.exchange.peft_format.types import NoConfig, Numbers, PeftRow, PeftType, Tensors, dropout_text, shown
 
 _SERIES = (0, 18)  # of PEFT, since when the series of OFT is the present one

@@ -1,0 +1,1 @@
+"""The types of PEFT adapters by what they compute, as rows of `PeftType`."""

@@ -1,0 +1,111 @@
+"""GLoRA of PEFT: a weight and a bias that change by parts of several kinds."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from peftc.exchange.peft_format.config import PeftConfig
+from peftc.exchange.peft_format.types import Numbers, PeftRow, PeftType, Tensors
+
+_OF_WEIGHT = """
+# A weight changes by W ⊙ A + B.
+# Chavan et al. 2023, arXiv:2306.07967, Eq. 7 (GLoRA)
+form glora(
+    w,
+    r,  # rank of the products
+    kind = lora,  # of A and B: lora is a product, vector a number for each row, constant one number
+) {
+    param Ad[rows(w), r] = 0 if kind == lora
+    param Au[r, cols(w)] = kaiming if kind == lora
+    param Bd[rows(w), r] = 0 if kind == lora
+    param Bu[r, cols(w)] = kaiming if kind == lora
+    param A[rows(w)] = 0 if kind == vector
+    param B[rows(w)] = 0 if kind == vector
+    param A[1] = 0 if kind == constant
+    param B[1] = 0 if kind == constant
+    f = w * (Ad @ Au) + Bd @ Bu if kind == lora
+    f = column(A) * w + column(B) if kind == vector
+    f = A * w + B if kind == constant
+}
+"""
+
+_IMAGE = """
+# A bias changes by W C.
+# Chavan et al. 2023, arXiv:2306.07967, Eq. 7 (GLoRA)
+form glora_image(
+    w,
+    r,  # rank of the product
+    kind = lora,  # of C: lora is a product, vector a number for each input
+) {
+    param Cd[cols(w), r] = 0 if kind == lora
+    param Cu[r, 1] = kaiming if kind == lora
+    param C[cols(w)] = 0 if kind == vector
+    f = w @ reshape(Cd @ Cu, cols(w)) if kind == lora
+    f = w @ C if kind == vector
+}
+"""
+
+_SHIFT = """
+# A bias changes by b ⊙ D + E.
+# Chavan et al. 2023, arXiv:2306.07967, Eq. 7 (GLoRA)
+form glora_shift(
+    b,
+    kind = vector,  # of D and E: vector is a number for each output, constant one number
+) {
+    param D[d(b)] = 0 if kind == vector
+    param E[d(b)] = 0 if kind == vector
+    param D[1] = 0 if kind == constant
+    param E[1] = 0 if kind == constant
+    f = b * D + E
+}
+"""
+
+# Tensors of each kind: their ends in PEFT, and ours.
+_KINDS = {"lora": {".Xd": "d", ".Xu": "u"}, "vector": {".X": ""}, "constant": {".X": ""}, "none": dict[str, str]()}
+
+
+def _row(kind: str, image: str, shift: str) -> PeftRow:
+    """The equations and tensors of a module with parts of these kinds."""
+    parts = {
+        "glora": (kind, "AB", "glora(w, r={rank}", _OF_WEIGHT),
+        "glora_image": (image, "C", "glora_image(w, r={rank}", _IMAGE),
+        "glora_shift": (shift, "DE", "glora_shift(b", _SHIFT),
+    }
+    present = {name: part for name, part in parts.items() if part[0] != "none"}
+    tensors = {
+        f"glora_{letter}{end}": f"{name}.{letter}{ours}"
+        for name, (own, letters, _, _) in present.items()
+        for letter in letters
+        for end, ours in _KINDS[own].items()
+    }
+    calls = {name: f"{call}, kind={own})" for name, (own, _, call, _) in present.items()}
+    of_bias = " + ".join(call for name, call in calls.items() if name != "glora")
+    texts = [f"b += {of_bias}"] if of_bias else []  # first: it reads the weight of the base
+    texts += [f"w += {calls['glora']}"] if "glora" in calls else []
+    forms = "".join(form for *_, form in present.values())
+    return PeftRow(tensors, " ".join(texts), forms, fits=lambda config, _: _fits(config, kind, shift))
+
+
+def _fits(config: PeftConfig, kind: str, shift: str) -> bool:
+    """Whether the kinds are those of the configuration: tensors do not tell all of them."""
+    keys = (("config_A_B", "lora", kind), ("config_D_E", "constant", shift))
+    return all(own == "none" or own == config.read(key, default) for key, default, own in keys)
+
+
+def _numbers(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
+    for key in ("config_A_B", "config_C", "config_D_E"):  # the row is of these
+        config.read(key, None)
+    return {"rank": config.whole("r", 8)}
+
+
+GLORA = PeftType(
+    tuple(
+        _row(*kinds)
+        for kinds in product(
+            ("lora", "vector", "constant", "none"), ("lora", "vector", "none"), ("vector", "constant", "none")
+        )
+        if kinds != ("none", "none", "none")
+    ),
+    _numbers,
+    zeros=".zeros",
+)
