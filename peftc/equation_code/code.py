@@ -23,7 +23,7 @@ from peftc.equations.operands import TOKENS
 from peftc.equations.primitives import FUNCTIONS, OPERATORS
 from peftc.equations.rules import Primitive
 from peftc.equations.values import Type, Value
-from peftc.equations.words import NONE, POSITIONS
+from peftc.equations.words import BELOW, HISTORY, NONE, POSITIONS
 from peftc.forms.rowwise_module import lookup
 from peftc.syntax import ast
 from peftc.syntax.walk import children
@@ -62,6 +62,10 @@ class Code:
         training: whether dropout acts.
         linear: computes x Wᵀ + b.
         attribute: gives the node of an attribute of the module of the form.
+
+    Attributes:
+        below: the nodes of what sites below have of `below(s, first)` and `history(x)`; without
+            them this is the first site.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Code:
     ) -> None:
         self.place, self.emit, self.inputs, self.parameter = place, emit, inputs, parameter
         self.attribute = attribute
+        self.below: Mapping[ast.Call, fx.Node] = {}
         self.random_nodes: dict[str, fx.Node] = {}
         self.training, self.linear = training, linear
         self.nodes: dict[int, Operation] = {}
@@ -112,7 +117,7 @@ class Code:
 
     def _entries(self, node: ast.Expr) -> float:
         """The entries of a value for one token, by which a number can multiply it: not ids."""
-        type_ = self._type(node)
+        type_ = self.place.type_of(node)
         return math.inf if type_.batch == "ids" else type_.entries
 
     def operation(self, node: ast.Expr) -> Operation:
@@ -157,6 +162,8 @@ class Code:
                 if not isinstance(b, fx.Node) and b == 1:
                     return a
                 return self.emit(function_named(OPERATORS[op].torch), a, b)
+            case ast.Call("below" | "history"):
+                return self._of_layers(node)
             case ast.Call(function, args):
                 is_over_tokens = function == "mean" and len(args) == 2 and args[1] == ast.Name(TOKENS)
                 own = "token_mean" if is_over_tokens else place.function(function)
@@ -172,6 +179,20 @@ class Code:
                 return self.emit(function_named("operator.getitem"), self.operation(value), numbers)
             case _:
                 raise TypeError(f"{type(node).__name__} is no part of an equation")
+
+    def _of_layers(self, call: ast.Call) -> Operation:
+        """The value at the site below, or those up to here."""
+        below, part = self.below.get(call), self.place.products.whole(call.args[call.function == BELOW])
+        if call.function == HISTORY:
+            return self.emit(functions.history, () if below is None else below, self.operation(part))
+        if below is not None:
+            return below
+        first, own, type_ = self.operation(part), self.place.operand(part), self.place.type_of(call)
+        if isinstance(own, Value) and own.type == type_:
+            return first
+        name, like = next(iter(self.inputs.items()))
+        dimensions = 0 if self.place.types[name].batch == "ids" else len(self.place.types[name].size)
+        return self.emit(functions.for_tokens, first, like, dimensions, type_.size)
 
     def _random_item(self, parts: Operation, name: str) -> Operation:
         """The part of a random number while training; otherwise the mean of all."""
@@ -196,7 +217,7 @@ class Code:
 
     def _matmul(self, left: ast.Expr, right: ast.Expr, b: Operation, bias: Operation | None = None) -> Operation:
         """A product. Args: `b`: the node of the right operand, which may have a factor."""
-        type_ = self._type(right)
+        type_ = self.place.type_of(right)
         if self._is_structured_sum(left) and type_.batch == "tokens" and len(type_.size) == 1:
             assert isinstance(left, ast.Binary)
             parts = (self._matmul(part, right, b) for part in (left.left, left.right))
@@ -209,10 +230,12 @@ class Code:
         if self._has_blocks(left) and type_.batch == "tokens" and len(type_.size) == 1:
             return self.emit(functions.block_map, b, self._blocks(left))
         a = self.operation(left)
+        if self.place.type_of(left).batch:
+            return self.emit(functions.token_matrices, a, b)
         if type_.batch == "ids":
             p = self._dropout_of_ids(right)
             return self.emit(lookup, b, a, *((p, self.training) if p else ()))
-        if type_.batch and len(self._type(left).size) == 3:
+        if type_.batch and len(self.place.type_of(left).size) == 3:
             return self.emit(functions.head_maps, b, a)
         if type_.batch:
             return self.emit(self.linear, b, a, *(() if bias is None else (bias,)))
@@ -230,7 +253,7 @@ class Code:
 
     def _is_times_blocks(self, left: ast.Expr, right: ast.Expr) -> bool:
         """Whether a product is that of a matrix with one that has blocks on its diagonal."""
-        return self._has_blocks(right) and not self._has_blocks(left) and len(self._type(left).size) == 2
+        return self._has_blocks(right) and not self._has_blocks(left) and len(self.place.type_of(left).size) == 2
 
     def _has_blocks(self, node: ast.Expr) -> bool:
         """Whether a matrix has blocks on its diagonal and nothing else, and is not formed yet."""
@@ -262,8 +285,10 @@ class Code:
             return False
         if self._is_structured(product.left) or self._is_structured_sum(product.left):
             return False
-        operand, source = self.place.operand(bias), self._type(product.right)
-        size = self._type(product.left).size
+        if self.place.type_of(product.left).batch:
+            return False
+        operand, source = self.place.operand(bias), self.place.type_of(product.right)
+        size = self.place.type_of(product.left).size
         is_vector = isinstance(operand, Value) and operand.type == Type(size[:1]) and len(size) == 2
         return is_vector and bool(source.batch) and source.batch != "ids"
 
@@ -298,22 +323,17 @@ class Code:
         operations = tuple(map(self.operation, args))
         match primitive.name:
             case "token_mean":
-                return self.emit(functions.token_mean, operations[0], len(self._type(args[0]).size))
-            case "reshape" if self._type(args[0]).batch:
+                return self.emit(functions.token_mean, operations[0], len(self.place.type_of(args[0]).size))
+            case "reshape" if self.place.type_of(args[0]).batch:
                 return self.emit(
-                    functions.reshape_features, operations[0], len(self._type(args[0]).size), operations[1:]
+                    functions.reshape_features, operations[0], len(self.place.type_of(args[0]).size), operations[1:]
                 )
             case "dropout":
                 value, p = operations
-                is_active = self.training is not False and p != 0 and self._type(args[0]).batch != "ids"
+                is_active = self.training is not False and p != 0 and self.place.type_of(args[0]).batch != "ids"
                 return self.emit(functions.dropout, value, p, self.training) if is_active else value
             case _:
                 return self.emit(function_named(primitive.torch), *operations)
-
-    def _type(self, node: ast.Expr) -> Type:
-        operand = self.place.operand(node)
-        assert isinstance(operand, Value)
-        return operand.type
 
 
 class FrozenCode(Code):
@@ -323,10 +343,11 @@ class FrozenCode(Code):
 
     def __init__(self, code: Code) -> None:
         super().__init__(code.place, code.emit, {}, code.parameter, code.training, code.linear, code.attribute)
-        self.code, self.random_nodes = code, code.random_nodes
+        self.code, self.random_nodes, self.below = code, code.random_nodes, code.below
 
     def _operation(self, node: ast.Expr) -> Operation:
         is_leaf = isinstance(node, ast.Name) and node.id not in self.place.lets
+        is_leaf |= isinstance(node, ast.Call) and node.function in (BELOW, HISTORY)
         if is_leaf or (isinstance(node, ast.Name) and node.id in self.place.products.lets):
             return self.emit(function_named(FUNCTIONS["frozen"].torch), self.code.operation(node))
         return super()._operation(node)

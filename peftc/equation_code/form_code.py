@@ -17,6 +17,7 @@ from peftc.equations.words import OUT, PERMUTATION
 from peftc.forms.rowwise_module import linear
 from peftc.syntax import ast
 
+LAYERS = "layers"  # of the code that has values of other layers
 STATE = "_state"  # that a form is added to; no name of a text
 Forward = Callable[..., Tensor]
 
@@ -132,17 +133,35 @@ def sum_of(place: Place, owners: tuple[tuple[str, str], ...]) -> Forward:
     return function
 
 
-def _forward(place: Place, owners: Mapping[str, str], adds: bool = False) -> Forward:
+def cross_layer_forward(place: Place, owners: tuple[tuple[str, str], ...], is_first: bool) -> Forward:
+    """`forward(self, *inputs, *below)`: the value, and what the sites above read of this one.
+
+    `below`: of each call of `below` the value at the site below, of `history` the values of all
+    sites below; nothing at the first site.
+    """
+    key = LAYERS, is_first, owners
+    if key not in place.code:
+        place.code[key] = _forward(place, dict(owners), below=() if is_first else place.layer_calls)
+    return place.code[key]
+
+
+def _forward(
+    place: Place, owners: Mapping[str, str], adds: bool = False, below: Sequence[ast.Call] | None = None
+) -> Forward:
     graph = fx.Graph()
     emit = emit_into(graph)
     module = graph.placeholder("self")
     state = graph.placeholder(STATE) if adds else None
     inputs = [graph.placeholder(name) for name in place.inputs or ("like",)]
+    of_below = {call: graph.placeholder(f"below_{i}") for i, call in enumerate(below or ())}
     training = emit(getattr, module, "training")
     form = FormCode(place, emit, module, owners, inputs, training, linear)
+    form.code.below = of_below
     of_ids = bool(place.inputs) and place.types[place.inputs[0]].batch == "ids"
     if state is not None:
         graph.output(_sum(emit, state, *form.product()))
+    elif below is not None:
+        graph.output((form.value_like(inputs[0]), tuple(map(form.code.operation, place.layer_values))))
     else:
         graph.output(form.value() if of_ids else form.value_like(inputs[0]))
     graph.eliminate_dead_code()

@@ -53,6 +53,30 @@ def softmax(x: Tensor, k: int = 0) -> Tensor:
     return torch.softmax(x if k == 0 else x.masked_fill(~_largest(x, k), -torch.inf), -1)
 
 
+def history(below: Sequence[Tensor], x: Tensor) -> Tensor:
+    """What sites below have, and x, (batch, tokens, d) each: (batch, tokens, sites, d)."""
+    return torch.stack((*below, x), -2)
+
+
+def for_tokens(a: Tensor | float, like: Tensor, dimensions: int, size: Sequence[int]) -> Tensor:
+    """A value that is the same for all tokens of `like`, (…, tokens, *size).
+
+    `dimensions`: of `like`, those of its features.
+    """
+    tokens = like.shape[: like.ndim - dimensions]
+    if not isinstance(a, Tensor):
+        a = torch.full((), a, dtype=like.dtype if like.is_floating_point() else None, device=like.device)
+    return a.expand(*tokens, *size)
+
+
+def token_matrices(a: Tensor, v: Tensor) -> Tensor:
+    """A v with a matrix for each token.
+
+    Shapes: A (…, tokens, m, n); v (…, tokens, n), or (n,) for all; the result (…, tokens, m).
+    """
+    return (a @ v.unsqueeze(-1)).squeeze(-1)
+
+
 def top_k(x: Tensor, k: int) -> Tensor:
     """The k largest of the last dimension, and 0 for the others."""
     return x * _largest(x, k)

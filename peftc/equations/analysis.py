@@ -10,7 +10,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from peftc.equations.bindings import write_out
+from peftc.equations.bindings import calls_of_layers, check_absent, check_second, read_below, write_out
 from peftc.equations.operands import Operands
 from peftc.equations.products import Products
 from peftc.equations.values import Budget, FormError, Number, Selection, SiteNumbers, Type, Value, real, shown, type_of
@@ -26,10 +26,11 @@ from peftc.equations.words import (
     criterion_of,
     function_of,
     number_of,
+    optional_inputs_of,
     owner_of,
 )
 from peftc.forms.form import DISTRIBUTIONS, Args
-from peftc.forms.shapes import KeyValue, Rows, Shape, Tokens, Vector, Weight
+from peftc.forms.shapes import KeyValue, Rows, Shape, Vector, Weight
 from peftc.syntax import ast
 from peftc.syntax.numbers import COMPARISONS
 from peftc.syntax.printer import print_expression
@@ -66,7 +67,7 @@ class Place(Operands):
     @property
     def flops(self) -> int:
         """The floating-point operations of one token, each part of the equation computed once."""
-        lines = [self.product[1], *self.products.lets.values()]
+        lines = [self.product[1], *self.products.lets.values(), *self.layer_values]
         parts = {id(part) for line in lines for part in walk(line)}
         return sum(cost for part, cost in self.costs.items() if part in parts)
 
@@ -87,6 +88,7 @@ class Place(Operands):
             if not self.holds(line.condition):
                 if isinstance(line, ast.Parameter):
                     self.absent.add(line.name)
+                check_absent(self, line)
                 continue
             match line:
                 case ast.Require(left, op, right):
@@ -117,8 +119,10 @@ class Place(Operands):
         if self.result is None:
             message = "no condition of its values holds here"
             raise FormError("P319", message, self.form)
+        read_below(self, self._parts)
         self.value  # noqa: B018  # raises what has no meaning
         self.product  # noqa: B018  # known before an edit is made: it may be nested too deeply
+        self.layer_values  # noqa: B018
         self.selection  # noqa: B018
         return self
 
@@ -170,8 +174,23 @@ class Place(Operands):
             case _:
                 return isinstance(node, ast.Call) and node.function == SCATTER
 
+    @property
+    def _parts(self) -> list[ast.Expr]:
+        """The parts that the text names, and the value."""
+        return [*self.lets.values(), *([] if self.result is None else [self.result])]
+
+    @cached_property
+    def layer_calls(self) -> tuple[ast.Call, ...]:
+        """The calls of `below` and `history`."""
+        return calls_of_layers(self._parts)
+
+    @cached_property
+    def layer_values(self) -> tuple[ast.Expr, ...]:
+        """What the sites above read of this one, by these calls."""
+        return tuple(self.products.whole(call.args[0]) for call in self.layer_calls)
+
     def _calls(self, function: str) -> Iterator[ast.Call]:
-        lines = [*self.lets.values(), *([] if self.result is None else [self.result])]
+        lines = self._parts
         lines += [size for parameter in self.parameters.values() for size in parameter.sizes]
         parts = (part for line in lines for part in walk(line) if isinstance(part, ast.Call))
         return (part for part in parts if part.function == function)
@@ -200,9 +219,10 @@ class Place(Operands):
         if condition is None:
             return True
         name = condition.left.id if isinstance(condition.left, ast.Name) else ""
-        if name in self.sizes or name in self.absent:
-            wanted = condition.right.value if isinstance(condition.right, ast.Boolean) else True
-            return (name in self.sizes) == (wanted == (condition.op != "!="))
+        if name in self.sizes or name in self.absent or name in self.inputs:
+            right = condition.right
+            wanted = right.value if isinstance(right, ast.Boolean) else right != ast.Name(NONE)
+            return (name not in self.absent) == (wanted == (condition.op != "!="))
         left = self.argument(condition.left)
         if condition.right is None:
             return bool(left) and left != NONE
@@ -315,19 +335,6 @@ def _without_ones(size: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(n for n in size if n != 1)
 
 
-def _check_second(form: ast.Form, inputs: tuple[str, ...], shapes: Sequence[Shape | None]) -> None:
-    """Raises: FormError for a second input that is missing, of other tokens, or beside a weight."""
-    at = next(param for param in form.params if param.name == inputs[1])
-    target, first, second = shapes
-    if second is None:
-        raise FormError("P108", f"`{form.name}` reads `{inputs[0]}` and `{inputs[1]}`: give both", at)
-    if isinstance(target, Weight | Vector):
-        raise FormError("P310", "a form of two inputs reads hidden states, and this edit writes a weight", at)
-    tokens = [shape.of for shape in (first, second) if isinstance(shape, Tokens | Rows)]
-    if len(set(tokens)) > 1:
-        raise FormError("P301", f"its inputs are of different tokens: {first} and {second}", at)
-
-
 def place_of(
     form: ast.Form,
     inputs: tuple[str, ...],
@@ -354,13 +361,16 @@ def place_of(
             raise FormError("P310", message, form)
         types[name] = type_
     if len(inputs) > 1:
-        _check_second(form, inputs, shapes)
+        check_second(form, inputs, shapes)
+    optional = optional_inputs_of(form)
+    present = tuple(name for name in inputs if names[name] is not None or name not in optional)
     target = shapes[0]
     if isinstance(target, Weight | Vector):
         types.setdefault("w" if isinstance(target, Weight) else "b", types[OUT])
     numbers: dict[str, Number] = {}
     heads_first = frozenset(name for name, shape in names.items() if isinstance(shape, Rows))
-    place = Place(form, numbers, types, inputs, heads_first=heads_first, writes_pair=isinstance(target, KeyValue))
+    place = Place(form, numbers, types, present, heads_first=heads_first, writes_pair=isinstance(target, KeyValue))
+    place.absent |= set(inputs) - set(present)
     place.pair = target if isinstance(target, KeyValue) else None
     place.is_written_out = is_written_out
     place.numbers_of_site = numbers_of_site

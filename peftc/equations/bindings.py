@@ -1,15 +1,21 @@
 """What stands for other expressions: `sum(i in n, A[i] @ x)`, written out where n is known,
-`initial(B @ A)`, the value with the first values of its parameters, and `rows(table, ids)`.
+`initial(B @ A)`, the value with the first values of its parameters, and `rows(table, ids)`; and for
+values at other sites, `below(s, first)` and `history(x)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from peftc.diagnostics import Diagnostic
 from peftc.equations.operands import Operands
-from peftc.equations.values import FormError, Value
+from peftc.equations.rules import Operand
+from peftc.equations.values import TOP, FormError, Type, Value, real, shown
+from peftc.equations.words import BELOW, HISTORY, LAYER, SITE, optional_inputs_of
+from peftc.forms.form import Dims, PlacementError
+from peftc.forms.shapes import Rows, Shape, Tokens, Vector, Weight
 from peftc.syntax import ast
 from peftc.syntax.printer import print_expression
 from peftc.syntax.walk import map_children, walk
@@ -37,6 +43,9 @@ def write_out(place: Operands, node: ast.Expr, numbers: Mapping[str, int] | None
         case ast.Call("rows", (table, ids)):
             transposed = ast.Call("t", (write_out(place, table, numbers),), (), span=node.span)
             return ast.Binary("@", transposed, write_out(place, ids, numbers), span=node.span)
+        case ast.Call(function, (value,)) if function == HISTORY:
+            count = ast.Number(place.numbers_of_site.site + 1, span=node.span)
+            return replace(node, args=(write_out(place, value, numbers), count))
         case ast.Call(function, (value,)) if function == INITIAL:
             return _initial(place, write_out(place, value, numbers), node)
         case _:
@@ -46,7 +55,7 @@ def write_out(place: Operands, node: ast.Expr, numbers: Mapping[str, int] | None
 def is_written_out(node: ast.Expr) -> bool:
     """Whether a part of a text stands for another expression."""
     is_call = isinstance(node, ast.Call) and (
-        node.function == INITIAL or (node.function == "rows" and len(node.args) == 2)
+        node.function in (INITIAL, HISTORY) or (node.function == "rows" and len(node.args) == 2)
     )
     return is_call or isinstance(node, ast.Binding)
 
@@ -97,3 +106,120 @@ def _joined(place: Operands, function: str, terms: list[ast.Expr], node: ast.Cal
         left, right = (term, joined) if op == "@" else (joined, term)
         joined = ast.Binary(op, left, right, span=node.span)
     return joined
+
+
+def check_second(form: ast.Form, inputs: tuple[str, ...], shapes: Sequence[Shape | None]) -> None:
+    """Raises: FormError for a second input that is missing, of other tokens, or beside a weight."""
+    at = next(param for param in form.params if param.name == inputs[1])
+    target, first, second = shapes
+    if second is None and inputs[1] in optional_inputs_of(form):
+        return
+    if second is None:
+        raise FormError("P108", f"`{form.name}` reads `{inputs[0]}` and `{inputs[1]}`: give both", at)
+    if isinstance(target, Weight | Vector):
+        raise FormError("P310", "a form of two inputs reads hidden states, and this edit writes a weight", at)
+    tokens = [shape.of for shape in (first, second) if isinstance(shape, Tokens | Rows)]
+    if len(set(tokens)) > 1:
+        raise FormError("P301", f"its inputs are of different tokens: {first} and {second}", at)
+
+
+# Values at other sites
+
+
+def layer_call_errors(form: ast.Form, call: ast.Call) -> Iterator[Diagnostic]:
+    """The errors of `below(s, first)` and `history(x)` that need no place."""
+    lets = [line.name for line in form.body if isinstance(line, ast.Let)]
+    if call.function == BELOW:
+        is_right = len(call.args) == 2 and isinstance(call.args[0], ast.Name) and call.args[0].id in lets
+        what = "`below(s, first)` is the value of `let s = …` at the site below, and `first` at the first one"
+    else:
+        is_right, what = len(call.args) == 1, "`history(x)` is x at the sites up to this one"
+    if not is_right or call.kwargs:
+        yield Diagnostic("P108", what, call.span)
+    scopes = (line for line in form.body if isinstance(line, ast.Parameter) and line.scope == "edit")
+    for line in scopes:
+        message = f"`{call.function}` reads values in one stack of layers, and `{line.name}` is of all stacks"
+        yield Diagnostic("P023", message, line.name_span, help="write `per group`")
+
+
+def calls_of_layers(lines: Sequence[ast.Expr]) -> tuple[ast.Call, ...]:
+    """The calls of `below` and `history`, in their order, those that are alike once."""
+    parts = (part for line in lines for part in walk(line))
+    return tuple(
+        dict.fromkeys(part for part in parts if isinstance(part, ast.Call) and part.function in (BELOW, HISTORY))
+    )
+
+
+def check_sites(form: str, dims: Dims, has_top: bool) -> None:
+    """Raises: PlacementError P315 if sites are not one above the other, or end too low.
+
+    Args:
+        has_top: whether the form asks for the last site.
+    """
+    if not dims.spots:
+        return
+    stack, _, last = dims.spots[-1].layer.rpartition("[")
+    if last and not dims.depth:
+        what = "its places are not alike, and those of a stack have a part in common already"
+        raise PlacementError("P315", f"`{form}` cannot be `shared`: {what}", help=f"write `{form}(…)` in the equation")
+    if dims.runs > 1:
+        what = f"the layers of `{stack}`, or modules in them, run {dims.runs} times"
+        raise PlacementError("P315", f"{what}: `{form}` has one place for each")
+    if has_top and (not last or int(last[:-1]) != dims.depth - 1):
+        where = f"its last place is layer {last[:-1]} of {dims.depth}" if last else "it has no place in a layer"
+        help_ = f"let the selector reach `layer[{dims.depth - 1}]`" if last else "write it at `layer[*]`"
+        raise PlacementError("P315", f"`{form}` ends at the last layer of its stack, and {where}", help=help_)
+
+
+def check_absent(place: Operands, line: ast.Require | ast.Parameter | ast.Let | ast.Equation | ast.Save) -> None:
+    """Raises: FormError if a line that only some sites have reads values of other sites."""
+    if not isinstance(line, ast.Let | ast.Equation) or line.condition is None:
+        return
+    sides = [side for side in (line.condition.left, line.condition.right) if side is not None]
+    calls = calls_of_layers([line.value])
+    if calls and _functions_behind(place, sides) & {SITE, LAYER, TOP}:
+        text = print_expression(calls[0])
+        message = f"only some sites have this line, and `{text}` reads values of all"
+        raise FormError("P105", message, calls[0], f"write `let NAME = {text}` without `if`")
+
+
+def _functions_behind(place: Operands, nodes: Sequence[ast.Expr]) -> set[str]:
+    """The functions in expressions, and in the parts that they name."""
+    parts = [part for node in nodes for part in walk(node)]
+    names = [part.id for part in parts if isinstance(part, ast.Name) and part.id in place.lets]
+    own = {part.function for part in parts if isinstance(part, ast.Call)}
+    return own.union(*(_functions_behind(place, [place.lets[name]]) for name in names))
+
+
+def read_below(place: Operands, lines: Sequence[ast.Expr]) -> None:
+    """Finds out what `below(s, first)` stands for: a value like that of s where it is `first`.
+
+    Raises: FormError if s is not one value for each token, or is another one above.
+    """
+    calls = [part for line in lines for part in walk(line) if isinstance(part, ast.Call) and part.function == BELOW]
+    firsts = {id(call): _as_tensor(place.operand(call.args[1]), call) for call in calls}
+    lowest = replace(place, values={**place.values, **firsts}, costs={}, derived_nodes=[])
+    values = {id(call): _like_lowest(lowest, call) for call in calls}
+    place.values.update(values)
+    for call in calls:
+        above, (part, _) = values[id(call)].type, call.args
+        value = place.operand(part)
+        if not isinstance(value, Value) or value.type != above:
+            now = value.type if isinstance(value, Value) else shown(value)
+            message = f"`{print_expression(part)}` is {above} at the first site, and {now} above"
+            raise FormError("P301", message, call)
+
+
+def _as_tensor(first: Operand, call: ast.Call) -> Value:
+    return first if isinstance(first, Value) else Value(Type(()), float(real(first, call.args[1])))
+
+
+def _like_lowest(lowest: Operands, call: ast.Call) -> Value:
+    """A value like that of a part at the lowest site."""
+    part = call.args[0]
+    value = lowest.operand(part)
+    if not isinstance(value, Value) or value.type.batch != "tokens":
+        what = value.type if isinstance(value, Value) else f"the number {shown(value)}"
+        message = f"`{print_expression(part)}` is {what}; expected one value for each token, which the sites above read"
+        raise FormError("P301", message, call)
+    return Value(value.type, varies=True, reason="it depends on the states of all layers", shifted=True)

@@ -10,25 +10,29 @@ from typing import Any, Literal
 
 from peftc.diagnostics import Related, Source, Span
 from peftc.equations.analysis import Place, place_of
-from peftc.equations.bindings import is_written_out
+from peftc.equations.bindings import check_sites, is_written_out
 from peftc.equations.common_tensors import CommonTensors, Tensors, common_tensors, dims_at
 from peftc.equations.exports import Export, are_alternatives, export_of, may_hold
 from peftc.equations.patterns import bottleneck_of
-from peftc.equations.values import NUMBERS_OF_SITES, FormError, SiteNumbers, Value, numbers_of, shape_of
+from peftc.equations.values import NUMBERS_OF_SITES, TOP, FormError, SiteNumbers, Value, numbers_of, shape_of
 from peftc.equations.words import (
     BUDGET,
     BUFFER,
+    CROSS_LAYER,
+    HISTORY,
     NONE,
     OVER_SITES,
     PERMUTATION,
     POSITIONS,
     RANDOM,
     SELECTION,
+    SITE,
     arguments_of,
     criterion_of,
     inputs_of,
     is_of_task,
     number_of,
+    optional_inputs_of,
     scope_of,
 )
 from peftc.forms.arguments import DTYPE
@@ -40,14 +44,18 @@ from peftc.syntax.walk import names_in, values, walk
 
 MODULE = "peftc.equation_code.module:EquationModule"
 SELECTION_MODULE = "peftc.equation_code.selection_module:SelectionModule"
-BUFFER_MODULE = "peftc.equation_code.buffer_module:BufferModule"
-BUDGET_MODULE = "peftc.equation_code.budget_module:BudgetModule"
-RANDOM_MODULE = "peftc.equation_code.random_module:RandomModule"
+CROSS_LAYER_MODULE = "peftc.equation_code.cross_layer_module:CrossLayerModule"
 RESULT = "f"
 OWNER = "owner_module"  # the attribute of a module with the module of common parameters
 PARAMETERS = "parameters"  # of the code of a place
 _MOST_KNOWN = 16  # sets of sites whose tensors are known
-_MODULES = {RANDOM: RANDOM_MODULE, BUFFER: BUFFER_MODULE, BUDGET: BUDGET_MODULE, SELECTION: SELECTION_MODULE}
+_MODULES = {
+    RANDOM: "peftc.equation_code.random_module:RandomModule",
+    BUFFER: "peftc.equation_code.buffer_module:BufferModule",
+    BUDGET: "peftc.equation_code.budget_module:BudgetModule",
+    SELECTION: SELECTION_MODULE,
+    **dict.fromkeys(CROSS_LAYER, CROSS_LAYER_MODULE),
+}
 
 
 class TextForm(Form):
@@ -63,14 +71,6 @@ class TextForm(Form):
         self.inputs = inputs_of(form)
         self.arguments = (*arguments_of(self.form), DTYPE)
         self.gives_pair = any(isinstance(line.value, ast.Pair) for line in lines)
-        exclude = are_alternatives(self._lines())
-        if "site" in scopes and len(scopes) > 1 and not exclude:
-            self.common_module = MODULE
-            self.separates_tasks = any(map(is_of_task, self._lines()))
-        if any(map(is_of_task, self._lines())) and any(line.common for line in self._lines()):
-            self.common_module = self.tasks_module = MODULE
-            self.separates_tasks = True
-        self.mixes_shapes = scopes != {"site"} and not exclude
         self.place = lru_cache(maxsize=1024)(self._place)
         self._tensors: dict[object, CommonTensors] = {}
         self._is_numbered = any(map(number_of, self._lines()))
@@ -80,17 +80,28 @@ class TextForm(Form):
         values_at_first = {line.value.id for line in self._lines() if isinstance(line.value, ast.Name)}
         selection = next((line for line in self._lines() if criterion_of(line)), None)
         words = functions | values_at_first
+        self.is_cross_layer = not functions.isdisjoint(CROSS_LAYER)
+        self.mixes_shapes = self.is_cross_layer or (scopes != {"site"} and not are_alternatives(self._lines()))
+        has_tasks = any(map(is_of_task, self._lines()))
+        shares_tasks = has_tasks and any(line.common for line in self._lines())
+        if self.is_cross_layer or shares_tasks or ("site" in scopes and self.mixes_shapes):
+            self.common_module = CROSS_LAYER_MODULE if self.is_cross_layer else MODULE
+            self.tasks_module, self.separates_tasks = MODULE if shares_tasks else "", has_tasks
         if selection is not None and selection.scope:
             words.remove(SELECTION)
             self.common_module, self.separates_tasks = SELECTION_MODULE, True
         self.module = next((module for word, module in _MODULES.items() if word in words), MODULE)
         self._is_wide = "widest" in functions
-        self._asked = functions.intersection(NUMBERS_OF_SITES)
+        self._asked = functions.intersection(NUMBERS_OF_SITES) | ({SITE} if HISTORY in functions else set())
         self._is_written_out = any(map(is_written_out, parts))
 
     @cached_property
     def text(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # as a spec has it, with its comments
         return print_statement(self.form)
+
+    @property
+    def optional_inputs(self) -> tuple[str, ...]:
+        return optional_inputs_of(self.form)
 
     def flops(self, args: Args, dims: Dims) -> int:
         return self.at(args, dims).flops
@@ -127,7 +138,8 @@ class TextForm(Form):
 
     def differs_by_site(self, args: Args) -> bool:
         """Whether sites that share parameters have values of their own."""
-        return ("site" in self._asked or self._is_numbered) and self.common(self.fill(args)) is not None
+        is_asked = self.is_cross_layer or self._is_numbered or SITE in self._asked
+        return is_asked and self.common(self.fill(args)) is not None
 
     def illegal(self, error: FormError, args: Args | None = None) -> PlacementError:
         label = "this line of the form" if error.code == "P317" else error.message
@@ -173,6 +185,8 @@ class TextForm(Form):
             help_ = f"write `kv = concat({self.name}(…), kv)` at an attention"
             message = f"`{self.name}` gives rows of keys and values, here {dims.target}"
             raise PlacementError("P310", message, help=help_)
+        if self.is_cross_layer:
+            check_sites(self.name, dims, TOP in self._asked)
         place = self.at(args, dims)
         self.tensors(args, dims)
         self._check_export(place, args, dims)
@@ -231,7 +245,7 @@ class TextForm(Form):
             if export is not None:
                 # One module has what all sites save.
                 count = dims.sites if self.common(args) is not None and not self.has_common_part else 1
-                saved = ((name, _size_at(place, node)) for name, node in (place.saved or {}).items())
+                saved = ((name, place.type_of(node).size) for name, node in (place.saved or {}).items())
                 own += [Parameter(name, size, role="saved") for name, size in saved for _ in range(count)]
             place.code[PARAMETERS] = tuple(own)
         return place.code[PARAMETERS]
@@ -292,7 +306,7 @@ class TextForm(Form):
         export = self.export(args)
         if export is None:
             return
-        own = {name: _size_at(place, node) for name, node in (place.saved or {}).items()}
+        own = {name: place.type_of(node).size for name, node in (place.saved or {}).items()}
         try:
             wanted = export.sizes(args, dims)
         except PlacementError as error:
@@ -307,7 +321,7 @@ class TextForm(Form):
 
     def common(self, args: Args) -> Scope | None:
         scopes = {scope_of(line) for line in self._lines() if may_hold(line.condition, args)}
-        return "edit" if "edit" in scopes else "group" if "group" in scopes else None
+        return "edit" if "edit" in scopes else "group" if "group" in scopes or self.is_cross_layer else None
 
     def initial(self, args: Args, dims: Dims) -> float | None:
         return self.at(args, dims).value.initial
@@ -317,7 +331,7 @@ class TextForm(Form):
 
     def not_affine(self, args: Args, dims: Dims) -> str | None:
         value = self.at(args, dims).value
-        if len(self.inputs) > 1:
+        if dims.second is not None:
             return "it reads two states"
         shape = shape_of(value.type, dims.target)
         if isinstance(shape, Prompt):
@@ -334,7 +348,8 @@ class TextForm(Form):
         if self._is_numbered:  # `tensors` compares them
             return ()
         place = self.at(args, dims)
-        return tuple((n, place.sizes[n]) for n, line in place.parameters.items() if scope_of(line) != "site")
+        states = ((print_expression(call.args[0]), place.type_of(call.args[0]).size) for call in place.layer_calls)
+        return (*((n, place.sizes[n]) for n, p in place.parameters.items() if scope_of(p) != "site"), *states)
 
     def entries(self, args: Args, dims: Dims) -> int:
         if OVER_SITES not in self._asked:
@@ -364,12 +379,6 @@ class TextForm(Form):
         if value.rank is None or (len(size) == 2 and value.rank >= min(size)):
             return None
         return value.rank
-
-
-def _size_at(place: Place, node: ast.Expr) -> tuple[int, ...]:
-    operand = place.operand(node)
-    assert isinstance(operand, Value)
-    return operand.type.size
 
 
 def owner_path(line: ast.Parameter, form: TextForm) -> str:

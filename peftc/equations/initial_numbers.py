@@ -1,4 +1,4 @@
-"""What the value of a primitive is when training starts, and whether a zero input gives zero."""
+"""What the value of a primitive is when training starts, and how it depends on the input."""
 
 from __future__ import annotations
 
@@ -89,3 +89,33 @@ def shifts(primitive: Primitive, operands: Sequence[Operand]) -> bool:
             return any(nonzero)
         case "nonlinear":
             return True
+
+
+def reason_against(primitive: Primitive, operands: Sequence[Operand], text: str, choice: str = "") -> str | None:
+    """Why a primitive is not affine in what varies of its operands; None if it is.
+
+    Args:
+        text: the expression.
+        choice: by which argument of the form it is what it is.
+    """
+    varying = [isinstance(operand, Value) and operand.varies for operand in operands]
+    if not any(varying):
+        return None
+    first = operands[0]
+    of_tokens = isinstance(first, Value) and bool(first.type.batch)
+    match primitive.affinity:
+        case "linear" | "sum":
+            is_map = primitive.name != "reshape" and not (primitive.name == "t" and of_tokens)
+            return None if is_map else f"`{text}` is no map of one matrix"
+        case "product" if primitive.name == "@" and of_tokens and sum(varying) == 1:
+            return f"`{text}` is no map of one matrix"
+        case "product":
+            return f"`{text}` multiplies two values that depend on the input" if sum(varying) > 1 else None
+        case "quotient":
+            return f"`{text}` divides by a value that depends on the input" if varying[1] else None
+        case "nonlinear" if primitive.name == "positions":
+            return "it acts on some positions only"
+        case "nonlinear" if primitive.name == "history":
+            return "it depends on the states of all layers"
+        case "nonlinear":
+            return f"`{text}` is not linear{choice}"

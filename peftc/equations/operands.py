@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from peftc.equations.initial_numbers import first_value, initial_number, initial_value, shifts
+from peftc.equations.initial_numbers import first_value, initial_number, initial_value, reason_against, shifts
 from peftc.equations.matrices import DECOMPOSITIONS
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, OPERATORS
 from peftc.equations.rules import Mismatch, Operand, Primitive
 from peftc.equations.values import NUMBERS_OF_SITES, FormError, Number, SiteNumbers, Type, Value, pair_of, real, shown
 from peftc.equations.words import (
+    BELOW,
     NONE,
     NUMBERS,
     OUT,
@@ -150,6 +151,8 @@ class Operands:
             case ast.Call(function) if function == RANDOM:
                 help_ = "name it, `let i = random(n)`, and write `A[i]`"
                 raise FormError("P105", f"`{print_expression(node)}` is an index, not a value", node, help_)
+            case ast.Call(function) if function == BELOW:
+                raise FormError("P105", f"`{print_expression(node)}` is known in parts of the value alone", node)
             case ast.Call(function):
                 return self._call(node, function)
             case ast.Item(value, indices):
@@ -347,6 +350,12 @@ class Operands:
             message = f"`{name}` is one of {self.random_count(name)} numbers, and there are {size[0]} parts"
             raise FormError("P106", message, indices[0])
 
+    def type_of(self, node: ast.Expr) -> Type:
+        """The type of a tensor."""
+        value = self.operand(node)
+        assert isinstance(value, Value)
+        return value.type
+
     # The rules of all primitives
 
     def _apply(self, primitive: Primitive, operands: Sequence[Operand], node: ast.Expr) -> Operand:
@@ -374,23 +383,9 @@ class Operands:
         )
 
     def _reason(self, primitive: Primitive, operands: Sequence[Operand], node: ast.Expr) -> str | None:
-        varying = [isinstance(operand, Value) and operand.varies for operand in operands]
-        if not any(varying):
-            return None
-        text = print_expression(node)
         name = node.function if isinstance(node, ast.Call) else ""
         choice = f" with `{name}={self.function(name)}`" if self.function(name) != name else ""
-        match primitive.affinity:
-            case "linear" | "sum":
-                return f"`{text}` is no map of one matrix" if primitive.name == "reshape" else None
-            case "product":
-                return f"`{text}` multiplies two values that depend on the input" if sum(varying) > 1 else None
-            case "quotient":
-                return f"`{text}` divides by a value that depends on the input" if varying[1] else None
-            case "nonlinear" if primitive.name == POSITIONS:
-                return "it acts on some positions only"
-            case "nonlinear":
-                return f"`{text}` is not linear{choice}"
+        return reason_against(primitive, operands, print_expression(node), choice)
 
 
 def _is_random(value: ast.Expr | None) -> bool:

@@ -6,7 +6,7 @@ from peftc.diagnostics.record import record
 from peftc.equations.analysis import Place
 from peftc.equations.operands import TOKENS
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, PAPER_NAMES
-from peftc.equations.values import Type, Value
+from peftc.equations.values import Value
 from peftc.syntax import ast
 from peftc.syntax.walk import children
 
@@ -42,7 +42,7 @@ def bottleneck_of(place: Place) -> Bottleneck | None:
     down = _map(place, hidden)
     if down is None or _without_dropout(place, down[2]) != ast.Name(place.inputs[0]):
         return None
-    return Bottleneck(factor, up[0], up[1], act, down[0], down[1], len(_type(place, down[0]).size) == 3)
+    return Bottleneck(factor, up[0], up[1], act, down[0], down[1], len(place.type_of(down[0]).size) == 3)
 
 
 def _map(place: Place, node: ast.Expr) -> tuple[ast.Expr, ast.Expr | None, ast.Expr] | None:
@@ -59,7 +59,7 @@ def _map(place: Place, node: ast.Expr) -> tuple[ast.Expr, ast.Expr | None, ast.E
         node = _definition(place, product)
     if not (isinstance(node, ast.Binary) and node.op == "@") or _varies(place, node.left):
         return None
-    source = _type(place, node.right)
+    source = place.type_of(node.right)
     is_state = _varies(place, node.right) and source.batch == "tokens"
     return (node.left, bias, node.right) if is_state else None
 
@@ -86,7 +86,7 @@ def takes_rows(place: Place) -> bool:
 
     So it is for entries, last dimensions, and matrices that multiply each token.
     """
-    if place.states or any(place.types[name].batch != "tokens" for name in place.inputs):
+    if place.states or place.layer_calls or any(place.types[name].batch != "tokens" for name in place.inputs):
         return False
     parts = [place.product[1], *place.products.lets.values()]
     return all(_is_of_rows(place, part) for part in parts)
@@ -99,8 +99,8 @@ def _is_of_rows(place: Place, node: ast.Expr) -> bool:
         case ast.Name():
             return True
         case ast.Binary("@", left, right):
-            source = _type(place, right)
-            sizes = len(_type(place, left).size), len(source.size)
+            source = place.type_of(right)
+            sizes = len(place.type_of(left).size), len(source.size)
             fits = sizes in ((2, 1), (3, 2)) if source.batch == "tokens" else sizes == (2, 2) and not source.batch
             return fits and not _varies(place, left) and all(_is_of_rows(place, part) for part in (left, right))
         case ast.Call(function, args):
@@ -110,9 +110,3 @@ def _is_of_rows(place: Place, node: ast.Expr) -> bool:
             return all(_is_of_rows(place, part) for part in children(node))
         case _:
             return False
-
-
-def _type(place: Place, node: ast.Expr) -> Type:
-    operand = place.operand(node)
-    assert isinstance(operand, Value)
-    return operand.type

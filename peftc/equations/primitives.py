@@ -236,6 +236,14 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 operands=(3, 4),
                 by_rows=True,
             ),
+            Primitive(
+                "history",
+                "history(x)",
+                "x at this site and at those below, one row each, from the lowest on: for each token a matrix",
+                rules.history,
+                "peftc.equation_code.functions.history",
+                operands=(2, 2),  # the second one is the number of rows
+            ),
         )
     },
 }

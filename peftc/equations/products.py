@@ -41,12 +41,17 @@ class Products:
             self.nodes[id(node)] = self._factored(node)
         return self.nodes[id(node)]
 
-    def _whole(self, node: ast.Expr) -> ast.Expr:
+    def whole(self, node: ast.Expr) -> ast.Expr:
         """The same as one expression; a number as it is written."""
         if not self._is_tensor(node):
             return node
         factor, value = self.factored(node)
         return value if factor == 1 else self.place.scaled(value, factor)
+
+    def _is_batch(self, node: ast.Expr) -> bool:
+        """Whether a matrix is another one for each token, of which no product is one matrix."""
+        operand = self.place.operand(node)
+        return isinstance(operand, Value) and bool(operand.type.batch)
 
     def _is_tensor(self, node: ast.Expr) -> bool:
         return isinstance(self.place.operand(node), Value)
@@ -65,15 +70,15 @@ class Products:
             case ast.Binary("*" | "/" as op, value, number) if not self._is_tensor(number):
                 factor, value = self.factored(value)
                 return (factor * self._number(number) if op == "*" else factor / self._number(number)), value
-            case ast.Binary("@"):
+            case ast.Binary("@", left) if not self._is_batch(left):
                 factor, leaves = self._chain(node)
                 return factor, self._cheapest(leaves)
             case ast.Call(function, (value,)) if place.function(function) == "none":
                 return self.factored(value)
-            case ast.Name() | ast.Number() | ast.Boolean():
+            case ast.Name() | ast.Number() | ast.Boolean() | ast.Call("below" | "history"):
                 return 1.0, node
             case _:
-                parts = [self._whole(part) if self._is_argument(part) else part for part in children(node)]
+                parts = [self.whole(part) if self._is_argument(part) else part for part in children(node)]
                 if all(new is old for new, old in zip(parts, children(node), strict=True)):
                     return 1.0, node
                 new = iter(parts)
@@ -91,7 +96,7 @@ class Products:
             self.names.setdefault(id(part), name)
             return factor, part
         if name not in self.lets:
-            self.lets[name] = self._whole(value)
+            self.lets[name] = self.whole(value)
             self.names.setdefault(id(self.lets[name]), name)
         return 1.0, node
 
@@ -105,7 +110,7 @@ class Products:
         match node:
             case ast.Name(name) if name in self.place.lets and self.uses[name] == 1:
                 return self._chain(self.place.lets[name])
-            case ast.Binary("@", left, right):
+            case ast.Binary("@", left, right) if not self._is_batch(left):
                 self.written[id(left), id(right)] = node
                 (first, before), (second, after) = self._chain(left), self._chain(right)
                 return first * second, before + after

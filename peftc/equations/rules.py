@@ -122,6 +122,10 @@ def _padded(size: tuple[int, ...], count: int) -> tuple[int, ...]:
 
 def product(operands: Types) -> Type:
     left, right = tensor(operands), tensor(operands, 1)
+    if left.batch == "tokens" and len(left.size) == 2 and right.batch in ("", "tokens") and len(right.size) == 1:
+        if left.size[1:] != right.size:  # a matrix for each token
+            raise Mismatch(f"{left} maps {left.size[1]} features, and {right} has others", help_=_SIZES)
+        return Type(left.size[:1], "tokens")
     if len(left.size) == 3 and not left.batch and right.batch == "tokens" and len(right.size) == 2:
         heads, rows, columns = left.size  # a matrix for each head
         if right.size != (heads, columns):
@@ -141,10 +145,10 @@ def product(operands: Types) -> Type:
 
 def transpose(operands: Types) -> Type:
     type_ = tensor(operands)
-    if type_.batch or len(type_.size) not in (2, 3):
+    if type_.batch not in ("", "tokens") or len(type_.size) not in (2, 3):
         raise Mismatch(f"expected a matrix, or one for each head, found {type_}", 0)
     *heads, rows, columns = type_.size
-    return Type((*heads, columns, rows))
+    return Type((*heads, columns, rows), type_.batch)
 
 
 def corner(operands: Types) -> Type:
@@ -258,6 +262,14 @@ def at_positions(operands: Types) -> Type:
         if end != "none" and (not isinstance(end, int) or isinstance(end, bool) or end < least):
             raise Mismatch(f"expected {what}, or `none`, found {end}", at, "P106")
     return type_
+
+
+def history(operands: Types) -> Type:
+    """Features of each token, for this site and for those below."""
+    type_, sites = tensor(operands), operands[1]
+    if type_.batch != "tokens" or len(type_.size) != 1:
+        raise Mismatch(f"expected features of each token, found {type_}", 0)
+    return Type((int(str(sites)), *type_.size), "tokens")
 
 
 def wide_matrix(operands: Types) -> Type:

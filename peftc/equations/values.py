@@ -128,6 +128,7 @@ class SiteNumbers(NamedTuple):
         parts, part: how many places in a layer they are at, and which of these this one is at.
         stack_parts, stack_part: the same among the sites of this one's stack.
         over_sites: the rows, or entries, of which sites select together.
+        top: whether this is the last of the sites.
     """
 
     widest: tuple[int, int] = (0, 0)
@@ -142,10 +143,12 @@ class SiteNumbers(NamedTuple):
     stack_parts: int = 0
     stack_part: int = 0
     over_sites: int = 0
+    top: bool = False
 
 
 _OF_GROUPS = frozenset({"layers", "layer", "stack", "parts", "part", "stack_parts", "stack_part"})
-NUMBERS_OF_SITES = ("d_model", "sites", "site", "over_sites", *sorted(_OF_GROUPS))
+TOP = "top"
+NUMBERS_OF_SITES = ("d_model", "sites", "site", "over_sites", TOP, *sorted(_OF_GROUPS))
 
 
 def numbers_of(dims: Dims, names: Collection[str], is_wide: bool) -> SiteNumbers:
@@ -153,7 +156,9 @@ def numbers_of(dims: Dims, names: Collection[str], is_wide: bool) -> SiteNumbers
     own = {"d_model": dims.d_model, "sites": dims.sites, "site": dims.index, "over_sites": dims.spread[1]}
     if not _OF_GROUPS.isdisjoint(names):
         own |= numbers_of_groups(dims)
-    return SiteNumbers(dims.widest if is_wide else (0, 0), **{name: own[name] for name in names})
+    numbers = {name: own[name] for name in names if name != TOP}
+    is_top = TOP in names and dims.index + 1 >= dims.sites
+    return SiteNumbers(dims.widest if is_wide else (0, 0), **numbers, top=is_top)
 
 
 def numbers_of_groups(dims: Dims) -> dict[str, int]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, cast
 
 from peftc.equations.primitives import ACTIVATIONS
+from peftc.equations.values import TOP
 from peftc.forms.arguments import SEED
 from peftc.forms.form import Argument
 from peftc.syntax import ast
@@ -27,6 +28,9 @@ OVER_SITES = "over_sites"  # `over_sites(n)`: the sum of n over the sites that h
 SELECTION, SCATTER = "selection", "scatter"  # `fixed places[k] = selection(select)`, and values at these places
 # By what rows or entries are selected: of weights that a form changes, or of its own parameters.
 CRITERIA, OWN_CRITERIA = ("fisher", "change", "magnitude", "random"), ("snip", "magnitude", "random")
+BELOW, HISTORY = "below", "history"  # a value at the site below, and the values up to this site
+CROSS_LAYER = (BELOW, HISTORY, TOP)
+SITE, LAYER = "site", "layer"
 RANDOM = "random"  # `let i = random(n)`: one of 0, 1, … n - 1, in each forward while training
 Ends = Literal["", "low", "high", "both"]
 _SWAPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
@@ -54,14 +58,15 @@ SIZES: Mapping[str, str] = {
     "widest": "the most features that any site of the edit has there",
     "d_model": "the features of the residual stream",
     "sites": "the sites that have parameters in common",
-    "site": "the number of this site among them, from 0",
+    SITE: "the number of this site among them, from 0",
     "layers": "the layers of these sites, and the modules outside of layers",
-    "layer": "the number of this site's layer among them, from 0",
+    LAYER: "the number of this site's layer among them, from 0",
     "stack": "the number of this site's stack of layers among those of these sites, from 0",
     "parts": "the places in a layer that these sites are at",
     "part": "the number of this site's place in a layer among them, from 0",
     "stack_parts": "the places in a layer that the sites of this site's stack are at",
     "stack_part": "the number of this site's place in a layer among them, from 0",
+    TOP: "whether this is the last of the sites that have parameters in common",
     "entries": "the entries of a weight, or of a vector",
 }
 NEEDS: Mapping[str, str] = {  # what has a size
@@ -183,7 +188,14 @@ def _equalities(form: ast.Form) -> Iterator[tuple[ast.Name, ast.Name]]:
 
 def inputs_of(form: ast.Form) -> tuple[str, ...]:
     """The parameters of a form that are inputs: those that have the name of a state."""
-    return tuple(param.name for param in form.params if param.name in STATES and param.default is None)
+    inputs = (param for param in form.params if param.name in STATES)
+    return tuple(param.name for param in inputs if param.default in (None, ast.Name(NONE)))
+
+
+def optional_inputs_of(form: ast.Form) -> tuple[str, ...]:
+    """The inputs that a call may leave out: those with the default `none`."""
+    inputs = inputs_of(form)
+    return tuple(param.name for param in form.params if param.name in inputs and param.default is not None)
 
 
 def arguments_of(form: ast.Form) -> Iterator[Argument]:

@@ -9,8 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from peftc.forms import (
-    ladder,
-    layer_attention,
     masked,
 )
 from peftc.forms.form import Args, Argument, ArgumentValue, Count, Dims, Form, Parameter, PlacementError, Scope
@@ -35,8 +33,6 @@ __all__ = [
     "PlacementError",
     "Scope",
     "SelectiveModule",
-    "ladder",
-    "layer_attention",
     "masked",
     "register",
     "register_entry_point",

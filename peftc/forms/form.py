@@ -277,6 +277,11 @@ class Form:
         return bool(self.inputs)
 
     @property
+    def optional_inputs(self) -> tuple[str, ...]:
+        """The inputs that a call may leave out."""
+        return self.inputs[1:]
+
+    @property
     def has_common_part(self) -> bool:
         """Whether sites have modules of their own, beside what they have in common."""
         return bool(self.common_module)

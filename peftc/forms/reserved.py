@@ -22,6 +22,7 @@ RESERVED = frozenset({*_OF_MODULES.split(), *_OF_CODE, *kwlist})
 # What modules have besides, of forms with random numbers, buffers, a budget or a selection.
 _BESIDES = {
     "random": "route",
+    "below": "cross_layer_state read",
     "buffer": "adapter filled filling is_known",
     "budget": """
         budget dimensions give_up has_budget has_gradients is_smoothed is_trained keep kept last_round limited scores

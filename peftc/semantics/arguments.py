@@ -68,8 +68,8 @@ def bind(call: ast.Call, form: Form, *, shared: bool = False) -> BoundArguments:
 
 def signature(form: Form) -> str:
     """`adapter(x, r, …)`: how a form is called."""
-    optional = [f"[{name}]" for name in form.inputs[1:]] if form.text is None else form.inputs[1:]
-    return f"{form.name}({', '.join([*form.inputs[:1], *optional, *map(_written, form.arguments)])})"
+    inputs = [f"[{name}]" if name in form.optional_inputs else name for name in form.inputs]
+    return f"{form.name}({', '.join([*inputs, *map(_written, form.arguments)])})"
 
 
 def interval(param: Argument) -> str:

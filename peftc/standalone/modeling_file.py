@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from peftc.equation_code.cross_layer_module import CrossLayerModule
 from peftc.equation_code.module import EquationModule
 from peftc.forms.module import FormModule, Member
 from peftc.forms.tasked_module import Tasked
@@ -167,6 +168,9 @@ class ModelingFile:
             equation = owner if isinstance(form, Member) else form
             if not isinstance(equation, EquationModule):
                 what = f"`{path.rpartition('.')[2]}` at `{region}` is a Python form"
+                raise refusal(f"{what}: its code is that of a module of peftc")
+            if isinstance(equation, CrossLayerModule):
+                what = f"`{path.rpartition('.')[2]}` at `{region}` reads values of other layers"
                 raise refusal(f"{what}: its code is that of a module of peftc")
             if equation.differs_by_site:
                 what = f"`{path.rpartition('.')[2]}` at `{region}` makes the values of several sites"

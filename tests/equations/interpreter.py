@@ -5,7 +5,7 @@ Nothing of `peftc.equations` is used: neither types nor the code that a form bec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from itertools import product
 from math import cos, pi, sqrt
@@ -17,7 +17,8 @@ from torch import Tensor
 from peftc.syntax import ast
 
 TOKENS = ast.Name("tokens")
-
+BELOW = "<below>"  # what the names of sites below are, from the lowest on
+SIZES = "<sizes>"  # the features of what `let`s name
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": lambda x: x * (x > 0),
@@ -116,7 +117,21 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 
 def evaluate(form: ast.Form, names: Mapping[str, Any]) -> Tensor:
     """The value of a form, of its numbers, parameters, and an input for one token."""
-    lets = dict(names)
+    return _evaluate(form, dict(names))
+
+
+def evaluate_sites(form: ast.Form, sites: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    """The values of a form at sites one above the other."""
+    below: list[dict[str, Any]] = []
+    values: list[Tensor] = []
+    for names in sites:
+        lets = {**names, BELOW: tuple(below)}
+        values.append(_evaluate(form, lets))
+        below.append(lets)
+    return values
+
+
+def _evaluate(form: ast.Form, lets: dict[str, Any]) -> Tensor:
     for line in form.body:
         if isinstance(line, ast.Let):
             lets[line.name] = expression(line.value, lets)
@@ -151,6 +166,10 @@ def expression(node: ast.Expr, names: Mapping[str, Any]) -> Any:
         case ast.Call("sum" | "product" as function, (ast.Binding(name, count), term)):
             terms = [expression(term, {**names, name: i}) for i in range(int(value(count)))]
             return reduce(torch.matmul if function == "product" else torch.add, terms)
+        case ast.Call("below", (ast.Name(name), first)):
+            return names[BELOW][-1][name] if names[BELOW] else torch.zeros(names[SIZES][name]) + value(first)
+        case ast.Call("history", (part,)):
+            return torch.stack([*(expression(part, other) for other in names[BELOW]), value(part)])
         case ast.Call(function, args):
             return FUNCTIONS[names.get(function, function)](*map(value, args))
         case _:

@@ -12,9 +12,16 @@ FIRST_VALUES = ("0", "1", "kaiming", "normal", "normal(0.5)", "uniform(0.2)", "0
 
 
 class Writer:
-    """Writes one form. `nonlinear`: whether it may have activations of the input."""
+    """Writes one form.
 
-    def __init__(self, seed: int, nonlinear: bool = True, of_weight: bool = False) -> None:
+    Args:
+        nonlinear: whether it may have activations of the input.
+        of_weight: whether it is a change of a weight.
+        of_layers: whether it reads values of sites below.
+    """
+
+    def __init__(self, seed: int, nonlinear: bool = True, of_weight: bool = False, of_layers: bool = False) -> None:
+        self.of_layers = of_layers
         self.random, self.nonlinear, self.of_weight = Random(seed), nonlinear, of_weight
         self.symbols = WEIGHT_SYMBOLS if of_weight else SYMBOLS
         self.lines: list[str] = []
@@ -52,6 +59,7 @@ class Writer:
         ways += (
             ["wave", "activation", "activation", "softmax", "layer_norm", "rms_norm", "gate"] if self.nonlinear else []
         )
+        ways += ["below", "history"] * 4 if self.of_layers else []
         way = choice(ways)
         inner = self.features
         match way:
@@ -107,6 +115,20 @@ class Writer:
                 self.lets.append((f"u{len(self.lets)}", n))
                 self.lines.append(f"let {self.lets[-1][0]} = {value}")
                 return self.lets[-1][0]
+            case "below":
+                self.count += 1
+                name, value = f"s{self.count}", inner(n, depth - 1)
+                first = choice(("0", "0.5", self.parameter(n), f"({self.parameter(n, D_IN)} @ x)"))
+                below = choice(("{p} * {s}", "-{s}", "sigmoid({s} + {p})", "frozen({s}) / 2"))
+                below = below.format(p=self.parameter(n), s=f"below({name}, {first})")
+                self.lets.append((name, n))
+                self.lines.append(f"let {name} = {value} + {below}" if depth % 2 else f"let {name} = {below} - {value}")
+                return choice((name, f"below({name}, {first})" if len(first) < 4 else name))
+            case "history":
+                m = choice((D_IN, R))
+                value, q = inner(m, depth - 1), self.parameter(m)
+                rows = f"history({value})"
+                return f"({self.parameter(n, m)} @ (t({rows}) @ softmax({rows} @ {q})))"
             case "activation":
                 return f"{choice(ACTIVATIONS)}({inner(n, depth - 1)})"
             case "wave":

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import peftc
 from peftc.equation_code.budget_module import BudgetModule
 from peftc.equation_code.buffer_module import BufferModule
+from peftc.equation_code.cross_layer_module import CrossLayerModule
 from peftc.equation_code.module import EquationModule
 from peftc.equation_code.random_module import RandomModule
 from peftc.equation_code.selection_module import SelectionModule
@@ -162,7 +163,13 @@ def test_a_change_of_a_weight_has_no_scores_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("way", "module"),
-    [("random", RandomModule), ("buffer", BufferModule), ("budget", BudgetModule), ("selection", SelectionModule)],
+    [
+        ("random", RandomModule),
+        ("buffer", BufferModule),
+        ("budget", BudgetModule),
+        ("selection", SelectionModule),
+        ("below", CrossLayerModule),
+    ],
 )
 def test_names_of_the_modules_are_reserved(way: str, module: type[EquationModule]) -> None:
     own = {name for name in {*dir(module)} - {*dir(EquationModule)} if not name.startswith("_")}

@@ -172,7 +172,7 @@ REFUSED = [
     ("sparse_adapter", {"density": 0.1}, T, T, "P317", "r"),
     ("sparse_adapter", {"density": 0.1, "r": 2}, T, W, "P310", None),
     ("masked", {"density": 0.1}, None, T, "P310", None),
-    ("layer_attention", {}, Tokens(4), T, "P301", "input"),
+    ("layer_attention", {}, Tokens(4), T, "P317", "input"),
     ("reft", {"r": 2}, Tokens(4), T, "P317", "input"),
     ("fusion", {"n": 2}, T, T, "P317", "r"),
     ("fusion", {"n": 2, "r": 2}, Tokens(4), T, "P317", "input"),

@@ -12,7 +12,7 @@ import torch
 from transformers import AlbertConfig
 
 import peftc
-from peftc.forms.cross_layer_state_module import CrossLayerState
+from peftc.equation_code.cross_layer_module import CrossLayerState
 from tests import zoo
 from tests.laws.harness import close, randomise
 from tests.laws.recipe import at
@@ -112,14 +112,16 @@ def test_a_query_selects_the_state_that_it_points_to() -> None:
 
 
 def test_a_dropped_layer_passes_its_state_on() -> None:
-    states, one = CrossLayerState(), (torch.ones(1),)
+    states = CrossLayerState()
+    lowest, third = ((torch.full((1,), float(i)),) for i in (0, 2))
     states.before(None, 0, again=False)
-    states.states[None][0] = one
-    assert states.before(None, 2, again=False) is one
-    states.states[None][2] = (torch.zeros(1),)
-    assert states.before(None, 2, again=True) is one  # recomputed
-    assert states.before(None, 1, again=False) == ()  # another forward, whose first layer was dropped
-    assert states.before("task", 3, again=False) == ()
+    states.states[None][0] = lowest, True
+    assert states.before(None, 2, again=False) == [(lowest, True)]
+    states.states[None][2] = third, True
+    assert states.before(None, 2, again=True) == [(lowest, True)]  # recomputed
+    assert states.before(None, 3, again=False) == [(lowest, True), (third, True)]
+    assert states.before(None, 1, again=False) == []  # another forward, whose first layer was dropped
+    assert states.before("task", 3, again=False) == []
 
 
 @both

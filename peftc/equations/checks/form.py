@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from peftc.diagnostics import Diagnostic, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.equations.analysis import LOSS, mean_over_sites
-from peftc.equations.bindings import BINDERS, INITIAL
+from peftc.equations.bindings import BINDERS, INITIAL, layer_call_errors
 from peftc.equations.checks.states import WEIGHTS, check_numbered, check_states, lines_of
 from peftc.equations.definition import RESULT
 from peftc.equations.matrices import DECOMPOSITIONS
@@ -15,6 +15,7 @@ from peftc.equations.operands import TOKENS
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS
 from peftc.equations.table import FORMS
 from peftc.equations.words import (
+    BELOW,
     BUDGET,
     BUFFER,
     INITIAL_VALUES,
@@ -76,7 +77,7 @@ class _FormChecker:
         elif name in FORMS or name in (*FROZEN_MODULES, CONCAT, SHARED):
             kind = "built-in form" if name in FORMS else "function of the language"
             yield Diagnostic("P111", f"there is a {kind} `{name}`", at, help="use another name")
-        elif name in FUNCTIONS or name in NUMBERS or name in SIZES or name in (*BINDERS, INITIAL, RANDOM):
+        elif name in FUNCTIONS or name in NUMBERS or name in SIZES or name in (*BINDERS, INITIAL, RANDOM, BELOW):
             yield Diagnostic("P111", f"equations have a function `{name}`", at, help="use another name")
         elif name in STATES:
             yield Diagnostic("P121", f"`{name}` is reserved: it is {STATES[name]}", at, help="use another name")
@@ -134,8 +135,8 @@ class _FormChecker:
             if param.name in _OWN_ARGUMENTS:
                 message = f"every form has the argument `{param.name}`"
                 yield Diagnostic("P111", message, param.span, help="remove it, or use another name")
-            elif param.name in STATES and param.default is not None:
-                message = f"`{param.name}` is an input, {STATES[param.name]}, and has no default"
+            elif param.name in STATES and param.default is not None and param.name not in self.inputs[1:]:
+                message = f"`{param.name}` is an input, {STATES[param.name]}: the first has no default, another `none`"
                 yield Diagnostic("P121", message, param.span, help="use another name for an argument")
         for name in self.inputs[_MOST_INPUTS:]:
             message = f"a form has at most two inputs, `{name}` is one too many"
@@ -237,6 +238,12 @@ class _FormChecker:
                 yield Diagnostic("P105", message, value.span, help="then write `A[i]`")
             case ast.Call(function) if function in BINDERS:
                 yield from self._sum(value, of_weights)
+            case ast.Call("below" | "history"):
+                yield from layer_call_errors(self.form, value)
+                self.used |= {name.id for name in value.args[:1] if isinstance(name, ast.Name)}
+                yield from (
+                    e for arg in value.args[value.function == BELOW :] for e in self._expression(arg, of_weights)
+                )
             case ast.Call(function) if function == INITIAL:
                 if len(value.args) != 1 or value.kwargs or of_weights:
                     message = "`initial(f)` is a value of the equation with the first values of its parameters"
@@ -296,7 +303,7 @@ class _FormChecker:
             if function == "token_mean":
                 yield Diagnostic("P101", "write `mean(x, tokens)`", call.function_span)
             return
-        known = [*FUNCTIONS, *NUMBERS, *SIZES, *BINDERS, INITIAL, RANDOM]
+        known = [*FUNCTIONS, *NUMBERS, *SIZES, *BINDERS, INITIAL, RANDOM, BELOW]
         sizes = f"sizes are {join_names(SIZES)}; the language reference lists the functions"
         help_ = did_you_mean(function, known) or sizes
         if function in FORMS:
@@ -342,18 +349,14 @@ class _FormChecker:
     def _scatter(self, call: ast.Call) -> Iterator[Diagnostic]:
         """The errors of `scatter(v, places, n)`: v is a parameter, or its transpose."""
         lines = {line.name: line for line in self.form.body if isinstance(line, ast.Parameter)}
-        value, places = (*call.args, None, None)[:2]
+        text, (value, places) = f"`{print_expression(call)}`", (*call.args, None, None)[:2]
         value = value.args[0] if isinstance(value, ast.Call) and value.function == "t" and value.args else value
         v, at = (lines.get(part.id) if isinstance(part, ast.Name) else None for part in (value, places))
         if at is None or not criterion_of(at):
             help_ = "write `fixed places[k] = selection(select)`, and `scatter(v, places, n)`"
-            yield Diagnostic(
-                "P105", f"`{print_expression(call)}` has no places that are selected", call.span, help=help_
-            )
+            yield Diagnostic("P105", f"{text} has no places that are selected", call.span, help=help_)
         elif v is None or v.fixed or v.scope != at.scope or at.sizes[0] not in v.sizes:
-            message = (
-                f"`{print_expression(call)}` has no parameter with the dimension of `{at.name}`, and `per` the same"
-            )
+            message = f"{text} has no parameter with the dimension of `{at.name}`, and `per` the same"
             yield Diagnostic("P105", message, call.span)
         elif at.scope and (len(v.sizes) > 1 or v.value in (ast.Name("kaiming"), ast.Name("orthogonal"))):
             message = f"`{v.name}` is one vector for all sites, with a first value of each entry"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from peftc.diagnostics import Diagnostic
 from peftc.diagnostics.suggestions import join_names
 from peftc.equations.bindings import INITIAL
-from peftc.equations.words import BUDGET, BUFFER, RANDOM, SELECTION, criterion_of, inputs_of
+from peftc.equations.words import BELOW, BUDGET, BUFFER, CROSS_LAYER, RANDOM, SELECTION, criterion_of, inputs_of
 from peftc.forms.reserved import RESERVED_BESIDES
 from peftc.syntax import ast
 from peftc.syntax.walk import values, walk
@@ -55,6 +55,8 @@ def check_states(form: ast.Form) -> Iterator[Diagnostic]:
         ways.add(BUFFER)
     if any(map(criterion_of, lines_of(form))):
         ways.add(SELECTION)
+    if any(call.function in CROSS_LAYER for call in calls_of(form)):
+        ways.add(BELOW)
     if len(ways) > 1:
         message = f"`{form.name}` has {join_names(sorted(ways), 'and')}, and a form has one of them"
         yield Diagnostic("P111", message, form.name_span, help="write two forms, and call both")
