@@ -53,7 +53,7 @@ class CrossLayerState:
         """
         has_gradients = torch.is_grad_enabled()
         again = runs_again()
-        if again and any(value.requires_grad for value in values) and not all(kept for _, kept in below):
+        if again and any(value.requires_grad for value in values) and not all(graph for _, graph in below):
             what = "this layer ran without gradients, and runs again for them"
             message = f"`{form.definition.name}` has no gradient: {what}"
             help_ = 'use `gradient_checkpointing_kwargs={"use_reentrant": False}`'
