@@ -197,7 +197,7 @@ def read_below(place: Operands, lines: Sequence[ast.Expr]) -> None:
     Raises: FormError if s is not one value for each token, or is another one above.
     """
     calls = [part for line in lines for part in walk(line) if isinstance(part, ast.Call) and part.function == BELOW]
-    firsts = {id(call): _as_tensor(place.operand(call.args[1]), call) for call in calls}
+    firsts = {id(call): _for_tokens(place, place.operand(call.args[1]), call) for call in calls}
     lowest = replace(place, values={**place.values, **firsts}, costs={}, derived_nodes=[])
     values = {id(call): _like_lowest(lowest, call) for call in calls}
     place.values.update(values)
@@ -210,8 +210,14 @@ def read_below(place: Operands, lines: Sequence[ast.Expr]) -> None:
             raise FormError("P301", message, call)
 
 
-def _as_tensor(first: Operand, call: ast.Call) -> Value:
-    return first if isinstance(first, Value) else Value(Type(()), float(real(first, call.args[1])))
+def _for_tokens(place: Operands, first: Operand, call: ast.Call) -> Value:
+    """A first value as one for each token, with as many dimensions as what the form reads."""
+    if isinstance(first, Value) and first.type.batch:
+        return first
+    number = None if isinstance(first, Value) else float(real(first, call.args[1]))
+    size = first.type.size if isinstance(first, Value) else ()
+    missing = len(place.types[place.inputs[0]].size) - len(size) if place.inputs else 0
+    return Value(Type((*[1] * missing, *size), "tokens"), number, varies=True, shifted=True)
 
 
 def _like_lowest(lowest: Operands, call: ast.Call) -> Value:

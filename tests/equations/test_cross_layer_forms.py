@@ -47,7 +47,7 @@ def sites_of(form: ast.Form, seed: int) -> list[FormModule]:
     return modules
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(60))
 def test_a_random_form_of_several_layers(seed: int) -> None:
     writer = Writer(seed, of_layers=True)
     text = writer.text(f"form_{seed}")
@@ -69,7 +69,7 @@ def test_a_random_form_of_several_layers(seed: int) -> None:
 
 
 def test_random_forms_read_other_layers() -> None:
-    texts = [Writer(seed, of_layers=True).text("f") for seed in range(40)]
+    texts = [Writer(seed, of_layers=True).text("f") for seed in range(60)]
     assert sum("below(" in text for text in texts) > 10
     assert sum("history(" in text for text in texts) > 10
 
