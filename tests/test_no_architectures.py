@@ -30,7 +30,6 @@ IDS = frozenset(
 ENGLISH = frozenset({"align", "bit", "encoderdecoder"})
 # Names that are not of the architecture, by file.
 OTHERS = {
-    "peftc/forms/arguments.py": {"bert"},  # `init=bert`: the initial values that papers call so, N(0, 0.02)
     "peftc/dataflow/operations.py": {"clip"},  # `torch.clip`
     "peftc/models/settings.py": {"beam"},  # `num_beam_groups`, a setting of `generate`
     "peftc/exchange/peft_format/rows/prompts.py": {"opt"},  # `opt_loss_decay_factor`, a key of PEFT's CPT

@@ -24,7 +24,6 @@ from peftc.equations.primitives import FUNCTIONS, OPERATORS
 from peftc.equations.rules import Primitive
 from peftc.equations.values import Type, Value
 from peftc.equations.words import BELOW, HISTORY, NONE, POSITIONS
-from peftc.forms.rowwise_module import lookup
 from peftc.syntax import ast
 from peftc.syntax.walk import children
 
@@ -234,7 +233,7 @@ class Code:
             return self.emit(functions.token_matrices, a, b)
         if type_.batch == "ids":
             p = self._dropout_of_ids(right)
-            return self.emit(lookup, b, a, *((p, self.training) if p else ()))
+            return self.emit(functions.lookup, b, a, *((p, self.training) if p else ()))
         if type_.batch and len(self.place.type_of(left).size) == 3:
             return self.emit(functions.head_maps, b, a)
         if type_.batch:

@@ -11,10 +11,9 @@ from torch.nn import functional as F
 
 from peftc.equation_code import functions
 from peftc.equation_code.code import VARIABLE, Code, Emit, Operation, emit_into
-from peftc.equation_code.functions import add_linear, add_to
+from peftc.equation_code.functions import add_linear, add_to, linear
 from peftc.equations.analysis import Place
 from peftc.equations.words import OUT, PERMUTATION
-from peftc.forms.rowwise_module import linear
 from peftc.syntax import ast
 
 LAYERS = "layers"  # of the code that has values of other layers
@@ -117,7 +116,7 @@ def forward_of(place: Place, owners: tuple[tuple[str, str], ...]) -> Forward:
     """`forward(self, *inputs)` of a module with the parameters of a form, the same for a place.
 
     Its first argument also gives the dtype of the value, and is the only one of a form without
-    inputs. The parameters may have a first dimension of rows (`rowwise_module`).
+    inputs. The parameters may have a first dimension of rows (`stacked_module`).
     """
     if owners not in place.code:
         place.code[owners] = _forward(place, dict(owners))

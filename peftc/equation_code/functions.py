@@ -8,12 +8,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peftc.forms.rowwise_module import linear
 from peftc.forms.sequence_module import Sequence as Positions
 from peftc.forms.sequence_module import selected
 
 # Sylvester's Hadamard matrix; each corner is one, too.
 ORDER_16 = [[float((-1) ** (i & j).bit_count()) for j in range(16)] for i in range(16)]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b.
+
+    Shapes: x (…, d_in); W (d_out, d_in); b (d_out,). Of rows with parameters of their own: x (rows,
+    tokens, d_in); W (rows, d_out, d_in); b (rows, 1, d_out).
+    """
+    if weight.ndim == 2:
+        return F.linear(x, weight, bias)
+    return torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias, x, weight.mT)
+
+
+def lookup(ids: Tensor, weight: Tensor, p: float = 0.0, training: bool = False) -> Tensor:
+    """weight · onehot(ids), without the one-hot vectors; dropout of their one entry that is not 0.
+
+    Shapes: ids (…); weight (d, count); the result (…, d).
+    """
+    rows = F.embedding(ids, weight.t())
+    return rows * F.dropout(rows.new_ones(*ids.shape, 1), p) if p and training else rows
 
 
 def cast_like(x: Tensor, like: Tensor) -> Tensor:

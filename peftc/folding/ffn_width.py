@@ -15,12 +15,13 @@ from transformers import PretrainedConfig
 
 from peftc.adapters.base import dtype_name
 from peftc.addressing.sites import Site, parameter_name
+from peftc.equation_code.code import function_named
+from peftc.equations.primitives import ACTIVATIONS
 from peftc.folding.own_forward import base_class, computes_product
 from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.folding.rounding import rounded
 from peftc.folding.unrounded_parameters import sum_dtype
 from peftc.folding.weights import Folding, listed_names
-from peftc.forms.activations_module import ACTIVATION
 from peftc.forms.module import FormModule
 from peftc.forms.shapes import Weight
 from peftc.installation.journal import Journal, transaction
@@ -139,7 +140,7 @@ class Widening(Folding):
                 raise NotWider(f"the activation of `{site.path}` does not make a linear unit of two")
             rows, columns = torch.cat([rows, -rows]), torch.cat([columns, -columns], 1)
             biases = None if biases is None else torch.cat([biases, -biases])
-        elif (own(GRID) - ACTIVATION[act](GRID)).abs().max() > CLOSE:
+        elif act not in ACTIVATIONS or (own(GRID) - function_named(ACTIVATIONS[act].torch)(GRID)).abs().max() > CLOSE:
             raise NotWider(f"the activation of `{site.path}` is not {act}")
         constant = None if constant is None else constant * scale
         return HiddenUnits(site_edit.edit, up, down, rows, biases, columns, constant)

@@ -181,7 +181,7 @@ class FormModule(nn.Module):
         return h + cast(Tensor, self(*inputs))
 
     def takes_rows(self) -> bool:
-        """Whether the equation also holds for parameters with one value for each row of the batch (`rowwise_module`)."""
+        """Whether the equation also holds for parameters with one value for each row of the batch (`stacked_module`)."""
         return False
 
     def with_values(self, values: Mapping[str, Tensor]) -> FormModule:

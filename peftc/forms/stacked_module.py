@@ -12,7 +12,6 @@ from torch.func import functional_call
 
 from peftc.concurrency.context import Rows
 from peftc.forms.module import FormModule, Member, Pair
-from peftc.forms.rowwise_module import spread, stack
 from peftc.modules.form_hooks import HOOKED_FORMS, is_hooked
 
 Where = slice | Tensor
@@ -135,3 +134,14 @@ def is_like(first: FormModule, shapes: Mapping[str, torch.Size]) -> Any:
         return settings == (type(first), first.form_args, first.form_dims, first.owner_module, shapes)
 
     return is_alike
+
+
+def stack(values: Sequence[Tensor], ndim: int) -> Tensor:
+    """One value for each row, (rows, 1, …, *size): it broadcasts with a state of `ndim` dimensions as one value does."""
+    return spread(torch.stack(tuple(values)), ndim)
+
+
+def spread(stacked: Tensor, ndim: int) -> Tensor:
+    """Values (rows, *size) as `stack` has them."""
+    missing = ndim - stacked.ndim
+    return stacked.view(len(stacked), *[1] * missing, *stacked.shape[1:]) if missing > 0 else stacked

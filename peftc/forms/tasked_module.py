@@ -139,10 +139,8 @@ class Tasked(Hookable, FormModule):
         if is_dynamo_compiling():
             return self.mixed_in_graph(rows, repeats, like, *second)
         groups = groups_of(rows, repeats)
-        if len(groups.by_task) == 1:
-            return self.form(groups.names[0])(like, *second)
         form = self.of_rows(groups, like)
-        return self.task_by_task(groups, like, *second) if form is None else form.forward(like, *second)
+        return self.task_by_task(groups, like, *second) if form is None else form(like, *second)
 
     def repeats(self, rows: Rows, like: Tensor) -> int:
         """How often the batch has each example.

@@ -13,6 +13,7 @@ from peftc.equation_code.functions import (
     kron,
     kron_map,
     layer_norm,
+    lookup,
     mean,
     norm,
     ratio,
@@ -20,7 +21,6 @@ from peftc.equation_code.functions import (
     t,
     token_mean,
 )
-from peftc.forms.rowwise_module import lookup
 from peftc.runtime.attention import attention_with_rows, extend_mask, rows_like_operand, scores_like, sdpa_with_rows
 from peftc.runtime.guards import PASSTHROUGH, recheck_guard, respecialize, untraced
 from peftc.runtime.layouts import (

@@ -10,8 +10,6 @@ import torch
 from peftc.equation_code.buffer_module import BufferModule
 from peftc.equations.table import FORMS
 from peftc.forms import Args, Dims, PlacementError
-from peftc.forms.activations_module import ACTIVATION
-from peftc.forms.arguments import ACTIVATIONS
 from peftc.forms.masked_module import MaskedSites
 from peftc.forms.module import build
 from peftc.forms.shapes import Heads, KeyValue, Scalar, Shape, Tokens, Vector, Weight
@@ -32,10 +30,6 @@ def test_every_form_is_among_the_cases() -> None:
 def test_rows_do_not_import_torch() -> None:
     code = "import sys, peftc.forms; print('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
-
-
-def test_activations_of_the_row_and_of_the_module_are_the_same() -> None:
-    assert set(ACTIVATIONS) == set(ACTIVATION)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
