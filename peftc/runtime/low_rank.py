@@ -7,12 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from peftc.equation_code.functions import add_to, cast_like
 
-# From this number of entries on, a sum in place is faster: the result leaves a core's cache.
-_LARGE = 1 << 16
+# Bound here: a look-up through four modules costs as much as a test itself.
+_has_autocast = torch._C._is_any_autocast_enabled  # pyright: ignore[reportPrivateUsage]
+_transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
+_script_state = torch._C._get_tracing_state  # pyright: ignore[reportPrivateUsage]
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def low_rank_linear(
@@ -27,18 +31,13 @@ def low_rank_linear(
         down, up: (r, d_in), (d_out, r)
         result: (…, d_out)
     """
-    if torch.is_grad_enabled():
-        if (x.requires_grad or down.requires_grad or up.requires_grad) and _is_plain(x, weight, bias, down, up):
+    if _is_plain(x, weight, bias, down, up):
+        if not torch.is_grad_enabled():
+            return _sum_of_products(x, x.reshape(-1, x.shape[-1]), weight, bias, down, up, factor)[0]
+        if x.requires_grad or down.requires_grad or up.requires_grad:
             result: Any = LowRankLinear.apply(x, weight, bias, down, up, factor)
             return result
-        h = F.linear(x, weight, bias)
-    else:
-        h = F.linear(x, weight, bias)
-        if h.numel() >= _LARGE and h.is_contiguous() and _is_plain(x, weight, bias, down, up):
-            inner = F.linear(x, down)
-            h.view(-1, h.shape[-1]).addmm_(inner.view(-1, inner.shape[-1]), up.t(), alpha=factor)
-            return h
-    return add_to(h, F.linear(F.linear(cast_like(x, down), down), up), factor)
+    return add_to(F.linear(x, weight, bias), F.linear(F.linear(cast_like(x, down), down), up), factor)
 
 
 def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> bool:
@@ -49,41 +48,46 @@ def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: 
     """
     dtype = weight.dtype
     return (
-        not torch.compiler.is_compiling()
+        not is_compiling()
         and x.dtype is dtype
         and down.dtype is dtype
         and up.dtype is dtype
         and (bias is None or bias.dtype is dtype)
-        and not torch._C._is_any_autocast_enabled()  # pyright: ignore[reportPrivateUsage]
-        and type(x) in (Tensor, nn.Parameter)
-        and type(weight) in (Tensor, nn.Parameter)
-        and type(down) in (Tensor, nn.Parameter)
-        and type(up) in (Tensor, nn.Parameter)
-        and torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore
+        and type(x) in _PLAIN
+        and type(weight) in _PLAIN
+        and type(down) in _PLAIN
+        and type(up) in _PLAIN
+        and not _has_autocast()
+        and _transform() is None
         and forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
-        and not torch._C._get_tracing_state()  # pyright: ignore[reportPrivateUsage]
+        and not _script_state()
     )
+
+
+def _sum_of_products(
+    x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, factor: float
+) -> tuple[Tensor, Tensor]:
+    """y and x downᵀ, without gradients. `rows`: x as a matrix, on which products cost least."""
+    inner = F.linear(rows, down)
+    y = F.linear(rows, weight, bias).addmm_(inner, up.t(), alpha=factor)
+    size = (*x.shape[:-1], weight.shape[0])
+    # Code after it may write into the result, so it is no view.
+    return (y.resize_(size) if y.is_contiguous() else y.reshape(size).clone()), inner
 
 
 class LowRankLinear(torch.autograd.Function):
     """y = x Wᵀ + b + s · x downᵀ upᵀ. The low-rank terms of y and of the gradient of x are added
     in place: no second tensor of their size is written.
 
-    Backward, with g = ∂L/∂y and u = s · g up:
-        ∂L/∂x = g W + u down, ∂L/∂down = uᵀ x, ∂L/∂up = s · gᵀ (x downᵀ), ∂L/∂W = gᵀ x, ∂L/∂b = Σ g
+    Backward, with g = ∂L/∂y and u = g up:
+        ∂L/∂x = g W + s · u down, ∂L/∂down = s · uᵀ x, ∂L/∂up = s · gᵀ (x downᵀ),
+        ∂L/∂W = gᵀ x, ∂L/∂b = Σ g
     """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         x, weight, bias, down, up, factor = inputs
-        rows = x.reshape(-1, x.shape[-1])
-        # The result is no view, as autograd tells it: code after it may write into it.
-        if bias is None:
-            y = F.linear(x, weight)
-        else:
-            y = torch.ops.aten._unsafe_view.default(F.linear(rows, weight, bias), [*x.shape[:-1], weight.shape[0]])
-        inner = torch.mm(rows, down.t())
-        y.view(-1, y.shape[-1]).addmm_(inner, up.t(), alpha=factor)
+        y, inner = _sum_of_products(x, x.reshape(-1, x.shape[-1]), weight, bias, down, up, factor)
         ctx.save_for_backward(x, weight, down, up, inner)
         ctx.factor = factor
         return y
@@ -93,14 +97,15 @@ class LowRankLinear(torch.autograd.Function):
         x, weight, down, up, inner = ctx.saved_tensors
         of_x, of_weight, of_bias, of_down, of_up, _ = ctx.needs_input_grad
         g, rows = gradients[0].reshape(-1, weight.shape[0]), x.reshape(-1, x.shape[-1])
-        u = torch.mm(g, up).mul_(ctx.factor) if of_x or of_down else g
+        u = torch.mm(g, up) if of_x or of_down else g
         if torch.is_grad_enabled():  # for a second backward: what was saved has no history
             inner = torch.mm(rows, down.t())
+        # With beta = 0 the first operand of `addmm` is its size alone.
         return (
-            torch.mm(g, weight).addmm_(u, down).view(x.shape) if of_x else None,
+            torch.mm(g, weight).addmm_(u, down, alpha=ctx.factor).view(x.shape) if of_x else None,
             torch.mm(g.t(), rows) if of_weight else None,
             g.sum(0) if of_bias else None,
-            torch.mm(u.t(), rows) if of_down else None,
-            torch.mm(g.t(), inner).mul_(ctx.factor) if of_up else None,
+            torch.addmm(down, u.t(), rows, beta=0, alpha=ctx.factor) if of_down else None,
+            torch.addmm(up, g.t(), inner, beta=0, alpha=ctx.factor) if of_up else None,
             None,
         )

@@ -18,10 +18,10 @@ from peftc.dataflow.nodes import is_edit
 from peftc.dataflow.operations import is_size
 from peftc.diagnostics import PeftcError
 from peftc.rewriting.boundary import base_call
-from peftc.rewriting.edits import CONTAINER, EQUATIONS
+from peftc.rewriting.edits import EQUATIONS
 from peftc.rewriting.states import REPLACES
 from peftc.runtime import untraced
-from peftc.specialization.expressions import INFIX, PREFIX, Expressions, indented, wrapped
+from peftc.specialization.expressions import INFIX, PREFIX, Expressions, indented, is_form, wrapped
 from peftc.specialization.names import GlobalNames, LocalNames, unpacked_count, variable_of
 from peftc.tracing.in_place import AUGMENTED
 from peftc.tracing.operations import branch, collect, end_loop, enter_context, exit_context, new_version, segment
@@ -260,11 +260,6 @@ class GraphPrinter:
                 return []
             parts[index] = user
         return parts
-
-
-def is_form(node: fx.Node) -> bool:
-    """Whether a node reads the module of a form, whose parameters are then read from it."""
-    return node.op == "get_attr" and str(node.target).startswith(f"{CONTAINER}.")
 
 
 def is_read_of_form(node: fx.Node) -> bool:

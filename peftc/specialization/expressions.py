@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from peftc.dataflow.nodes import ancestors
+from peftc.dataflow.nodes import ancestors, is_edit, is_tensor
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.rewriting.boundary import base_call
+from peftc.rewriting.edits import CONTAINER
 from peftc.specialization.names import GlobalNames
 from peftc.tracing.operations import DIRECT
 
@@ -39,6 +40,7 @@ INFIX = {
     operator.xor: "^",
 }
 PREFIX = {operator.neg: "-", operator.invert: "~", operator.not_: "not "}
+TRAINING = "training"  # the attribute of modules
 FORWARDED = "forwarded"  # in a call's meta: the `**` parameter that is passed on to it
 
 
@@ -53,14 +55,17 @@ class Expressions:
         target: Any = node.target
         args = node.args
         if node.op == "get_attr":
-            return attribute_path(target)
+            text = attribute_path(target)
+            is_read = is_tensor(node) or (is_edit(node) and not is_form(node))
+            return self.names.read(text) if is_read and target != "_self" else text
         if node.op == "call_module":
             method = ".forward" if DIRECT in node.meta else ""
             return f"{attribute_path(target)}{method}({self.arguments(node, args)})"
         if node.op == "call_method":
             return f"{self.operand(args[0])}.{target}({self.arguments(node, args[1:])})"
         if target is getattr:
-            return f"{self.operand(args[0])}.{args[1]}"
+            text = f"{self.operand(args[0])}.{args[1]}"
+            return self.names.read(text) if is_parameter_of_form(node) else text
         if target is operator.getitem:
             return f"{self.operand(args[0])}[{self.index(args[1])}]"
         if target in INFIX and len(args) == 2:
@@ -133,6 +138,17 @@ class Expressions:
         if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
             return str(value)
         return f"torch.{value!r}" if isinstance(value, torch.device) else self.names.of(value)
+
+
+def is_form(node: Any) -> bool:
+    """Whether a node reads the module of a form, whose parameters are then read from it."""
+    return isinstance(node, fx.Node) and node.op == "get_attr" and str(node.target).startswith(f"{CONTAINER}.")
+
+
+def is_parameter_of_form(node: fx.Node) -> bool:
+    """Whether a node reads a tensor of a form, or of the module that it shares with others."""
+    owner: Any = node.args[0] if node.target is getattr and node.args[1] != TRAINING else None
+    return is_form(owner) or (isinstance(owner, fx.Node) and is_parameter_of_form(owner))
 
 
 def attribute_path(target: str) -> str:

@@ -32,6 +32,7 @@ from peftc.specialization.call_paths import CallPaths, CallTraces
 from peftc.specialization.code_printer import OtherPath, function_body
 from peftc.specialization.expressions import call_arguments, conjunction, function, write_dispatch
 from peftc.specialization.names import FIXED_NAMES, GlobalNames
+from peftc.specialization.tensor_reads import READ, compile_reads, read
 from peftc.specialization.visible_children import child_members
 from peftc.tracing.bytecode import reachable_code
 from peftc.tracing.module_calls import bind_arguments
@@ -277,8 +278,8 @@ class GeneratedClass:
         """Compiles the generated source and lets the class run it."""
         filename = f"<peftc {self.name} {id(self):x}>"
         source = self.source
-        namespace = dict(self.names.values) | {"respecialize": self._respecialize}
-        exec(compile(source, filename, "exec"), namespace)
+        namespace = dict(self.names.values) | {"respecialize": self._respecialize, READ: read}
+        exec(compile_reads(source, filename, self.names.reads), namespace)
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         self.functions = namespace
         self.dispatch = namespace["dispatch"] if self.inline else namespace["variant_1"]
@@ -295,16 +296,19 @@ class Unedited:
 
 
 # Arguments are passed as they came: decorators of a forward tell positional from keyword ones.
-# A bound method may outlive the edits.
+# A bound method may outlive the edits. A closure is nearer to what each call reads than globals are.
 FORWARD_SOURCE = """\
-def forward(self, *args, **kwargs):
-    if getattr(type(self), '_peftc_kind', None) is not kind:
-        return type(self).forward(self, *args, **kwargs)
-    off = self.peftc_choice.off
-    own = kind.without(off) if off else kind
-    if HOOKED_FORMS or forward_hooks or forward_pre_hooks or backward_hooks or backward_pre_hooks:
-        own = own.for_hooks_of(self)
-    return own.dispatch(self, *args, **kwargs)
+def forward_of(kind, HOOKED_FORMS, forward_hooks, forward_pre_hooks, backward_hooks, backward_pre_hooks):
+    def forward(self, *args, **kwargs):
+        if getattr(type(self), '_peftc_kind', None) is not kind:
+            return type(self).forward(self, *args, **kwargs)
+        off = self.peftc_choice.off
+        own = kind.without(off) if off else kind
+        if HOOKED_FORMS or forward_hooks or forward_pre_hooks or backward_hooks or backward_pre_hooks:
+            own = own.for_hooks_of(self)
+        return own.dispatch(self, *args, **kwargs)
+
+    return forward
 """
 
 
@@ -316,9 +320,9 @@ def _forward_code(name: str) -> CodeType:
 def make_class(kind: GeneratedClass) -> type[nn.Module]:
     """A subclass of the region's own class under the same names."""
     preserve_choices()
-    namespace: dict[str, Any] = {"kind": kind, "HOOKED_FORMS": HOOKED_FORMS, **GLOBAL_HOOKS}
+    namespace: dict[str, Any] = {}
     exec(_forward_code(kind.name), namespace)
-    forward = namespace["forward"]
+    forward = namespace["forward_of"](kind, HOOKED_FORMS, **GLOBAL_HOOKS)
     forward.__signature__ = kind.signature
     setattr(forward, GENERATED, True)
 

@@ -36,7 +36,7 @@ def conditions(
         query = f"torch.{name}({', '.join(map(repr, args))})"
         texts.append(_equals(query, value, expressions) if isinstance(value, bool) else f"{query} == {value}")
     if traced.depends_on_dtype:
-        texts += _dtypes(traced, tracer, passthrough)
+        texts += _dtypes(traced, tracer, passthrough, expressions)
     texts += [_condition(guard, expressions) for guard in traced.guards if not _is_unknown_before(guard)]
     return list(dict.fromkeys(texts))
 
@@ -96,7 +96,9 @@ def _argument(text: str, value: Any, expressions: Expressions, used: bool, typed
         yield f"isinstance({text}, {expressions.names.of(type(value).__mro__[-2])})"
 
 
-def _dtypes(traced: RegionTrace, tracer: GuardedTracer, passthrough: frozenset[str]) -> Iterator[str]:
+def _dtypes(
+    traced: RegionTrace, tracer: GuardedTracer, passthrough: frozenset[str], expressions: Expressions
+) -> Iterator[str]:
     """Conditions on autocast and on dtypes of arguments and parameters. They imply all others."""
     inputs = [n for n in traced.graph.nodes if n.op == "placeholder" and str(n.target) not in passthrough]
     tensors = [n for n in inputs if isinstance(n.meta["example"], torch.Tensor)]
@@ -113,7 +115,7 @@ def _dtypes(traced: RegionTrace, tracer: GuardedTracer, passthrough: frozenset[s
             yield from (f"not {tensor}.is_meta", enabled, dtype)
     read = dict(tracer.dtypes) if traced.parameter_dtype is None else dict([traced.parameter_dtype], **tracer.dtypes)
     for name, dtype in read.items():
-        yield f"{attribute_path(name)}.dtype == {dtype}"
+        yield f"{expressions.names.read(attribute_path(name))}.dtype == {dtype}"
 
 
 class RunTimeDecision(PeftcError):

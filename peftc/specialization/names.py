@@ -102,13 +102,21 @@ def _home(value: Any) -> tuple[str, str]:
 
 
 class GlobalNames:
-    """The names that generated functions use. `parameters`: theirs, which hide globals."""
+    """The names that generated functions use. `parameters`: theirs, which hide globals. `reads`:
+    expressions by which they read tensors of modules.
+    """
 
     def __init__(self, parameters: Container[str]) -> None:
         self.parameters = parameters
         self.values: dict[str, Any] = {"torch": torch, "nn": nn, "PASSTHROUGH": runtime.PASSTHROUGH}
         self.imports: dict[str, str] = {"torch": "import torch", "nn": "from torch import nn"}
         self.definitions: dict[str, str] = {}
+        self.reads: set[str] = set()
+
+    def read(self, text: str) -> str:
+        """The same text, which reads a tensor of a module."""
+        self.reads.add(text)
+        return text
 
     def of(self, value: Any) -> str:
         """The text by which generated code refers to a function or class."""
