@@ -296,7 +296,7 @@ class Unedited:
 
 
 # Arguments are passed as they came: decorators of a forward tell positional from keyword ones.
-# A bound method may outlive the edits. A closure is nearer to what each call reads than globals are.
+# A bound method may outlive the edits. Each call reads cells of a closure, and looks up no globals.
 FORWARD_SOURCE = """\
 def forward_of(kind, HOOKED_FORMS, forward_hooks, forward_pre_hooks, backward_hooks, backward_pre_hooks):
     def forward(self, *args, **kwargs):

@@ -85,6 +85,36 @@ def test_without_gradients_a_large_result_is_one_tensor(has_bias: bool, dtype: t
         assert torch.equal(compute(x, *zero), F.linear(x, *zero[:2]))
 
 
+@pytest.mark.parametrize("shape", [(5,), (3, 5), (1, 3, 5), (2, 2, 3, 5), (0, 3, 5)], ids=str)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_without_gradients_it_has_the_same_bits(has_bias: bool, shape: tuple[int, ...]) -> None:
+    _, *others = operands(has_bias)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    trained = compute(x.clone().requires_grad_(), *others)
+    with torch.no_grad():
+        result = compute(x, *others)
+    assert torch.equal(result, trained)
+    torch.testing.assert_close(result, by_operations(x, *others))
+    result.mul_(trained)  # which has gradients: a view that was made without gradients may not be changed so
+
+
+class Transposed(torch.overrides.TorchFunctionMode):
+    """Linears whose results are transposed in memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.mT.contiguous().mT if func is F.linear else result
+
+
+def test_results_of_other_strides() -> None:
+    tensors = operands()
+    with torch.no_grad():
+        expected = by_operations(*tensors)
+        with Transposed():
+            result = compute(*tensors)
+    torch.testing.assert_close(result, expected)
+
+
 def test_other_strides() -> None:
     x, *others = operands()
     moved = x.detach().mT.contiguous().mT.requires_grad_()
