@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from peftc.equation_code.functions import add_to, cast_like
 
+# From this number of entries on, a sum in place is faster: the result leaves a core's cache.
+_LARGE = 1 << 16
 # Bound here: a look-up through four modules costs as much as a test itself.
 _has_autocast = torch._C._is_any_autocast_enabled  # pyright: ignore[reportPrivateUsage]
 _transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
@@ -31,13 +33,18 @@ def low_rank_linear(
         down, up: (r, d_in), (d_out, r)
         result: (…, d_out)
     """
-    if _is_plain(x, weight, bias, down, up):
-        if not torch.is_grad_enabled():
-            return _sum_of_products(x, x.reshape(-1, x.shape[-1]), weight, bias, down, up, factor)[0]
-        if x.requires_grad or down.requires_grad or up.requires_grad:
+    if torch.is_grad_enabled():
+        if (x.requires_grad or down.requires_grad or up.requires_grad) and _is_plain(x, weight, bias, down, up):
             result: Any = LowRankLinear.apply(x, weight, bias, down, up, factor)
             return result
-    return add_to(F.linear(x, weight, bias), F.linear(F.linear(cast_like(x, down), down), up), factor)
+        h = F.linear(x, weight, bias)
+    else:
+        h = F.linear(x, weight, bias)
+        if h.numel() >= _LARGE and h.is_contiguous() and _is_plain(x, weight, bias, down, up):
+            inner = F.linear(x, down)
+            h.view(-1, h.shape[-1]).addmm_(inner.view(-1, inner.shape[-1]), up.t(), alpha=factor)
+            return h
+    return add_to(h, F.linear(F.linear(cast_like(x, down), down), up), factor)
 
 
 def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> bool:
@@ -64,17 +71,6 @@ def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: 
     )
 
 
-def _sum_of_products(
-    x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, factor: float
-) -> tuple[Tensor, Tensor]:
-    """y and x downᵀ, without gradients. `rows`: x as a matrix, on which products cost least."""
-    inner = F.linear(rows, down)
-    y = F.linear(rows, weight, bias).addmm_(inner, up.t(), alpha=factor)
-    size = (*x.shape[:-1], weight.shape[0])
-    # Code after it may write into the result, so it is no view.
-    return (y.resize_(size) if y.is_contiguous() else y.reshape(size).clone()), inner
-
-
 class LowRankLinear(torch.autograd.Function):
     """y = x Wᵀ + b + s · x downᵀ upᵀ. The low-rank terms of y and of the gradient of x are added
     in place: no second tensor of their size is written.
@@ -87,7 +83,12 @@ class LowRankLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         x, weight, bias, down, up, factor = inputs
-        y, inner = _sum_of_products(x, x.reshape(-1, x.shape[-1]), weight, bias, down, up, factor)
+        rows = x.reshape(-1, x.shape[-1])
+        inner = torch.mm(rows, down.t())
+        y = F.linear(rows, weight, bias).addmm_(inner, up.t(), alpha=factor)
+        # The result is no view, as autograd tells it: code after it may write into it.
+        size = (*x.shape[:-1], weight.shape[0])
+        y = y.resize_(size) if y.is_contiguous() else y.reshape(size).clone()
         ctx.save_for_backward(x, weight, down, up, inner)
         ctx.factor = factor
         return y
