@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from peftc.installation.contents import graphs, parameters, specs
     from peftc.installation.disable import disabled, set_enabled
     from peftc.merging import merge
+    from peftc.passes import apply
     from peftc.standalone import save_standalone
     from peftc.training.calibration import calibrate
     from peftc.training.checkpoints import CheckpointCallback, checkpoint_adapters
@@ -40,6 +41,7 @@ _HOMES = {
     "peftc.folding": ("fold",),
     "peftc.illustration": ("show",),
     "peftc.merging": ("merge",),
+    "peftc.passes": ("apply",),
     "peftc.standalone": ("save_standalone",),
 }
 
@@ -50,6 +52,7 @@ __all__ = [
     "PeftcWarning",
     "StepCallback",
     "add_task",
+    "apply",
     "calibrate",
     "checkpoint_adapters",
     "compile",

@@ -46,6 +46,7 @@ STAGES = (
     "peftc.compiler",
     "peftc.adapters",
     "peftc.explore",
+    "peftc.passes",
     "peftc.illustration",
     "peftc.training",
     "peftc.folding",

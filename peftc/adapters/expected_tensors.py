@@ -29,7 +29,7 @@ def _form_tensors(planned: PlanResult) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the forms of a plan, on the meta device."""
     known: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = {}  # of forms with equal arguments and shapes
     for name, make, instance in _forms(planned):
-        key = (make, instance.form.name, *sorted(instance.args.items()), instance.dims)
+        key = (make, instance.form, *sorted(instance.args.items()), instance.dims)
         if key not in known:
             form = make(instance, dtype=torch.float32, device="meta")
             known[key] = [*form.named_parameters(), *((n, form.get_buffer(n)) for n in form.states())]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache, partial
 from os import PathLike
 from pathlib import Path
@@ -14,6 +15,7 @@ from peftc.adapters.base import Distance, differences, distance_from, dtype_name
 from peftc.adapters.expected_tensors import expected_sizes, expected_tensors
 from peftc.adapters.files import listed_tensors, path_of, read
 from peftc.adapters.metadata import METADATA, Adapter, Base, changed_edits
+from peftc.adapters.passes import Passes, require_no_passes, statements_of_passes
 from peftc.comparison.breaking import breaking
 from peftc.comparison.findings import OnModel
 from peftc.comparison.moves import Moves
@@ -52,6 +54,7 @@ def load(
     spec: SpecLike | None = None,
     settings: Settings | None = None,
     include: Include = (),
+    passes: Passes | None = None,
 ) -> nn.Module:
     """Compiles a saved adapter onto its base, in place, and returns the model.
 
@@ -74,6 +77,7 @@ def load(
             another meaning is a `PeftcWarning` (P854).
         settings: as in `compile`, of `spec`.
         include: as in `compile`, of `spec`.
+        passes: the functions of its passes (`peftc.apply`), by name. They are never saved.
 
     Returns:
         The model, the same object.
@@ -82,7 +86,7 @@ def load(
         PeftcError: P412 and P414 (names and parameters of another spec), P520-P522 (the files),
             P523 (another base), P524 (other weights, if `strict`), P525 (tensors that do not fit),
             P527 (no weights), P537 (other tasks than the model has), P567 (an edit that had
-            another meaning); with `spec`, as `compile`. After an error the model is unchanged.
+            another meaning), P447 (`passes`), P440-P445 (the run of a pass); with `spec`, as `compile`. After an error the model is unchanged.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
         message = f"an adapter is loaded onto a module, not a {type(model).__name__}"
@@ -91,7 +95,7 @@ def load(
     with paused_gc(promote=True):
         compiled = CompiledModel.active(model, joint_sample(sample, samples))
         if spec is None:
-            fit = partial(own_fit, path, compiled, cache and prefix is None)
+            fit = partial(own_fit, path, compiled, cache and prefix is None, passes)
         else:
             fit = partial(fit_under, flat_spec(spec, settings, include), compiled)
         check = partial(check_base, model=model, other_weights=other_weights, strict=strict)
@@ -160,9 +164,10 @@ def _load(
     return compiled.add(installed, planned, tasks=fit.tasks, finish=finish, draw=False)
 
 
-def own_fit(path: Path, compiled: CompiledModel, cache: bool, adapter: Adapter) -> Fit:
-    """An adapter under the spec that it holds. `cache`: as in `compile`. Raises: P525, P567."""
-    spec = expanded_spec(adapter, path)
+def own_fit(path: Path, compiled: CompiledModel, cache: bool, passes: Passes | None, adapter: Adapter) -> Fit:
+    """An adapter under the spec that it holds. `cache`: as in `compile`. Raises: P447, P525, P567."""
+    spec = spec_with_passes(adapter, path, passes, compiled) if adapter.passes else expanded_spec(adapter, path)
+    cache = cache and not adapter.passes
     tasks = task_names(adapter_tasks(adapter, spec) or None, compiled.tasks)
     planned = plan_adapter(adapter, spec, compiled, tasks, cache)
     expected = dict(expected_tensors(planned, compiled))
@@ -173,6 +178,7 @@ def fit_under(flat: ast.Spec, compiled: CompiledModel, adapter: Adapter) -> Fit:
     """An adapter under another expanded spec, with its parameters as they are trained or, where
     these do not fit, in their export form. Raises: P2xx-P3xx (the spec), P304, P525, P567, P573.
     """
+    require_no_passes(adapter)
     check_python_forms(adapter, registered_forms(flat))
     tasks = task_names(adapter_tasks(adapter, flat) or None, compiled.tasks)
     fits: list[Fit] = []
@@ -295,11 +301,32 @@ def adapter_tasks(adapter: Adapter, spec: ast.Spec) -> tuple[str, ...]:
 
 
 def expanded_spec(adapter: Adapter, directory: Path) -> ast.Spec:
-    """The spec of an adapter, which may not include files. Raises: P525."""
+    """The spec of an adapter, which may not include files. Raises: P447, P525."""
+    require_no_passes(adapter)
+    return _expanded(adapter, _parsed_spec(adapter, directory))
+
+
+def spec_with_passes(adapter: Adapter, directory: Path, passes: Passes | None, compiled: CompiledModel) -> ast.Spec:
+    """The same of an adapter with passes. Raises: P447, P440-P445, P525."""
+    spec = _parsed_spec(adapter, directory)
+    statements = statements_of_passes(adapter, spec, passes, compiled)
+    others = tuple(s for s in spec.statements if getattr(s, "name", None) not in statements)
+    expanded = _expanded(adapter, replace(spec, statements=others)).statements if others else ()
+    statements = {getattr(s, "name", ""): s for s in expanded} | statements
+    order = [name for s in spec.statements if (name := getattr(s, "name", "")) in statements]
+    rest = [name for name in statements if name not in order]  # the forms that the edits call
+    return replace(spec, statements=tuple(statements[name] for name in dict.fromkeys([*rest, *order])))
+
+
+def _expanded(adapter: Adapter, spec: ast.Spec) -> ast.Spec:
     check_python_forms(adapter)
     with _planning_errors():
-        spec = _parsed(adapter.spec, f"{directory / METADATA}: spec")
         return expand(with_built_in(spec, adapter.forms), include=None)
+
+
+def _parsed_spec(adapter: Adapter, directory: Path) -> ast.Spec:
+    with _planning_errors():
+        return _parsed(adapter.spec, f"{directory / METADATA}: spec")
 
 
 @lru_cache(8)

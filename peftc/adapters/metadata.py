@@ -1,7 +1,7 @@
 """The format of `adapter.json`, which describes a saved adapter and names its file of tensors."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
 
 from pydantic import Field, NonNegativeInt, ValidationError
@@ -14,8 +14,9 @@ from peftc.planning.report.plan import Plan, Record
 
 # 1.0 has its tensors in `adapter.safetensors` and no key `file`; plans have version 2.0 since 1.2.
 # 1.3 and 1.4 are of adapters with edits whose meaning has changed (`CHANGES`); 1.5 has the texts of
-# built-in forms, 1.6 names Python forms, and 1.7 says where the base is. All others have 1.2.
-Format = Literal["1.0", "1.1", "1.2", "1.3", "1.4", "1.5", "1.6", "1.7"]
+# built-in forms, 1.6 names Python forms, 1.7 says where the base is, and 1.8 names passes. All others
+# have 1.2.
+Format = Literal["1.0", "1.1", "1.2", "1.3", "1.4", "1.5", "1.6", "1.7", "1.8"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 FORMAT: Format = "1.2"
 METADATA, TENSORS = "adapter.json", "adapter.safetensors"
@@ -97,6 +98,7 @@ class Adapter(Record):
     source: str  # the expanded spec that was compiled
     forms: dict[str, str] = Field(default_factory=dict)  # the texts of the built-in forms of `spec`, by name
     python_forms: dict[str, PythonForm] = Field(default_factory=dict)  # those of `spec` that are not of peftc
+    passes: tuple[str, ...] = ()  # the edits of `spec` that are functions of a program
     plan: Plan  # of `source`
     base: Base
     weights_digest: WeightsDigest | None = None  # format 1.0 has none
@@ -148,10 +150,11 @@ def format_of(
     forms: Mapping[str, str],
     python_forms: Mapping[str, PythonForm],
     origin: Origin | None = None,
+    passes: Collection[str] = (),
 ) -> Format:
     """The format of an adapter with these edits, texts of built-in forms, Python forms, base."""
     edits = list(site_edits)
-    first: Format = "1.7" if origin else "1.6" if python_forms else "1.5" if forms else FORMAT
+    first: Format = "1.8" if passes else "1.7" if origin else "1.6" if python_forms else "1.5" if forms else FORMAT
     return max([first, *(c.format for c in CHANGES if any(map(c.concerns, edits)))], key=FORMATS.index)
 
 

@@ -17,6 +17,7 @@ from peftc.adapters.files import path_of, read_description
 from peftc.adapters.hub import download
 from peftc.adapters.loading import load
 from peftc.adapters.metadata import METADATA, Adapter, Origin
+from peftc.adapters.passes import Passes
 from peftc.adapters.sentences import MODULES, load_sentence_model
 from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError
@@ -43,6 +44,7 @@ def from_pretrained(
     spec: SpecLike | None = None,
     settings: Settings | None = None,
     include: Include = (),
+    passes: Passes | None = None,
     **options: Any,
 ) -> nn.Module:
     """Loads a base, and a saved adapter onto it: `load` behind `from_pretrained` of its library.
@@ -68,6 +70,7 @@ def from_pretrained(
         spec: as in `load`.
         settings: as in `load`.
         include: as in `load`.
+        passes: as in `load`.
         options: for `from_pretrained` of the base: `dtype`, `device_map`, `quantization_config`,
             `attn_implementation`, `subfolder` and the like. `token`, `cache_dir`,
             `local_files_only` and `force_download` hold for both downloads.

@@ -94,13 +94,15 @@ def describe(
     python_forms = {n: PythonForm(path=class_path(f), version=f.version) for n, f in registered.items()}
     edits = {edit for part in parts for edit in part.edits}
     own = [p for p in record.site_edits if p.edit in edits]
+    passes = tuple(name for part in parts for name in part.passes)
     return Adapter(
-        format_version=format_of(own, forms, python_forms, base.origin),
+        format_version=format_of(own, forms, python_forms, base.origin, passes),
         peftc=version("peftc"),
         spec=print_spec(without_moves(stored)),
         source=print_spec(joint_spec(part.spec for part in parts)),
         forms=forms,
         python_forms=python_forms,
+        passes=passes,
         plan=parts[0].plan if len(parts) == 1 else record.planned.plan,
         base=base,
         weights_digest=digest_of(base.tensors),

@@ -28,6 +28,7 @@ from peftc.folding.own_forward import base_class
 from peftc.folding.weights import Folding
 from peftc.installation.completeness import active_installation
 from peftc.installation.contents import parameters
+from peftc.installation.record import refuse_passes
 from peftc.merging.destination import check_destination
 from peftc.planning.ir import Concat
 
@@ -109,8 +110,9 @@ def check_rank(name: str, rank: object) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises: P561, P583 (the parameters), P801 (modules that PEFT would not change as peftc)."""
+    """Raises: P446 (a pass), P561, P583 (the parameters), P801 (modules that PEFT would not change as peftc)."""
     record = active_installation(model)
+    refuse_passes(record, "other programs read equations")
     own = parameters(model)
     require_values(own.items())
     check_tensors(own, own)

@@ -16,6 +16,7 @@ from peftc.folding.report import FoldReport
 from peftc.folding.weights import NOT_SELECTED, Folding
 from peftc.forms.module import Pair
 from peftc.forms.shapes import KeyValue
+from peftc.installation.record import installation_of, refuse_passes
 from peftc.models.samples import joint_sample
 from peftc.planning import ir
 from peftc.planning.on_table import is_prompt
@@ -93,7 +94,7 @@ def fold(
     Raises:
         PeftcError: P410 (not compiled), P413 (no spec of that name), P527 (no weights), P529
             (switched off), P530 (NaN or infinite entries), P531 and P532 (`only`), P538 (no state),
-            P545 (arguments), P546 (no room for the old weights). After an error or an interrupt
+            P545 (arguments), P446 (a pass), P546 (no room for the old weights). After an error or an interrupt
             the model is as it was.
     """
     if into not in ("weights", "state"):
@@ -102,6 +103,7 @@ def fold(
     if into == "state" and (dequantize or widen):
         message = f"`{'widen' if widen else 'dequantize'}` is for folds into weights, and a state touches none"
         raise PeftcError(Diagnostic("P545", message, help="leave it out, or fold the other edits in a second call"))
+    refuse_passes(installation_of(model), "folding needs to know what is between an edit and its weight")
     sample = joint_sample(sample, samples)
     if into == "state":
         return fold_into_state(model, only, name, sample)

@@ -185,6 +185,8 @@ class Form:
             even if its sites have others.
         training_arguments: the names of arguments that act while training alone: with any value of
             theirs, a saved adapter means the same.
+        has_base_dtype: whether its tensors have the dtype of the base also where that is float16 or
+            bfloat16; without it they have float32 there.
     """
 
     name: str = ""
@@ -196,6 +198,7 @@ class Form:
     module: ModulePath = ""
     common_module: ModulePath = ""
     tasks_module: ModulePath = ""
+    has_base_dtype: bool = False
     mixes_shapes: bool = False
     separates_tasks: bool = False
     training_arguments: frozenset[str] = frozenset({"dropout", "init"})

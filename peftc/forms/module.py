@@ -129,7 +129,7 @@ class FormModule(nn.Module):
             return
         for name, draw in self.draws().items():
             if has_values(parameter := self.get_parameter(name)):
-                _fill(parameter, draw, generator(name))
+                fill_values(parameter, draw, generator(name))
 
     def sets_values(self) -> bool:
         """Whether `initialise` or `fix` may set values where parameters have no storage, or nothing is to be drawn."""
@@ -145,7 +145,7 @@ class FormModule(nn.Module):
         the spec has the values. `place`: the path of the site; "" for what sites have in common.
         """
         for name, draw in self.fixed_draws().items():
-            _fill(self.get_buffer(name), draw, seeded(f"{self.form_args['seed']}/{place}/{name}"))
+            fill_values(self.get_buffer(name), draw, seeded(f"{self.form_args['seed']}/{place}/{name}"))
 
     def fixed_draws(self) -> Mapping[str, Draw]:
         """How each fixed tensor is drawn, by `Parameter.first`."""
@@ -291,7 +291,8 @@ def _module(
     path: ModulePath, instance: Placement, scopes: Sequence[str], dtype: torch.dtype, device: torch.device | str | None
 ) -> FormModule:
     args = instance.form.fill(instance.args)
-    options = (instance.form, args, instance.dims, scopes, parameter_dtype(args, dtype), device)
+    dtype = dtype if instance.form.has_base_dtype else parameter_dtype(args, dtype)
+    options = (instance.form, args, instance.dims, scopes, dtype, device)
     if is_built_in(instance.form):
         module, _, name = str(path).partition(":")
         return cast(type[FormModule], getattr(import_module(module), name))(*options)
@@ -342,7 +343,7 @@ def seeded(text: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1)
 
 
-def _fill(tensor: Tensor, draw: Draw, generator: torch.Generator) -> None:
+def fill_values(tensor: Tensor, draw: Draw, generator: torch.Generator) -> None:
     if has_values(tensor):
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
         values = torch.empty(tensor.shape, dtype=dtype, device="cpu")

@@ -13,6 +13,7 @@ from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms.tasked_module import Chosen
 from peftc.installation.cached_analysis import CachedAnalysis
 from peftc.planning import ir
+from peftc.planning.pass_edit import PassEdit
 from peftc.planning.planner import PlanResult
 from peftc.planning.report.plan import Plan
 from peftc.specialization.generated_class import GeneratedClass
@@ -35,6 +36,11 @@ class InstalledSpec:
     def text(self) -> str:
         """The expanded spec, canonically printed."""
         return print_spec(self.spec)
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """The names of its passes."""
+        return tuple(s.name for s in self.spec.statements if isinstance(s, PassEdit))
 
     @property
     def edits(self) -> tuple[str, ...]:
@@ -94,6 +100,14 @@ def installation_of(model: nn.Module) -> Installation:
         message = f"this {type(model).__name__} has not been compiled by peftc"
         raise PeftcError(Diagnostic("P410", message, help="peftc.compile(spec, model) first"))
     return record
+
+
+def refuse_passes(record: Installation, action: str) -> None:
+    """Raises: P446 for a model with a pass. `action`: what equations alone allow."""
+    names = [name for spec in record.specs for name in spec.passes]
+    if names:
+        message = f"{action}, and `{names[0]}` is a pass: a function of the program, without equations"
+        raise PeftcError(Diagnostic("P446", message, help=f"`peftc.remove(model, {names[0]!r})` first"))
 
 
 def is_installed(model: object) -> bool:

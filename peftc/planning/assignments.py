@@ -17,6 +17,7 @@ from peftc.planning.ir import (
     SiteEdit,
     Term,
 )
+from peftc.planning.pass_edit import form_of_pass
 from peftc.syntax import ast
 from peftc.syntax.numbers import ARITHMETIC
 
@@ -29,7 +30,8 @@ def conflicts(edits: Sequence[tuple[ast.Edit, Sequence[SiteEdit]]]) -> Iterator[
     reported: set[tuple[str, str]] = set()
     for edit, site_edits in edits:
         for site_edit in (use for one in site_edits for use in one.uses()):
-            for assign in {a.state: a for a in site_edit.assigns if a.source.op == "="}.values():
+            assigns = () if form_of_pass(site_edit) else site_edit.assigns  # passes read what is there
+            for assign in {a.state: a for a in assigns if a.source.op == "="}.values():
                 key, rows = _storage(site_edit, assign.state)
                 for first, other, other_rows in earlier[key]:
                     overlap = rows is None or other_rows is None or rows.overlaps(other_rows)

@@ -21,6 +21,7 @@ from peftc.planning.ir import FrozenCall, SiteEdit
 from peftc.planning.linear_forms import linear_form_warnings
 from peftc.planning.lowering import lower_edit, unused
 from peftc.planning.lowering_context import DEFAULT_TASK, LoweringContext, count_parameters, groups_of, sharers_of
+from peftc.planning.pass_edit import PassEdit, form_of_pass, lower_pass
 from peftc.planning.report.plan import (
     Plan,
     PlanEdit,
@@ -112,7 +113,7 @@ class Planner:
 
     @cached_property
     def representatives(self) -> Representatives:
-        single = self.single or any(isinstance(statement, ast.Train) for statement in self.spec.statements)
+        single = self.single or any(isinstance(s, ast.Train | PassEdit) for s in self.spec.statements)
         return Representatives(self.table, list(self.selections.values()), single)
 
     # Resolution and lowering
@@ -160,7 +161,7 @@ class Planner:
                 site_edits.append(replace(same, site=site, count=self.representatives.count(site)))
                 continue
             try:
-                site_edit = lower_edit(edit, site, context)
+                site_edit = self.lower_at(edit, site, context)
                 site_edits.append(replace(site_edit, count=self.representatives.count(site)))
                 if is_independent(site_edit) and not names_modules(site_edit):
                     known[key] = site_edits[-1]
@@ -169,6 +170,11 @@ class Planner:
                     errors[diagnostic.code, diagnostic.span].append(diagnostic)
         self.report(edit, (for_sites(diagnostics, " of this edit") for diagnostics in errors.values()))
         return site_edits
+
+    def lower_at(self, edit: ast.Edit, site: Site, context: LoweringContext) -> SiteEdit:
+        if isinstance(edit, PassEdit):
+            return lower_pass(edit, site, self.table.d_model)
+        return lower_edit(edit, site, context)
 
     def trains(self) -> dict[str, TrainTarget]:
         targets: dict[str, TrainTarget] = {}
@@ -296,8 +302,9 @@ def is_independent(site_edit: SiteEdit) -> bool:
 
 
 def names_modules(site_edit: SiteEdit) -> bool:
-    """Whether an edit depends on modules of its site, or of others that are one with it."""
-    return bool(site_edit.site.shared_with) or any(isinstance(term, FrozenCall) for term in site_edit.terms())
+    """Whether an edit depends on its site, or on modules of others that are one with it."""
+    is_own = bool(site_edit.site.shared_with) or form_of_pass(site_edit) is not None
+    return is_own or any(isinstance(term, FrozenCall) for term in site_edit.terms())
 
 
 def _in_lines(errors: Sequence[Diagnostic]) -> Diagnostic:

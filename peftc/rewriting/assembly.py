@@ -23,9 +23,10 @@ from peftc.rewriting.legality.bypasses import (
     parameter_reads,
     parents,
 )
+from peftc.rewriting.module_regions import module_region
 from peftc.rewriting.prompts import position_regions, prompt_regions
 from peftc.rewriting.region_list import RegionBlock, RegionList, RegionTemplate
-from peftc.rewriting.regions import LayerRegions, module_region
+from peftc.rewriting.regions import LayerRegions
 
 
 def regions_of(site_edits: Iterable[ir.SiteEdit], structure: ModelStructure) -> RegionList:

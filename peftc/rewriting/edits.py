@@ -16,15 +16,18 @@ from peftc.equation_code.form_code import code_text
 from peftc.equations.analysis import Place
 from peftc.equations.definition import TextForm, owner_path
 from peftc.equations.words import scope_of
+from peftc.forms.pass_form import PassForm
 from peftc.forms.shapes import KeyValue, Prompt, Scalar, Tokens
 from peftc.modules.new_modules import module_with
 from peftc.modules.torch_attributes import TABLES, with_lazy_tables
 from peftc.planning import ir
+from peftc.planning.pass_edit import form_of_pass
 from peftc.rewriting.anchors import Anchor
 from peftc.syntax.printer import print_statement
 
 _PLAIN = nn.Module()
 EQUATIONS = "equations"  # in a node's meta: the comments above its line
+PASS = "pass"  # in the meta of the nodes of a pass, which read what is there when it runs
 STREAM = "<stream>"  # the layer's input, read only for its batch and token sizes
 CONTAINER = "peftc"  # the container's name in its region
 SHARED = "peftc_shared"  # the name, at the model's root, of the modules that several sites share
@@ -58,6 +61,7 @@ class RegionEdit:
     functions: dict[str, str]
     keys: tuple[str, ...]
     lets: tuple[tuple[int, ir.Term], ...] = ()
+    form: PassForm | None = None  # of a pass
 
     @classmethod
     def of(
@@ -68,7 +72,8 @@ class RegionEdit:
         of_several_layers: bool = False,
     ) -> RegionEdit:
         keys = tuple(instance.key for instance in p.instances)
-        return cls(p.edit, slug(p, of_several_layers), p.assigns, states, functions or {}, keys, p.lets)
+        form = form_of_pass(p)
+        return cls(p.edit, slug(p, of_several_layers), p.assigns, states, functions or {}, keys, p.lets, form)
 
     @property
     def edit_name(self) -> str:
@@ -84,7 +89,7 @@ class RegionEdit:
         """A text that is equal for edits that do so but for the names of the sites."""
         assigns = [(a.state, describe(a.value)) for a in self.assigns]
         lets = [(i, describe(term)) for i, term in self.lets]
-        return repr((self.edit, self.states, self.functions, assigns, lets))
+        return repr((self.edit, self.states, self.functions, assigns, lets, self.form and self.form.key))
 
     @property
     def place(self) -> str:

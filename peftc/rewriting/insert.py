@@ -22,6 +22,7 @@ from peftc.rewriting.attention import AttentionCall, ManualAttention
 from peftc.rewriting.boundary import base_call, wrap_base_call
 from peftc.rewriting.edits import (
     EQUATIONS,
+    PASS,
     STREAM,
     RegionEdit,
     RegionState,
@@ -134,7 +135,7 @@ class EquationInserter(NodeBuilder):
             new = self.function(tokens_to_image, new, node, state.image == "channels first")
         if state.dims is not None:
             new = self.function(as_before, new, node, state.dims.tokens, state.dims.features)
-        own = set(self.nodes)
+        own = {*self.nodes, *(user for user in node.users if PASS in user.meta)}
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in own)
         new.meta[REPLACES] = node.meta.get(REPLACES, node)
         self.inserter.replacements[node] = new

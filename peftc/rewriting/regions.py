@@ -4,15 +4,12 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from peftc.addressing.sites import (
-    INPUT,
-    OUTPUT,
-    TABLE_IDS,
     ActivationRef,
     MatrixLayout,
     Site,
@@ -20,9 +17,11 @@ from peftc.addressing.sites import (
     WeightRef,
 )
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms.pass_form import PassForm
 from peftc.forms.shapes import Tokens
 from peftc.modules.walk import submodule
 from peftc.planning import ir
+from peftc.planning.pass_edit import form_of_pass
 from peftc.recognition.layer_types import LayerType
 from peftc.rewriting.anchors import Anchor, calls_of, contains, frames_between, relative
 from peftc.rewriting.edits import (
@@ -37,6 +36,7 @@ from peftc.rewriting.edits import (
 )
 from peftc.rewriting.legality.bypasses import has_fast_path, own_parameters, parameter_reads, parents
 from peftc.rewriting.legality.preconditions import check_gradients
+from peftc.rewriting.passes.order import named_states, turns_of
 from peftc.rewriting.states import (
     activation_of,
     aliases_may_diverge,
@@ -50,9 +50,6 @@ from peftc.rewriting.states import (
 )
 from peftc.runtime.parameters import stacked_slice
 from peftc.tracing.bytecode import mutates_conditionally
-from peftc.tracing.module_calls import forward_signature
-
-_BOUNDARIES: Mapping[str, Literal["in", "out", "ids"]] = {INPUT: "in", OUTPUT: "out", TABLE_IDS: "ids"}
 
 
 @dataclass(frozen=True)
@@ -108,10 +105,16 @@ class LayerRegions:
         ]
 
     def new_regions(self, site_edits: Iterable[ir.SiteEdit]) -> list[Region]:
-        placements = [(p, c) for group in group_by_state(site_edits) for c in [self.placement(group)] for p in group]
+        site_edits = tuple(site_edits)
+        turns = turns_of(site_edits)
+        if turns:
+            placements = [(p, self.placement_beside_pass(p)) for p in site_edits]
+        else:
+            every = group_by_state(site_edits)
+            placements = [(p, c) for group in every for c in [self.placement(group)] for p in group]
         groups = self.merge_entered([c for _, c in placements])
         members: dict[str, list[tuple[ir.SiteEdit, _Placement]]] = {region: [] for region in groups}
-        for p, c in sorted(placements, key=lambda item: innermost_first(item[0])):
+        for p, c in sorted(placements, key=lambda item: (turns.get(id(item[0]), 0), innermost_first(item[0]))):
             merged = next((region for region, inline in groups.items() if c.region in inline), c.region)
             members[c.region if c.region in groups else merged].append((p, c))
         regions: list[Region] = []
@@ -148,7 +151,33 @@ class LayerRegions:
             modules.add(inner)
         return frozenset(modules)
 
+    def placement_beside_pass(self, site_edit: ir.SiteEdit) -> _Placement:
+        """Where edits and passes take turns, all are in the layer's own code. Raises: P445."""
+        if form_of_pass(site_edit) is not None:
+            entered = frozenset({"", *(call.name for call in self.trace.calls if call.inlined)})
+            return _Placement("", entered, {})
+        names, writes = used_states(site_edit), written_states(site_edit)
+        states = {name: state_of(site_edit.site, name) for name in names}
+        placement = self.place_in("", states, writes, site_edit.site)
+        if placement is None or any(s.weight and s.weight.stacked_slice for s in states.values()):
+            message = f"`{site_edit.edit}` at `{site_edit.site.path}` cannot be beside a pass in the code of its layer"
+            span, help_ = site_edit.assigns[0].source.span, "let the pass be at other layers"
+            raise PeftcError(Diagnostic("P445", message, span, help=help_))
+        return placement
+
+    def states_of_pass(self, form: PassForm) -> dict[str, RegionState]:
+        """The states that a pass can name, by their names in the layer: `ffn.h`."""
+        own = LayerRegions(self.kind, form.layer_sites[0].root, self.memory, kinds=self.kinds)
+        states: dict[str, RegionState] = {}
+        for site, name, state in named_states(form.layer_sites):
+            nearest = own.nearest_anchor(state, False, "", site)
+            if nearest is not None:
+                states[name] = own.region_state(state, nearest[0], "", site)
+        return states
+
     def region_edit(self, site_edit: ir.SiteEdit, placement: _Placement, region: str) -> RegionEdit:
+        if (form := form_of_pass(site_edit)) is not None:
+            return RegionEdit.of(site_edit, self.states_of_pass(form))
         states: dict[str, RegionState] = {}
         for name in used_states(site_edit):
             state, anchor = state_of(site_edit.site, name), placement.anchors.get(name)
@@ -169,7 +198,7 @@ class LayerRegions:
                 value = stacked_slice(value, stacked.count, stacked.index)
                 stacked = replace(stacked, reader="")
             weight = replace(state.weight, module=relative(module, region), stacked_slice=stacked)
-            return RegionState(size=_row_count(value, weight), weight=weight)
+            return RegionState(size=stored_row_count(value, weight), weight=weight)
         assert anchor is not None
         rows, is_tokens = activation_of(state).rows, isinstance(state.shape, Tokens)
         node = node_of(state, self.layer, site, self.trace)
@@ -339,48 +368,13 @@ def _feature_count(value: torch.Tensor, place: ActivationRef) -> int:
     return value.shape[1 if place.feature_map else -1]
 
 
-def _row_count(value: torch.Tensor, weight: WeightRef) -> int:
+def stored_row_count(value: torch.Tensor, weight: WeightRef) -> int:
     """The rows of a parameter as (out, in)."""
     layout = weight.layout or MatrixLayout((1, 0) if weight.transposed else (0,), 1)
     return prod(value.shape[dim] for dim in layout.order[: layout.rows])
-
-
-def _stored_rows(weight: WeightRef, model: nn.Module) -> int:
-    """The rows of a whole parameter, of which a site may have some."""
-    return _row_count(getattr(submodule(model, weight.module), weight.attribute), weight)
 
 
 def edit_key(site_edit: ir.SiteEdit) -> object:
     """Equal for edits at two layers of one type that have the same equations, as one object."""
     site = site_edit.site
     return site_edit.edit, site.steps_in_layer, id(site_edit.assigns), id(site_edit.lets), len(site.shared_with)
-
-
-def module_region(site_edits: list[ir.SiteEdit], region: str, model: nn.Module) -> Region:
-    """The region of edits outside the layers."""
-    module = submodule(model, region)
-    edits: list[RegionEdit] = []
-    inline = frozenset[str]()
-    for p in site_edits:
-        states: dict[str, RegionState] = {}
-        for name in used_states(p):
-            state = p.site.states[name]
-            if state.weight is not None:
-                inner = relative(state.weight.module, region)
-                size = _stored_rows(state.weight, model) if state.weight.rows and not state.weight.stacked_slice else 0
-                states[name] = RegionState(size=size, weight=replace(state.weight, module=inner))
-                inline |= {".".join(inner.split(".")[:i]) for i in range(inner.count(".") + 2)}
-            else:
-                activation = activation_of(state)
-                kind = _BOUNDARIES[activation.node]
-                inline |= {""} if kind == "ids" else set()
-                path = activation.key_path
-                if kind == "in" and not path:
-                    path = tuple(forward_signature(module).parameters)[1:2]
-                image = "channels first" if activation.feature_map else ""
-                anchor = Anchor(kind, "", path)
-                whole = None if activation.rows is None else p.site.states["w"].weight
-                size = 0 if whole is None else _stored_rows(whole, model)
-                states[name] = RegionState(anchor, activation.rows, size, image=image, kernel=activation.kernel)
-        edits.append(RegionEdit.of(p, states, {f: relative(m, region) for f, m in frozen_modules(p).items()}))
-    return Region(region, inline, edits, site_edits)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from peftc.dataflow.nodes import example, is_edit
 from peftc.equation_code.code import SIZE, VARIABLE
 from peftc.equation_code.functions import add_to, cast_like
-from peftc.rewriting.edits import EQUATIONS
+from peftc.rewriting.edits import EQUATIONS, PASS
 from peftc.rewriting.node_builder import NodeBuilder
 from peftc.runtime.parameters import full_precision, scaled_product, stored_as
 
@@ -52,7 +52,7 @@ def distribute_products(graph: fx.Graph, numbers: Iterator[int]) -> None:
         node.replace_all_uses_with(new)
         graph.erase_node(node)
     for node in reversed(list(graph.nodes)):
-        if is_edit(node) and not node.users and node.op == "call_function":
+        if is_edit(node) and not node.users and node.op == "call_function" and PASS not in node.meta:
             graph.erase_node(node)
 
 

@@ -19,7 +19,7 @@ from peftc.adapters.files import path_of
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.installation.completeness import active_installation
 from peftc.installation.edited_classes import save_with_edits
-from peftc.installation.record import joint_spec
+from peftc.installation.record import joint_spec, refuse_passes
 from peftc.specialization.precompile import precompile
 from peftc.standalone.modeling_file import MODELING, ModelingFile, own_class
 from peftc.standalone.source_closure import refusal
@@ -42,11 +42,12 @@ def save_standalone(model: nn.Module, directory: str | PathLike[str]) -> Path:
         The path of the directory.
 
     Raises:
-        PeftcError: P410 (not compiled), P527 (no weights), P526 (cannot be written), P551 (the
+        PeftcError: P410 (not compiled), P446 (a pass), P527 (no weights), P526 (cannot be written), P551 (the
             folder has files), P570 (what needs peftc: Python forms, parameters for each task, code
             that is not of torch or transformers).
     """
     record = active_installation(model)
+    refuse_passes(record, "a model that runs without peftc has the code of equations alone")
     if not isinstance(model, PreTrainedModel):
         raise refusal(f"{type(model).__name__} is no PreTrainedModel, which `from_pretrained` could load")
     require_values(model.named_parameters())

@@ -18,7 +18,7 @@ from peftc.diagnostics.activity import activity
 from peftc.fakes.tensors import fake_copy, fake_mode
 from peftc.forms.module import has_values
 from peftc.installation.contents import parameters, states
-from peftc.installation.record import installation_of, is_installed
+from peftc.installation.record import installation_of, is_installed, refuse_passes
 from peftc.models.media import run_on_sample
 from peftc.models.samples import check_sample
 from peftc.models.skeleton import sample_inputs
@@ -65,12 +65,13 @@ def verify(
         The checks. A fault of the model is not raised: it is one of the `findings`, P602-P611.
 
     Raises:
-        PeftcError: P410 (not compiled), P436 (an edited module was replaced), P507 (no inputs),
+        PeftcError: P410 (not compiled), P436 (an edited module was replaced), P446 (a pass), P507 (no inputs),
             P509 (the base does not run on the batch), P545 (no batch), P601 (no weights, or it
             cannot be copied).
     """
     record = installation_of(model)
     parameters(model)  # raises P436
+    refuse_passes(record, "verification computes equations a second time")
     check_sample(batch)
     if sites not in ("sample", "all"):
         raise PeftcError(Diagnostic("P545", f'`sites` is "sample" or "all", not {sites!r}'))

@@ -1,0 +1,99 @@
+"""The values of nodes that a pass has added or changed, as tensors without data."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_map
+
+from peftc.dataflow.nodes import example
+from peftc.dataflow.operations import has_side_effects
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.models.names import error_summary
+from peftc.modules.walk import submodule
+from peftc.tracing.region_trace import RegionTrace
+
+
+class NodeValues:
+    """Runs nodes on the examples of a trace.
+
+    Args:
+        trace: of the region.
+        gradients: whether the examples become leaves of an autograd graph.
+        members: the modules of the pass that are no part of the trace, by their dotted name.
+    """
+
+    def __init__(
+        self, trace: RegionTrace, gradients: bool = False, members: Mapping[str, nn.Module] | None = None
+    ) -> None:
+        self.trace, self.gradients, self.members = trace, gradients, members or {}
+        self.leaves: dict[fx.Node, torch.Tensor] = {}
+        self.values: dict[fx.Node, Any] = {}
+        examples = (example(node) for node in trace.graph.nodes)
+        self.mode = next(m for value in examples if (m := getattr(value, "fake_mode", None)) is not None)
+
+    def evaluate(self, graph: fx.Graph, nodes: Iterable[fx.Node] | None = None) -> None:
+        """Gives nodes their values and examples. `nodes`: by default those that have no example.
+
+        Raises: P441 for one that cannot run.
+        """
+        chosen = {node for node in graph.nodes if "example" not in node.meta} if nodes is None else set(nodes)
+        for node in graph.nodes:
+            if node in chosen and node.op not in ("output", "placeholder"):
+                self.values[node] = self.run(node)
+                node.meta["example"] = tree_map(detached, self.values[node])
+
+    def run(self, node: fx.Node) -> Any:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.value)
+        target: Any = node.target
+        try:
+            with self.mode, torch.set_grad_enabled(self.gradients):
+                match node.op:
+                    case "get_attr":
+                        return self.attribute(str(target))
+                    case "call_module":
+                        return self.attribute(str(target))(*args, **kwargs)
+                    case "call_method":
+                        first, *rest = args
+                        return getattr(first, target)(*rest, **kwargs)
+                    case _:
+                        return target(*args, **kwargs)
+        except PeftcError:
+            raise
+        except Exception as error:  # whatever an operation says of its operands
+            message = f"the node `{node.name}` cannot run: `{node.format_node()}`"
+            raise PeftcError(Diagnostic("P441", message, notes=(error_summary(error),))) from error
+
+    def value(self, node: fx.Node) -> Any:
+        """The value of an operand: a leaf, if it is no node of the pass."""
+        if node in self.values:
+            return self.values[node]
+        known = example(node)
+        if not isinstance(known, torch.Tensor):
+            return known
+        if node not in self.leaves:
+            with self.mode:
+                leaf = known.detach()
+                self.leaves[node] = leaf.requires_grad_() if self.gradients and leaf.is_floating_point() else leaf
+        return self.leaves[node]
+
+    def attribute(self, name: str) -> Any:
+        for place, module in self.members.items():
+            if name == place or name.startswith(f"{place}."):
+                return operator.attrgetter(name[len(place) + 1 :])(module) if name != place else module
+        module, _, attribute = name.rpartition(".")
+        assert self.trace.root is not None
+        return getattr(submodule(self.trace.root, module), attribute)
+
+
+def detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def is_unobserved(node: fx.Node) -> bool:
+    """Whether nothing reads a node of a pass, which may then do anything."""
+    return not node.users and (has_side_effects(node) or node.op == "call_function")

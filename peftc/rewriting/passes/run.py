@@ -1,0 +1,216 @@
+"""Runs a pass on the graph of a region, and checks what it has made of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import fx, nn
+
+from peftc.dataflow.nodes import EDIT, ancestors, example, output_of
+from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms.form import Dims
+from peftc.forms.pass_form import PassForm
+from peftc.forms.pass_module import PassModule
+from peftc.forms.shapes import Tokens
+from peftc.models.skeleton import stop_notes
+from peftc.rewriting.edits import EQUATIONS, PASS, RegionEdit
+from peftc.rewriting.insert import Inserter
+from peftc.rewriting.passes.node_values import NodeValues, is_unobserved
+from peftc.rewriting.passes.region import Region, Replacement, completed, outcome
+from peftc.rewriting.passes.state_access import comment_of, is_new
+from peftc.tracing.region_trace import RegionTrace
+
+_modules: WeakKeyDictionary[PassForm, PassModule] = WeakKeyDictionary()  # without values
+
+
+def insert_pass(inserter: Inserter, edit: RegionEdit, later: Sequence[RegionEdit] = (), layer: str = "") -> Region:
+    """Lets a pass rewrite a graph. `later`: the edits that come after it. `layer`: its path.
+
+    Raises: P440 where its function fails, P441-P443 for what it does, P444 where it does something
+    else than in its first run, P403 and P207 for states.
+    """
+    form = edit.form
+    assert form is not None
+    graph = inserter.graph
+    before = Snapshot(inserter, later)
+    region = Region(inserter, edit, form, form.layer or layer)
+    try:
+        form.function(region)
+    except PeftcError:
+        raise
+    except Exception as error:  # the program's own code
+        notes = stop_notes(error)
+        raise PeftcError(Diagnostic("P440", f"the pass `{form.name}` failed", notes=notes)) from error
+    check_graph(graph, form.name)
+    before.check(form.name)
+    run = completed(form, region)
+    if not layer:
+        check_repeated(form, run, region)
+    new = [node for node in graph.nodes if is_new(node)]
+    check_values(inserter, edit, run, region, [*new, *before.changed()], bool(layer))
+    for node in new:
+        node.meta["origin"] = (EDIT, next(inserter.numbers), 0)
+    for node in graph.nodes:
+        if node.meta.get("origin", ("",))[0] == EDIT and EQUATIONS not in node.meta:
+            node.meta[EQUATIONS] = (comment_of(edit),)
+        if node.meta.get(EQUATIONS) == (comment_of(edit),):
+            node.meta[PASS] = form.name
+    return region
+
+
+class Snapshot:
+    """A graph before a pass runs."""
+
+    def __init__(self, inserter: Inserter, later: Sequence[RegionEdit]) -> None:
+        self.inserter = inserter
+        self.nodes = {node: self.code(node) for node in inserter.graph.nodes}
+        self.unused = {node for node in self.nodes if is_unobserved(node)}
+        states = [state for edit in later if edit.form is None for state in edit.states.values()]
+        nodes = (node for state in states for node in inserter.lookup.nodes.get(state, ()))
+        self.later = {node: bool(inserter.latest(node).users) for node in nodes}
+
+    def code(self, node: fx.Node) -> object:
+        """What a node computes, whatever edits have made of its operands."""
+        args = fx.map_arg((node.args, node.kwargs), self.inserter.latest)
+        return node.op, node.target, args
+
+    def changed(self) -> list[fx.Node]:
+        """The nodes of the model that the pass has changed, and not by replacing a state."""
+        present = set(self.inserter.graph.nodes)
+        return [
+            node
+            for node, (op, target, args) in self.nodes.items()  # pyright: ignore[reportGeneralTypeIssues]
+            if node in present and self.code(node) != (op, target, fx.map_arg(args, self.inserter.latest))
+        ]
+
+    def check(self, name: str) -> None:
+        """Raises: P441 where the pass took out what has an effect, or what a later edit reads."""
+        present = set(self.inserter.graph.nodes)
+        for node in self.unused - present:
+            message = f"the pass `{name}` took out `{node.name}`, which has an effect: `{node.target}`"
+            raise PeftcError(Diagnostic("P441", message, help="leave nodes without users in the graph"))
+        for node, is_used in self.later.items():
+            latest = self.inserter.latest(node)
+            if latest not in present or (is_used and not latest.users):
+                message = f"the pass `{name}` took out `{node.name}`, a state that a later edit reads"
+                raise PeftcError(Diagnostic("P441", message, help="use `region.replace(name, value)`"))
+
+
+def check_graph(graph: fx.Graph, name: str) -> None:
+    """Raises: P441 for a graph that is none, or has an operand that no code can name."""
+    try:
+        graph.lint()
+    except RuntimeError as error:
+        raise PeftcError(Diagnostic("P441", f"the pass `{name}` breaks the graph", notes=(str(error),))) from error
+    for node in filter(is_new, graph.nodes):
+        tensors: list[object] = []
+        torch.utils._pytree.tree_map(  # pyright: ignore[reportPrivateUsage]
+            lambda value: tensors.append(value) if isinstance(value, torch.Tensor | nn.Module) else None,
+            (node.args, dict(node.kwargs)),
+        )
+        if tensors:
+            message = f"`{node.name}` of the pass `{name}` has a {type(tensors[0]).__name__} as an operand"
+            help_ = "make it a `region.buffer` or a `region.module`"
+            raise PeftcError(Diagnostic("P441", message, help=help_))
+
+
+def check_repeated(form: PassForm, run: PassForm, region: Region) -> None:
+    """Raises: P444 for other members, states or places than in the first run."""
+    first = [member.declaration for member in form.members], form.replaced, bool(form.layer)
+    members, replaced = outcome(region)
+    again = [member.declaration for member in members], replaced, bool(run.layer) or bool(form.layer)
+    for what, one, other in zip(("members", "replaced states", "use of the path"), first, again, strict=True):
+        if one != other:
+            notes = (f"first: {one}", f"here: {other}")
+            help_ = "let the function depend on the region alone, and make all members in each run"
+            message = f"the pass `{form.name}` has other {what} than in its first run"
+            raise PeftcError(Diagnostic("P444", message, notes=notes, help=help_))
+
+
+def module_of(form: PassForm, dtype: torch.dtype) -> PassModule:
+    """The module of a pass at a site, on the meta device."""
+    if form not in _modules:
+        _modules[form] = PassModule(form, {}, Dims(None, Tokens(1), 1), ("site",), dtype, "meta")
+    return _modules[form]
+
+
+def member_fakes(form: PassForm, values: NodeValues, trace: RegionTrace) -> PassModule:
+    """The module with tensors like those of the trace."""
+    parameters = trace.root.parameters() if trace.root is not None else ()
+    like = next((p for p in parameters if p.is_floating_point()), None)
+    dtype, device = (torch.float32, "cpu") if like is None else (like.dtype, like.device)
+    module = copy.deepcopy(module_of(form, dtype))
+    with values.mode:
+        return module._apply(  # pyright: ignore[reportPrivateUsage]
+            lambda t: torch.empty(t.shape, dtype=dtype if t.is_floating_point() else t.dtype, device=device)
+        )
+
+
+def check_values(
+    inserter: Inserter, edit: RegionEdit, run: PassForm, region: Region, nodes: Sequence[fx.Node], is_first: bool
+) -> None:
+    """Raises: P441 for a node that cannot run, P442 for another shape or kind of dtype than the
+    model has, P443 for a state or a parameter that loses its gradient (in the first run).
+    """
+    values = NodeValues(inserter.trace, gradients=is_first)
+    if run.members:
+        own = edit.form if edit.form is not None and edit.form.members else run
+        values.members = {f"{edit.place}.{run.name}": member_fakes(own, values, inserter.trace)}
+    before = {node: example(node) for node in nodes}
+    values.evaluate(inserter.graph, [node for node in nodes if not is_unobserved(node)])
+    values.evaluate(inserter.graph, [n for n in inserter.graph.nodes if "example" not in n.meta and n.users])
+    for node, value in before.items():
+        if isinstance(value, torch.Tensor):
+            check_like(run.name, f"`{node.name}`", value, values.values.get(node, value))
+    replacements: Sequence[Replacement] = region._replacements  # pyright: ignore[reportPrivateUsage]
+    for one in replacements:
+        value = example(one.after)
+        check_like(run.name, f"`{one.name}`, which is now `{one.after.name}`,", example(one.before), value)
+        if is_first and not one.detached:
+            check_gradient(run.name, one, values)
+    check_parameters(run, edit, inserter.graph)
+
+
+def check_like(name: str, what: str, before: object, after: object) -> None:
+    """Raises: P442."""
+    if not isinstance(before, torch.Tensor):
+        return
+    own = (list(before.shape), before.is_floating_point())
+    if isinstance(after, torch.Tensor) and own == (list(after.shape), after.is_floating_point()):
+        return
+    here = f"{list(after.shape)}, {after.dtype}" if isinstance(after, torch.Tensor) else f"a {type(after).__name__}"
+    message = f"the pass `{name}` changes {what} from {own[0]}, {before.dtype}, to {here}"
+    raise PeftcError(Diagnostic("P442", message))
+
+
+def check_gradient(name: str, one: Replacement, values: NodeValues) -> None:
+    """Raises: P443 where no state that the model computes gets a gradient through a replaced one."""
+    value = values.values.get(one.after, values.leaves.get(one.after))
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return
+    leaves = [leaf for leaf in values.leaves.values() if leaf.requires_grad]
+    notes: tuple[str, ...] = ()
+    gradients: Sequence[object] = ()
+    try:
+        if value.requires_grad and leaves:
+            with values.mode:
+                gradients = torch.autograd.grad(value.sum(), leaves, allow_unused=True, retain_graph=True)
+    except RuntimeError as error:
+        notes = (str(error).splitlines()[0],)
+    if all(gradient is None for gradient in gradients) and one.after not in values.leaves:
+        message = f"no state of the model has a gradient through `{one.after.name}`, which replaces `{one.name}`"
+        help_ = "`region.replace(…, detached=True)` says that this is meant"
+        raise PeftcError(Diagnostic("P443", f"the pass `{name}`: {message}", notes=notes, help=help_))
+
+
+def check_parameters(run: PassForm, edit: RegionEdit, graph: fx.Graph) -> None:
+    """Raises: P443 for a parameter that reaches no output."""
+    used = {str(node.target) for node in ancestors(output_of(graph)) if node.op == "get_attr"}
+    for member in run.members:
+        if member.kind == "parameter" and f"{edit.place}.{run.name}.{member.name}" not in used:
+            message = f"the parameter `{member.name}` of the pass `{run.name}` has no gradient"
+            help_ = "replace a state by what it computes, or make it a `region.buffer`"
+            raise PeftcError(Diagnostic("P443", message, help=help_))
