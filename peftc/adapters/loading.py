@@ -86,7 +86,8 @@ def load(
         PeftcError: P412 and P414 (names and parameters of another spec), P520-P522 (the files),
             P523 (another base), P524 (other weights, if `strict`), P525 (tensors that do not fit),
             P527 (no weights), P537 (other tasks than the model has), P567 (an edit that had
-            another meaning), P447 (`passes`), P440-P445 (the run of a pass); with `spec`, as `compile`. After an error the model is unchanged.
+            another meaning), P447 (`passes`), P440-P445 (the run of a pass); with
+            `spec`, as `compile`. After an error the model is unchanged.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
         message = f"an adapter is loaded onto a module, not a {type(model).__name__}"
@@ -165,7 +166,7 @@ def _load(
 
 
 def own_fit(path: Path, compiled: CompiledModel, cache: bool, passes: Passes | None, adapter: Adapter) -> Fit:
-    """An adapter under the spec that it holds. `cache`: as in `compile`. Raises: P447, P525, P567."""
+    """An adapter under its own spec. `cache`: as in `compile`. Raises: P447, P525, P567."""
     spec = spec_with_passes(adapter, path, passes, compiled) if adapter.passes else expanded_spec(adapter, path)
     cache = cache and not adapter.passes
     tasks = task_names(adapter_tasks(adapter, spec) or None, compiled.tasks)

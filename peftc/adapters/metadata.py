@@ -14,7 +14,7 @@ from peftc.planning.report.plan import Plan, Record
 
 # 1.0 has its tensors in `adapter.safetensors` and no key `file`; plans have version 2.0 since 1.2.
 # 1.3 and 1.4 are of adapters with edits whose meaning has changed (`CHANGES`); 1.5 has the texts of
-# built-in forms, 1.6 names Python forms, 1.7 says where the base is, and 1.8 names passes. All others
+# built-in forms, 1.6 names Python forms, 1.7 says where the base is, 1.8 names passes. All others
 # have 1.2.
 Format = Literal["1.0", "1.1", "1.2", "1.3", "1.4", "1.5", "1.6", "1.7", "1.8"]
 FORMATS: tuple[Format, ...] = get_args(Format)

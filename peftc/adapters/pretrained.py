@@ -103,6 +103,7 @@ def from_pretrained(
         spec=spec,
         settings=settings,
         include=include,
+        passes=passes,
     )
     return model
 

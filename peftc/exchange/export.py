@@ -110,7 +110,7 @@ def check_rank(name: str, rank: object) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises: P446 (a pass), P561, P583 (the parameters), P801 (modules that PEFT would not change as peftc)."""
+    """Raises: P446 (a pass), P561 and P583 (parameters), P801 (what PEFT changes differently)."""
     record = active_installation(model)
     refuse_passes(record, "other programs read equations")
     own = parameters(model)

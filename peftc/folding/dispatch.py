@@ -94,8 +94,8 @@ def fold(
     Raises:
         PeftcError: P410 (not compiled), P413 (no spec of that name), P527 (no weights), P529
             (switched off), P530 (NaN or infinite entries), P531 and P532 (`only`), P538 (no state),
-            P545 (arguments), P446 (a pass), P546 (no room for the old weights). After an error or an interrupt
-            the model is as it was.
+            P545 (arguments), P446 (a pass), P546 (no room for the old weights). After an error or
+            an interrupt the model is as it was.
     """
     if into not in ("weights", "state"):
         message = f'edits are folded into "weights" or into a "state", not into {into!r}'

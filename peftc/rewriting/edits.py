@@ -218,8 +218,8 @@ def slug(site_edit: ir.SiteEdit, of_several_layers: bool = False) -> str:
 
 
 def module_name(text: str) -> str:
-    """A name that any module can register a child under."""
-    while keyword.iskeyword(text) or hasattr(_PLAIN, text):
+    """A name that any module, and a container, can register a child under."""
+    while keyword.iskeyword(text) or hasattr(_PLAIN, text) or hasattr(Container, text):
         text += "_"
     return text
 

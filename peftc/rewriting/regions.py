@@ -107,11 +107,9 @@ class LayerRegions:
     def new_regions(self, site_edits: Iterable[ir.SiteEdit]) -> list[Region]:
         site_edits = tuple(site_edits)
         turns = turns_of(site_edits)
-        if turns:
-            placements = [(p, self.placement_beside_pass(p)) for p in site_edits]
-        else:
-            every = group_by_state(site_edits)
-            placements = [(p, c) for group in every for c in [self.placement(group)] for p in group]
+        first = [p for p in site_edits if not turns.get(id(p))]  # what is in a part of the layer acts first
+        placements = [(p, c) for group in group_by_state(first) for c in [self.placement(group)] for p in group]
+        placements += [(p, self.placement_beside_pass(p)) for p in site_edits if turns.get(id(p))]
         groups = self.merge_entered([c for _, c in placements])
         members: dict[str, list[tuple[ir.SiteEdit, _Placement]]] = {region: [] for region in groups}
         for p, c in sorted(placements, key=lambda item: (turns.get(id(item[0]), 0), innermost_first(item[0]))):
@@ -152,7 +150,7 @@ class LayerRegions:
         return frozenset(modules)
 
     def placement_beside_pass(self, site_edit: ir.SiteEdit) -> _Placement:
-        """Where edits and passes take turns, all are in the layer's own code. Raises: P445."""
+        """A pass, and what acts after it, is in the layer's own code. Raises: P445."""
         if form_of_pass(site_edit) is not None:
             entered = frozenset({"", *(call.name for call in self.trace.calls if call.inlined)})
             return _Placement("", entered, {})

@@ -27,7 +27,7 @@ from peftc.rewriting.boundary import boundary_graph
 from peftc.rewriting.edits import CONTAINER, RegionEdit
 from peftc.rewriting.insert import Inserter
 from peftc.rewriting.low_rank_terms import join_low_rank_terms
-from peftc.rewriting.passes.run import insert_pass
+from peftc.rewriting.passes.run import insert_edits
 from peftc.rewriting.weight_products import distribute_products
 from peftc.specialization.call_paths import CallPaths, CallTraces
 from peftc.specialization.code_printer import OtherPath, function_body
@@ -259,11 +259,7 @@ class GeneratedClass:
     def rewrite(self, traced: RegionTrace) -> None:
         inserter = Inserter(traced, self.base, self.calls_forms)
         inserter.lookup.resolve(self.edits)
-        for number, edit in enumerate(self.edits, 1):
-            if edit.form is None:
-                inserter.insert(edit)
-            else:
-                insert_pass(inserter, edit, self.edits[number:])
+        insert_edits(inserter, self.edits)
         distribute_products(traced.graph, inserter.numbers)
         join_low_rank_terms(traced.graph, inserter.numbers)
 

@@ -42,9 +42,9 @@ def save_standalone(model: nn.Module, directory: str | PathLike[str]) -> Path:
         The path of the directory.
 
     Raises:
-        PeftcError: P410 (not compiled), P446 (a pass), P527 (no weights), P526 (cannot be written), P551 (the
-            folder has files), P570 (what needs peftc: Python forms, parameters for each task, code
-            that is not of torch or transformers).
+        PeftcError: P410 (not compiled), P446 (a pass), P527 (no weights), P526 (cannot be
+            written), P551 (the folder has files), P570 (what needs peftc: Python forms, parameters
+            for each task, code that is not of torch or transformers).
     """
     record = active_installation(model)
     refuse_passes(record, "a model that runs without peftc has the code of equations alone")

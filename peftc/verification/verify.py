@@ -65,9 +65,9 @@ def verify(
         The checks. A fault of the model is not raised: it is one of the `findings`, P602-P611.
 
     Raises:
-        PeftcError: P410 (not compiled), P436 (an edited module was replaced), P446 (a pass), P507 (no inputs),
-            P509 (the base does not run on the batch), P545 (no batch), P601 (no weights, or it
-            cannot be copied).
+        PeftcError: P410 (not compiled), P436 (an edited module was replaced), P446 (a pass),
+            P507 (no inputs), P509 (the base does not run on the batch), P545 (no batch), P601 (no
+            weights, or it cannot be copied).
     """
     record = installation_of(model)
     parameters(model)  # raises P436

@@ -68,7 +68,6 @@ def first_run(form: PassForm, layer: str, kind: LayerType, structure: ModelStruc
             traced = tracer.trace_region(kind.root, fake_copy(kind.arguments, structure.mode))
         inserter = Inserter(traced)
         inserter.lookup.resolve([edit])
-        region = insert_pass(inserter, edit, layer=layer)
-        runs.append(completed(form, region))
-    check_repeated(runs[0], runs[1], region)
+        runs.append(completed(form, insert_pass(inserter, edit, layer=layer)))
+    check_repeated(*runs)
     return runs[0]

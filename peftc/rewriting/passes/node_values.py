@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx, nn
@@ -13,9 +16,15 @@ from torch.utils._pytree import tree_map
 from peftc.dataflow.nodes import example
 from peftc.dataflow.operations import has_side_effects
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms.form import Dims
+from peftc.forms.pass_form import PassForm
+from peftc.forms.pass_module import PassModule
+from peftc.forms.shapes import Tokens
 from peftc.models.names import error_summary
 from peftc.modules.walk import submodule
 from peftc.tracing.region_trace import RegionTrace
+
+_modules: WeakKeyDictionary[PassForm, PassModule] = WeakKeyDictionary()  # without values
 
 
 class NodeValues:
@@ -24,17 +33,27 @@ class NodeValues:
     Args:
         trace: of the region.
         gradients: whether the examples become leaves of an autograd graph.
-        members: the modules of the pass that are no part of the trace, by their dotted name.
+        place, form: where the graph has the members of the pass.
     """
 
-    def __init__(
-        self, trace: RegionTrace, gradients: bool = False, members: Mapping[str, nn.Module] | None = None
-    ) -> None:
-        self.trace, self.gradients, self.members = trace, gradients, members or {}
+    def __init__(self, trace: RegionTrace, place: str, form: PassForm, gradients: bool = False) -> None:
+        self.trace, self.place, self.form, self.gradients = trace, place, form, gradients
         self.leaves: dict[fx.Node, torch.Tensor] = {}
         self.values: dict[fx.Node, Any] = {}
         examples = (example(node) for node in trace.graph.nodes)
         self.mode = next(m for value in examples if (m := getattr(value, "fake_mode", None)) is not None)
+
+    @cached_property
+    def members(self) -> nn.Module:
+        """The module of the pass, with tensors like those of the trace."""
+        parameters = self.trace.root.parameters() if self.trace.root is not None else ()
+        like = next((p for p in parameters if p.is_floating_point()), None)
+        dtype, device = (torch.float32, torch.device("cpu")) if like is None else (like.dtype, like.device)
+        module = copy.deepcopy(module_of(self.form, dtype))
+        with self.mode:
+            return module._apply(  # pyright: ignore[reportPrivateUsage]
+                lambda t: torch.empty(t.shape, dtype=dtype if t.is_floating_point() else t.dtype, device=device)
+            )
 
     def evaluate(self, graph: fx.Graph, nodes: Iterable[fx.Node] | None = None) -> None:
         """Gives nodes their values and examples. `nodes`: by default those that have no example.
@@ -50,13 +69,14 @@ class NodeValues:
     def run(self, node: fx.Node) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.value)
         target: Any = node.target
+        own = self.members if str(target).startswith(f"{self.place}.") else None
         try:
             with self.mode, torch.set_grad_enabled(self.gradients):
                 match node.op:
                     case "get_attr":
-                        return self.attribute(str(target))
+                        return self.attribute(own, str(target))
                     case "call_module":
-                        return self.attribute(str(target))(*args, **kwargs)
+                        return self.attribute(own, str(target))(*args, **kwargs)
                     case "call_method":
                         first, *rest = args
                         return getattr(first, target)(*rest, **kwargs)
@@ -81,10 +101,9 @@ class NodeValues:
                 self.leaves[node] = leaf.requires_grad_() if self.gradients and leaf.is_floating_point() else leaf
         return self.leaves[node]
 
-    def attribute(self, name: str) -> Any:
-        for place, module in self.members.items():
-            if name == place or name.startswith(f"{place}."):
-                return operator.attrgetter(name[len(place) + 1 :])(module) if name != place else module
+    def attribute(self, own: nn.Module | None, name: str) -> Any:
+        if own is not None:
+            return operator.attrgetter(name[len(self.place) + 1 :])(own)
         module, _, attribute = name.rpartition(".")
         assert self.trace.root is not None
         return getattr(submodule(self.trace.root, module), attribute)
@@ -97,3 +116,10 @@ def detached(value: Any) -> Any:
 def is_unobserved(node: fx.Node) -> bool:
     """Whether nothing reads a node of a pass, which may then do anything."""
     return not node.users and (has_side_effects(node) or node.op == "call_function")
+
+
+def module_of(form: PassForm, dtype: torch.dtype) -> PassModule:
+    """The module of a pass at a site, on the meta device."""
+    if form not in _modules:
+        _modules[form] = PassModule(form, {}, Dims(None, Tokens(1), 1), ("site",), dtype, "meta")
+    return _modules[form]

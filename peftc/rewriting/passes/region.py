@@ -1,4 +1,4 @@
-"""What the function of a pass sees: the graph of a layer, its hidden states, and its own members."""
+"""What the function of a pass sees: a layer's graph, its hidden states, and members of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from peftc.dataflow.nodes import nodes_in
+from peftc.dataflow.nodes import ancestors, nodes_in
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names, nearest
 from peftc.forms.pass_form import PassForm, PassMember
@@ -51,6 +51,7 @@ class Region:
         self._tensors: dict[str, fx.Node] = {}
         self._replacements: list[Replacement] = []
         self._reads_layer = False
+        self._touched: set[fx.Node] = set()  # nodes whose operands are replaced states
 
     def __repr__(self) -> str:
         return f"Region(site={self.site!r}, states={list(self.states)})"
@@ -63,7 +64,9 @@ class Region:
         return tuple(self._edit.states)
 
     def __getitem__(self, name: str) -> fx.Node:
-        """The node of a hidden state, after what acts before it. Its example: `node.meta["example"]`.
+        """The node of a hidden state, after what acts before it.
+
+        `node.meta["example"]` is a tensor without data, of its shape and dtype.
 
         Raises:
             PeftcError: P207 (no state of that name, or several), P403 (not in this call).
@@ -72,7 +75,9 @@ class Region:
         if name not in self._reads:
             self._reads[name] = node = StateAccess(self._inserter, self._edit, name).read(name)
             if "example" not in node.meta:  # a part of a value
-                NodeValues(self._inserter.trace).evaluate(self.graph)
+                form = self._form if self._form.members else completed(self._form, self)
+                values = NodeValues(self._inserter.trace, self._place, form)
+                values.evaluate(self.graph, [n for n in ancestors(node) if "example" not in n.meta])
         return self._reads[name]
 
     def replace(self, name: str, value: fx.Node, *, detached: bool = False) -> None:
@@ -95,7 +100,9 @@ class Region:
             raise self._refusal(f"`{name}` is replaced by {value!r}, which is no node of this graph")
         before = self[name]
         self._replacements.append(Replacement(name, before, value, detached))
-        StateAccess(self._inserter, self._edit, name).write(value, bool(self._form_members()))
+        codes = {node: code(node) for node in self.graph.nodes}
+        StateAccess(self._inserter, self._edit, name).write(value, bool(self._form.members or self._members))
+        self._touched |= {node for node, before in codes.items() if code(node) != before}
         self._reads.pop(name)
 
     def width(self, name: str) -> int:
@@ -121,14 +128,12 @@ class Region:
 
         A pass that reads it runs for each layer; others run once for layers that are alike.
         """
-        self._reads_layer = True
-        return f"{self._layer}.{self.site}".strip(".")
+        return f"{self._layer_path()}.{self.site}".strip(".")
 
     @property
     def layer(self) -> int:
         """The number of the layer in its stack. A pass that reads it runs for each layer."""
-        self._reads_layer = True
-        return int(self._layer.rpartition("[")[2].rstrip("]"))
+        return int(self._layer_path().rpartition("[")[2].rstrip("]"))
 
     # Members --------------------------------------------------------------------------------------
 
@@ -138,9 +143,9 @@ class Region:
         Args:
             name: of the parameter.
             shape: its sizes.
-            init: a number; the name of a distribution as in equations ("kaiming", ("normal", 0.02));
-                a tensor; or a function that fills a tensor, such as `nn.init.xavier_uniform_`. Drawn
-                once for each site, from the seed of the pass.
+            init: a number; a distribution as in equations ("kaiming", ("normal", 0.02)); a tensor;
+                or a function that fills one, such as `nn.init.xavier_uniform_`. It is drawn once
+                for each site, from the seed of the pass.
         """
         return self._tensor("parameter", name, shape, init)
 
@@ -184,8 +189,12 @@ class Region:
     def _place(self) -> str:
         return f"{self._edit.place}.{self._form.name}"
 
-    def _form_members(self) -> tuple[PassMember, ...]:
-        return self._form.members or tuple(self._members.values())
+    def _layer_path(self) -> str:
+        if not self._layer:  # all layers that are alike share this run
+            message = f"the pass `{self._form.name}` reads its place, and its first run did not"
+            raise PeftcError(Diagnostic("P444", message, help="read `region.path` in each run"))
+        self._reads_layer = True
+        return self._layer
 
     def _last(self, nodes: Sequence[fx.Node]) -> fx.Node:
         """The last of some nodes, and at least the last argument."""
@@ -227,10 +236,10 @@ RESERVED = frozenset({"definition", "scopes", "form_args", "form_dims", "owner_m
 def completed(form: PassForm, region: Region) -> PassForm:
     """The form of a pass after a run that has shown its members."""
     layer = region._layer if region._reads_layer else ""  # pyright: ignore[reportPrivateUsage]
-    return form.with_run(*outcome(region), layer)
+    names = dict.fromkeys(r.name for r in region._replacements)  # pyright: ignore[reportPrivateUsage]
+    return form.with_run(tuple(region._members.values()), tuple(names), layer)  # pyright: ignore[reportPrivateUsage]
 
 
-def outcome(region: Region) -> tuple[tuple[PassMember, ...], tuple[str, ...]]:
-    """The members of a run, and the states that it has replaced."""
-    names = [r.name for r in region._replacements]  # pyright: ignore[reportPrivateUsage]
-    return tuple(region._members.values()), tuple(dict.fromkeys(names))  # pyright: ignore[reportPrivateUsage]
+def code(node: fx.Node) -> object:
+    """What a node computes of its operands."""
+    return node.op, node.target, node.args, node.kwargs

@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-from weakref import WeakKeyDictionary
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 from peftc.dataflow.nodes import EDIT, ancestors, example, output_of
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.forms.form import Dims
 from peftc.forms.pass_form import PassForm
-from peftc.forms.pass_module import PassModule
-from peftc.forms.shapes import Tokens
 from peftc.models.skeleton import stop_notes
-from peftc.rewriting.edits import EQUATIONS, PASS, RegionEdit
+from peftc.rewriting.anchors import find
+from peftc.rewriting.edits import EQUATIONS, PASS, RegionEdit, RegionState
 from peftc.rewriting.insert import Inserter
 from peftc.rewriting.passes.node_values import NodeValues, is_unobserved
-from peftc.rewriting.passes.region import Region, Replacement, completed, outcome
+from peftc.rewriting.passes.region import Region, Replacement, code, completed
 from peftc.rewriting.passes.state_access import comment_of, is_new
-from peftc.tracing.region_trace import RegionTrace
 
-_modules: WeakKeyDictionary[PassForm, PassModule] = WeakKeyDictionary()  # without values
+
+def insert_edits(inserter: Inserter, edits: Sequence[RegionEdit]) -> None:
+    """Inserts edits and passes in their order. Raises: as `Inserter.insert` and `insert_pass`."""
+    has_passes = any(edit.form is not None for edit in edits)
+    for number, edit in enumerate(edits, 1):
+        written = [assign.state for assign in edit.assigns] if edit.form is None else list(edit.form.replaced)
+        if has_passes and written and all(is_absent(inserter, edit.states[name], name) for name in written):
+            continue  # such as keys that a cache has already
+        if edit.form is not None:
+            insert_pass(inserter, edit, edits[number:])
+        else:
+            inserter.insert(edit)
+
+
+def is_absent(inserter: Inserter, state: RegionState, name: str) -> bool:
+    """Whether a call computes no such state."""
+    if state.anchor is None:
+        return False
+    if state.anchor.kind == "argument":
+        return find(state.anchor, inserter.trace) is None
+    known = inserter.lookup.nodes.get(state)
+    return not (inserter.lookup.candidates(state, name) if known is None else known)
 
 
 def insert_pass(inserter: Inserter, edit: RegionEdit, later: Sequence[RegionEdit] = (), layer: str = "") -> Region:
@@ -39,8 +56,11 @@ def insert_pass(inserter: Inserter, edit: RegionEdit, later: Sequence[RegionEdit
     region = Region(inserter, edit, form, form.layer or layer)
     try:
         form.function(region)
-    except PeftcError:
-        raise
+    except PeftcError as error:
+        if layer or form.replaced or error.diagnostics[0].code != "P403":
+            raise
+        erase(filter(is_new, reversed(graph.nodes)))  # it replaces nothing, and what it reads is not there
+        return region
     except Exception as error:  # the program's own code
         notes = stop_notes(error)
         raise PeftcError(Diagnostic("P440", f"the pass `{form.name}` failed", notes=notes)) from error
@@ -48,9 +68,9 @@ def insert_pass(inserter: Inserter, edit: RegionEdit, later: Sequence[RegionEdit
     before.check(form.name)
     run = completed(form, region)
     if not layer:
-        check_repeated(form, run, region)
+        check_repeated(form, run)
     new = [node for node in graph.nodes if is_new(node)]
-    check_values(inserter, edit, run, region, [*new, *before.changed()], bool(layer))
+    check_values(inserter, edit, run, region, [*new, *before.changed(region)], bool(layer))
     for node in new:
         node.meta["origin"] = (EDIT, next(inserter.numbers), 0)
     for node in graph.nodes:
@@ -61,30 +81,27 @@ def insert_pass(inserter: Inserter, edit: RegionEdit, later: Sequence[RegionEdit
     return region
 
 
+def erase(nodes: Iterable[fx.Node]) -> None:
+    """Takes out nodes, users first."""
+    for node in list(nodes):
+        node.graph.erase_node(node)
+
+
 class Snapshot:
     """A graph before a pass runs."""
 
     def __init__(self, inserter: Inserter, later: Sequence[RegionEdit]) -> None:
         self.inserter = inserter
-        self.nodes = {node: self.code(node) for node in inserter.graph.nodes}
+        self.nodes = {node: code(node) for node in inserter.graph.nodes}
         self.unused = {node for node in self.nodes if is_unobserved(node)}
         states = [state for edit in later if edit.form is None for state in edit.states.values()]
         nodes = (node for state in states for node in inserter.lookup.nodes.get(state, ()))
         self.later = {node: bool(inserter.latest(node).users) for node in nodes}
 
-    def code(self, node: fx.Node) -> object:
-        """What a node computes, whatever edits have made of its operands."""
-        args = fx.map_arg((node.args, node.kwargs), self.inserter.latest)
-        return node.op, node.target, args
-
-    def changed(self) -> list[fx.Node]:
+    def changed(self, region: Region) -> list[fx.Node]:
         """The nodes of the model that the pass has changed, and not by replacing a state."""
-        present = set(self.inserter.graph.nodes)
-        return [
-            node
-            for node, (op, target, args) in self.nodes.items()  # pyright: ignore[reportGeneralTypeIssues]
-            if node in present and self.code(node) != (op, target, fx.map_arg(args, self.inserter.latest))
-        ]
+        present = set(self.inserter.graph.nodes) - region._touched  # pyright: ignore[reportPrivateUsage]
+        return [node for node, before in self.nodes.items() if node in present and code(node) != before]
 
     def check(self, name: str) -> None:
         """Raises: P441 where the pass took out what has an effect, or what a later edit reads."""
@@ -104,49 +121,26 @@ def check_graph(graph: fx.Graph, name: str) -> None:
     try:
         graph.lint()
     except RuntimeError as error:
-        raise PeftcError(Diagnostic("P441", f"the pass `{name}` breaks the graph", notes=(str(error),))) from error
+        what = str(error).splitlines()[0]
+        raise PeftcError(Diagnostic("P441", f"the pass `{name}` breaks the graph: {what}")) from error
     for node in filter(is_new, graph.nodes):
-        tensors: list[object] = []
-        torch.utils._pytree.tree_map(  # pyright: ignore[reportPrivateUsage]
-            lambda value: tensors.append(value) if isinstance(value, torch.Tensor | nn.Module) else None,
-            (node.args, dict(node.kwargs)),
-        )
+        leaves = tree_leaves((node.args, dict(node.kwargs)))
+        tensors = [value for value in leaves if isinstance(value, torch.Tensor | nn.Module)]
         if tensors:
             message = f"`{node.name}` of the pass `{name}` has a {type(tensors[0]).__name__} as an operand"
             help_ = "make it a `region.buffer` or a `region.module`"
             raise PeftcError(Diagnostic("P441", message, help=help_))
 
 
-def check_repeated(form: PassForm, run: PassForm, region: Region) -> None:
-    """Raises: P444 for other members, states or places than in the first run."""
-    first = [member.declaration for member in form.members], form.replaced, bool(form.layer)
-    members, replaced = outcome(region)
-    again = [member.declaration for member in members], replaced, bool(run.layer) or bool(form.layer)
-    for what, one, other in zip(("members", "replaced states", "use of the path"), first, again, strict=True):
+def check_repeated(first: PassForm, again: PassForm) -> None:
+    """Raises: P444 for other members or replaced states than in the first run."""
+    runs = [([member.declaration for member in form.members], list(form.replaced)) for form in (first, again)]
+    for what, one, other in zip(("members", "replaced states"), *runs, strict=True):
         if one != other:
             notes = (f"first: {one}", f"here: {other}")
             help_ = "let the function depend on the region alone, and make all members in each run"
-            message = f"the pass `{form.name}` has other {what} than in its first run"
+            message = f"the pass `{first.name}` has other {what} than in its first run"
             raise PeftcError(Diagnostic("P444", message, notes=notes, help=help_))
-
-
-def module_of(form: PassForm, dtype: torch.dtype) -> PassModule:
-    """The module of a pass at a site, on the meta device."""
-    if form not in _modules:
-        _modules[form] = PassModule(form, {}, Dims(None, Tokens(1), 1), ("site",), dtype, "meta")
-    return _modules[form]
-
-
-def member_fakes(form: PassForm, values: NodeValues, trace: RegionTrace) -> PassModule:
-    """The module with tensors like those of the trace."""
-    parameters = trace.root.parameters() if trace.root is not None else ()
-    like = next((p for p in parameters if p.is_floating_point()), None)
-    dtype, device = (torch.float32, "cpu") if like is None else (like.dtype, like.device)
-    module = copy.deepcopy(module_of(form, dtype))
-    with values.mode:
-        return module._apply(  # pyright: ignore[reportPrivateUsage]
-            lambda t: torch.empty(t.shape, dtype=dtype if t.is_floating_point() else t.dtype, device=device)
-        )
 
 
 def check_values(
@@ -155,10 +149,8 @@ def check_values(
     """Raises: P441 for a node that cannot run, P442 for another shape or kind of dtype than the
     model has, P443 for a state or a parameter that loses its gradient (in the first run).
     """
-    values = NodeValues(inserter.trace, gradients=is_first)
-    if run.members:
-        own = edit.form if edit.form is not None and edit.form.members else run
-        values.members = {f"{edit.place}.{run.name}": member_fakes(own, values, inserter.trace)}
+    own = edit.form if edit.form is not None and edit.form.members else run
+    values = NodeValues(inserter.trace, f"{edit.place}.{run.name}", own, gradients=is_first)
     before = {node: example(node) for node in nodes}
     values.evaluate(inserter.graph, [node for node in nodes if not is_unobserved(node)])
     values.evaluate(inserter.graph, [n for n in inserter.graph.nodes if "example" not in n.meta and n.users])
@@ -187,17 +179,17 @@ def check_like(name: str, what: str, before: object, after: object) -> None:
 
 
 def check_gradient(name: str, one: Replacement, values: NodeValues) -> None:
-    """Raises: P443 where no state that the model computes gets a gradient through a replaced one."""
+    """Raises: P443 where no state of the model gets a gradient through a replaced one."""
     value = values.values.get(one.after, values.leaves.get(one.after))
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return
     leaves = [leaf for leaf in values.leaves.values() if leaf.requires_grad]
     notes: tuple[str, ...] = ()
-    gradients: Sequence[object] = ()
+    gradients: list[object] = []
     try:
         if value.requires_grad and leaves:
             with values.mode:
-                gradients = torch.autograd.grad(value.sum(), leaves, allow_unused=True, retain_graph=True)
+                gradients += torch.autograd.grad(value.sum(), leaves, allow_unused=True, retain_graph=True)
     except RuntimeError as error:
         notes = (str(error).splitlines()[0],)
     if all(gradient is None for gradient in gradients) and one.after not in values.leaves:
