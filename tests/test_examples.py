@@ -143,3 +143,15 @@ def test_multitask(
     assert trained[1] < stored[1] < 3 * trained[1]  # LoRA once, adapters three times
     assert stored[2] == pytest.approx(trained[2], abs=0.01)  # three embeddings of 64
     assert all(gap < 1e-5 for gap in numbers(r"one batch: (\S+) from", printed))
+
+
+def test_passes(example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    example("passes").main()
+    lines = {line.partition(":")[0]: line.partition(":")[2] for line in capsys.readouterr().out.splitlines()}
+    first, last = numbers(r"(\d\.\d+)", lines["steering vectors"])
+    assert last < first
+    assert all(numbers(r"(\d\.\d+)", lines["activations"]))
+    assert all(numbers(r"(\d\.\d+)", lines[name])[0] > 0 for name in ("relu_squared", "fake_quantize"))
+    *others, final = numbers(r"(-?\d\.\d+)", lines["patched layers"])
+    assert final == 1.0, "the last layer's state decides the last token's logits"
+    assert max(others) < 1.0

@@ -38,6 +38,7 @@ from peftc.pictures.picture import Picture
 from peftc.planning.report import plan
 from peftc.planning.report.design import Design
 from peftc.planning.report.plan_sites import PlanSite, PlanSiteRange, PlanSites
+from peftc.rewriting.passes.region import Region
 from peftc.verification.report import Check, Finding, NotWitnessed, Verification, VerifiedEdit
 
 HEAD = """# Python API
@@ -68,7 +69,7 @@ FUNCTIONS = {  # every function that peftc exports, by what it is for
     "Exchange with other programs": ("export", "import_adapter", "convert"),
     "Tasks": ("task", "set_task", "tasks", "add_task", "drop_task"),
     "Verify": ("verify",),
-    "Passes": ("trace", "rewrite", "graphs"),
+    "Passes": ("apply", "trace", "rewrite", "graphs"),
 }
 FORMS = """## Forms in Python
 
@@ -107,6 +108,7 @@ RESULTS: dict[str, tuple[type, ...]] = {
     "Of `inspect`": (Inspection, EditInspection, LayerInspection),
     "Of `export` and `import_adapter`": (ExportReport, ExportedModule, ImportedAdapter),
     "Of `verify`": (Verification, VerifiedEdit, NotWitnessed, Check, Finding),
+    "Of `apply`": (Region,),
     "Of `trace` and `graphs`": (TracedRegion, InstalledRegion),
 }
 SECTIONS = ("Args", "Attributes", "Shapes", "Returns", "Raises", "Warns", "Source")

@@ -27,7 +27,6 @@ from peftc.syntax.printer import print_statement
 
 _PLAIN = nn.Module()
 EQUATIONS = "equations"  # in a node's meta: the comments above its line
-PASS = "pass"  # in the meta of the nodes of a pass, which read what is there when it runs
 STREAM = "<stream>"  # the layer's input, read only for its batch and token sizes
 CONTAINER = "peftc"  # the container's name in its region
 SHARED = "peftc_shared"  # the name, at the model's root, of the modules that several sites share

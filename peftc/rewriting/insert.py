@@ -22,7 +22,6 @@ from peftc.rewriting.attention import AttentionCall, ManualAttention
 from peftc.rewriting.boundary import base_call, wrap_base_call
 from peftc.rewriting.edits import (
     EQUATIONS,
-    PASS,
     STREAM,
     RegionEdit,
     RegionState,
@@ -36,7 +35,7 @@ from peftc.rewriting.edits import (
 )
 from peftc.rewriting.node_builder import NodeBuilder, StackedWeight
 from peftc.rewriting.prompts import prepend_tokens, prompted_call, provides_positions
-from peftc.rewriting.states import REPLACES, StateLookup, copy_operands_of_edits, copy_value
+from peftc.rewriting.states import PASS, REPLACES, StateLookup, copy_operands_of_edits, copy_value
 from peftc.rewriting.weight_products import OWN_DTYPE
 from peftc.runtime.layouts import (
     as_before,

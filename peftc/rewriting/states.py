@@ -33,6 +33,7 @@ from peftc.tracing.in_place import WRITES, storage_id, writes_to
 from peftc.tracing.operations import new_version
 from peftc.tracing.region_trace import RegionTrace
 
+PASS = "pass"  # in the meta of the nodes of a pass, which read what is there when it runs
 COPY = "copy"  # in place of a number, in the origin of a copy
 REPLACES = "replaces"  # in the meta of an edit's node: the state whose value, with all its views, it replaces
 

@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from peftc.dataflow.nodes import example, is_edit
 from peftc.equation_code.code import SIZE, VARIABLE
 from peftc.equation_code.functions import add_to, cast_like
-from peftc.rewriting.edits import EQUATIONS, PASS
+from peftc.rewriting.edits import EQUATIONS
 from peftc.rewriting.node_builder import NodeBuilder
+from peftc.rewriting.states import PASS
 from peftc.runtime.parameters import full_precision, scaled_product, stored_as
 
 OWN_DTYPE = "own dtype"  # in the meta of an edited weight: whether a form of it asks for a dtype

@@ -13,11 +13,12 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.pass_form import PassForm
 from peftc.models.skeleton import stop_notes
 from peftc.rewriting.anchors import find
-from peftc.rewriting.edits import EQUATIONS, PASS, RegionEdit, RegionState
+from peftc.rewriting.edits import EQUATIONS, RegionEdit, RegionState
 from peftc.rewriting.insert import Inserter
 from peftc.rewriting.passes.node_values import NodeValues, is_unobserved
 from peftc.rewriting.passes.region import Region, Replacement, code, completed
 from peftc.rewriting.passes.state_access import comment_of, is_new
+from peftc.rewriting.states import PASS
 
 
 def insert_edits(inserter: Inserter, edits: Sequence[RegionEdit]) -> None:
