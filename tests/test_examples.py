@@ -145,8 +145,8 @@ def test_multitask(
     assert all(gap < 1e-5 for gap in numbers(r"one batch: (\S+) from", printed))
 
 
-def test_passes(example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
-    example("passes").main()
+def test_rewriting_passes(example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    example("rewriting_passes").main()
     lines = {line.partition(":")[0]: line.partition(":")[2] for line in capsys.readouterr().out.splitlines()}
     first, last = numbers(r"(\d\.\d+)", lines["steering vectors"])
     assert last < first

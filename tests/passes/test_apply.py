@@ -201,6 +201,15 @@ def test_gradients_and_checkpointing(checkpointing: bool) -> None:
         torch.testing.assert_close((above - below) / 2e-6, value.grad.sum(), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_pass_is_applied_where_gradients_are_off(mode: Callable[[], Any]) -> None:
+    model = zoo.build("bert")
+    with mode():
+        peftc.apply(double_queries, model, at="layer[*].attn")
+    model.train()
+    model(**zoo.inputs("bert", model)).logits.sum()
+
+
 def test_half_precision_and_autocast() -> None:
     model = zoo.build("llama", torch.bfloat16)
     peftc.apply(steer, model, at=FFN)

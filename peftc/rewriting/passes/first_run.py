@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from peftc.addressing.sites import Site, SiteTable
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.tensors import fake_copy
@@ -62,12 +64,13 @@ def first_run(form: PassForm, layer: str, kind: LayerType, structure: ModelStruc
     assigns, states = (ir.Assign("h", constant, source),), regions.states_of_pass(form)
     edit = RegionEdit(form.name, slug, assigns, states, {}, (form.name,), (), form)
     runs: list[PassForm] = []
-    for _ in range(2):
-        tracer = RegionTracer(lambda name: has_parts(kind.root, name))
-        with structure.mode:
-            traced = tracer.trace_region(kind.root, fake_copy(kind.arguments, structure.mode))
-        inserter = Inserter(traced)
-        inserter.lookup.resolve([edit])
-        runs.append(completed(form, insert_pass(inserter, edit, layer=layer)))
+    with torch.inference_mode(False):  # whose tensors have no gradients
+        for _ in range(2):
+            tracer = RegionTracer(lambda name: has_parts(kind.root, name))
+            with structure.mode:
+                traced = tracer.trace_region(kind.root, fake_copy(kind.arguments, structure.mode))
+            inserter = Inserter(traced)
+            inserter.lookup.resolve([edit])
+            runs.append(completed(form, insert_pass(inserter, edit, layer=layer)))
     check_repeated(*runs)
     return runs[0]

@@ -189,7 +189,7 @@ def check_gradient(name: str, one: Replacement, values: NodeValues) -> None:
     gradients: list[object] = []
     try:
         if value.requires_grad and leaves:
-            with values.mode:
+            with values.mode, torch.enable_grad():
                 gradients += torch.autograd.grad(value.sum(), leaves, allow_unused=True, retain_graph=True)
     except RuntimeError as error:
         notes = (str(error).splitlines()[0],)

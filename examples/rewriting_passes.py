@@ -1,6 +1,6 @@
 """Rewriting passes on a small random Llama: functions of a layer's graph and its hidden states.
 
-python examples/passes.py
+python examples/rewriting_passes.py
 """
 
 from __future__ import annotations
