@@ -86,6 +86,7 @@ adversarial: $(READY)
 # SIGINT at every line of peftc that an operation runs.
 interrupts: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.interrupts.run
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.merging.kills
 
 # Small faults put into peftc, one at a time, against the tests that reach them: up to three hours.
 mutants: $(READY)

@@ -116,6 +116,7 @@ def test_the_promises() -> None:
     broken = results("adversarial")["results"]
     specs, adapters, kills = (broken[name] for name in ("mutated specs", "malicious adapters", "killed saves"))
     interrupts, mutants = results("interrupts"), results("mutants")
+    merges = list(results("kills")["jobs"].values())
     assert [row[-1] for row in rows(PROMISES, "| Bad input")] == [
         f"{specs['run']:,} mutated specs, {adapters['run']:,} malicious "
         f"adapters: {specs['tracebacks'] + adapters['tracebacks']} tracebacks, "
@@ -124,6 +125,10 @@ def test_the_promises() -> None:
         (
             f"SIGINT at {interrupts['lines']:,} lines of {len(interrupts['operations'])} "
             f"operations: {interrupts['between']} in between"
+        ),
+        (
+            f"{sum(own['killed'] for own in merges)} SIGKILLs at random moments: "
+            f"{sum(own['partial'] for own in merges)} in between"
         ),
         (
             f"{mutants['faults']} small faults, one at a time: {mutants['killed']} "

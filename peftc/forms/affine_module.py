@@ -82,27 +82,34 @@ class Affine:
     def matrix(self) -> Tensor:
         """(d_out, d_in)"""
         out = torch.empty(self.d_out, self.d_in, dtype=self.dtype, device=self.device)
-        for rows, block in self.row_blocks():
+        for rows, block, _ in self.row_blocks():
             out[rows] = block
         return out
 
-    def row_blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """The matrix, some rows at a time. Each block is in the memory of the one before it."""
+    def row_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """The matrix, some rows at a time, and what the weight alone is there, in the same precision.
+
+        Each block is in the memory of the one before it.
+        """
         count, width = self.d_out, self.d_in
         most = ENTRIES if self.device.type == "cpu" else count * width
         blocks = max(1, count // max(LEAST_ROWS, most // max(1, width)))
         largest = -(-count // blocks)
-        memory, products = torch.empty(2, largest, width, dtype=self.dtype, device=self.device)
+        memory = torch.empty(3, largest, width, dtype=self.dtype, device=self.device)
+        if self.weight is None:
+            memory[0].zero_()
         for i in range(blocks):
             rows = slice(count * i // blocks, count * (i + 1) // blocks)
-            size = rows.stop - rows.start
-            out = memory[:size]
-            out.copy_(self.weight[rows]) if self.weight is not None else out.zero_()
+            before, out, product = memory[:, : rows.stop - rows.start]
+            total = before if self.weight is None else before.copy_(self.weight[rows])
             for left, right in self.products:
-                out += left[rows] if right is None else torch.mm(left[rows], right, out=products[:size])
+                added = left[rows] if right is None else torch.mm(left[rows], right, out=product)
+                total = torch.add(total, added, out=out)
+            if total is before:
+                out.copy_(before)
             if self.diagonal is not None:
                 out[:, rows].diagonal().add_(self.diagonal[rows])
-            yield rows, out
+            yield rows, out, before
 
     @property
     def d_out(self) -> int:

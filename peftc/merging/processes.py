@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import warnings
 from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
@@ -56,7 +57,7 @@ def in_processes(count: int, work: Callable[[int], T], poll: Callable[[], object
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, which here only wait
-            with ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _single_thread) as pool:
+            with ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _begin) as pool:
                 running = [pool.submit(_run, i) for i in range(count)]
                 while wait(running, POLL, FIRST_EXCEPTION).not_done and not any(map(_has_failed, running)):
                     poll()
@@ -73,8 +74,16 @@ def _has_failed(future: Future[Any]) -> bool:
     return future.done() and future.exception() is not None
 
 
-def _single_thread() -> None:
+def _begin() -> None:
     torch.set_num_threads(1)  # threads of the parent do not exist here
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Without it a process would wait for work for ever, and keep the lock of the new folder."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _run(index: int) -> Any:

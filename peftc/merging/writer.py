@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from peftc.merging.checkpoint import Checkpoint, bytes_of, damaged
+from peftc.filesystem.direct_io import DirectWriter, Read
+from peftc.merging.checkpoint import Checkpoint, bytes_of, damaged, read_into
 from peftc.merging.layout import Copy, Layout
 
 MOST = 2**25  # bytes that are copied at a time
@@ -31,6 +32,7 @@ class Writer:
     def __init__(self, folder: Path, layout: Layout, files: Collection[str], hashed: bool = False) -> None:
         self.folder, self.layout, self.hashed = folder, layout, hashed
         self.hashes: dict[str, Any] = {}
+        self.direct = DirectWriter()
         self.files: dict[str, int] = {}
         for file in files:
             shard = layout.shards[file]
@@ -39,14 +41,20 @@ class Writer:
             write_all(self.files[file], memoryview(shard.header), 0)
 
     def copy(self, base: Checkpoint, copy: Copy) -> int:
-        """Copies bytes, inside the kernel where it can. Raises: P701 for a shorter base."""
-        source, target, done = base.descriptor(copy.file), self.files[copy.file], 0
-        while done < copy.size:
-            count = copy_range(source, target, copy.size - done, copy.start + done, copy.to + done)
-            if not count:
-                raise damaged(copy.file, "it has become shorter while it was read")
-            done += count
-        start_writing(target, copy.to, copy.size)
+        """Copies bytes. Raises: P701 for a shorter base."""
+        source, target = base.descriptor(copy.file), self.files[copy.file]
+
+        def read(buffer: memoryview, at: int) -> None:
+            read_into(source, buffer, copy.start + at, copy.file)
+
+        def write(at: int, stop: int) -> None:
+            while at < stop:
+                count = copy_range(source, target, stop - at, copy.start + at, copy.to + at)
+                if not count:
+                    raise damaged(copy.file, "it has become shorter while it was read")
+                at += count
+
+        self._write(copy.file, copy.to, copy.size, read, write)
         return copy.size
 
     def write(self, key: str, tensor: Tensor, at: int = 0) -> int:
@@ -58,9 +66,24 @@ class Writer:
         data = bytes_of(tensor.contiguous())
         if self.hashed:
             self.hashes.setdefault(key, hashlib.sha256()).update(data)
-        write_all(self.files[entry.file], data, entry.start + at)
-        start_writing(self.files[entry.file], entry.start + at, len(data))
+        start, target = entry.start + at, self.files[entry.file]
+
+        def read(buffer: memoryview, at: int) -> None:
+            buffer[:] = data[at : at + len(buffer)]
+
+        def write(at: int, stop: int) -> None:
+            write_all(target, data[at:stop], start + at)
+
+        self._write(entry.file, start, len(data), read, write)
         return len(data)
+
+    def _write(self, file: str, start: int, size: int, read: Read, write: Callable[[int, int], object]) -> None:
+        """Whole pages directly, and what is left through the page cache."""
+        first, last = self.direct.write(self.folder / file, start, size, read)
+        for at, stop in ((0, first), (last, size)):
+            if at < stop:
+                write(at, stop)
+                start_writing(self.files[file], start + at, stop - at)
 
     @property
     def digests(self) -> dict[str, str]:
@@ -74,6 +97,7 @@ class Writer:
         for descriptor in self.files.values():
             os.close(descriptor)
         self.files.clear()
+        self.direct.close()
 
 
 def write_all(descriptor: int, data: memoryview, start: int) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
-import signal
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,50 +12,18 @@ import pytest
 import torch
 
 import peftc
-from peftc.merging.destination import PREFIX
 from tests.matrix import FULL
 from tests.merging.checkpoints import LORA, save_adapter, save_base, tensors
-from tests.processes import KILLED, fork
+from tests.merging.kills import JOBS, kill_merges
 
-MOMENTS = 200 if FULL else 40
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+MOMENTS = 200 if FULL else 20
 
 
-def test_a_killed_merge_leaves_nothing_or_all(tmp_path: Path) -> None:
-    base, adapter = tmp_path / "base", tmp_path / "adapter"
-    cls = save_base(base, "llama", torch.bfloat16)
-    save_adapter(adapter, base, cls, LORA)
-    peftc.merge(base, adapter, tmp_path / "whole")
-    report = "peftc-merge.json"
-    whole = {name: data for name, data in files(tmp_path / "whole").items() if name != report}
-    start = time.perf_counter()
-    os.waitpid(fork(lambda: peftc.merge(base, adapter, tmp_path / "other")), 0)
-    seconds, generator = time.perf_counter() - start, random.Random(0)
-    outcomes = {"absent": 0, "complete": 0}
-    for i in range(MOMENTS):
-        out = tmp_path / f"out{i % 4}"
-        process = fork(lambda out=out: peftc.merge(base, adapter, out))
-        if i % 10:  # the others end by themselves
-            time.sleep(generator.uniform(0, 1.3 * seconds))
-            os.kill(process, signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        assert code in (0, KILLED)
-        if out.exists():
-            assert {name: data for name, data in files(out).items() if name != report} == whole
-            outcomes["complete"] += 1
-            for path in sorted(out.iterdir()):
-                path.unlink()
-            out.rmdir()
-        else:
-            outcomes["absent"] += 1
-    assert all(outcomes.values()), outcomes
-    remains = [path.name for path in tmp_path.iterdir() if path.name.startswith(PREFIX)]
-    for i in range(4):  # the next merge into a folder removes what is left of earlier ones
-        peftc.merge(base, adapter, tmp_path / f"out{i}")
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(PREFIX)] == [], remains
+@pytest.mark.parametrize("jobs", JOBS)
+def test_a_killed_merge_leaves_nothing_or_all(jobs: int, tmp_path: Path) -> None:
+    outcomes = kill_merges(tmp_path, MOMENTS if jobs == 1 else MOMENTS // 2, jobs)
+    assert all(outcomes[name] for name in ("killed", "absent", "complete")), outcomes
+    assert not outcomes["partial"]
 
 
 def test_a_merge_leaves_the_folder_of_another_that_runs(tmp_path: Path) -> None:
