@@ -66,7 +66,7 @@ class Base:
     def height(self, ref: WeightRef) -> int:
         """How many rows a weight has, as `nn.Linear` stores it."""
         shape = self.module.get_parameter(parameter_name(ref)).shape
-        return shape[1 if ref.transposed else 0]
+        return shape[-1 if ref.transposed else -2]  # of each stacked slice
 
     def close(self) -> None:
         if self.checkpoint is not None:

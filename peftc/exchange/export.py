@@ -144,7 +144,7 @@ def lora_export(
     modules = [info.name for info in folding.analysis.table.modules]
     biases = lone_biases(base, folding)
     saved = whole_modules(base, folding, adapter.weights, biases)
-    if not adapter.weights:
+    if not adapter.weights and not adapter.stacked:
         raise no_form(", ".join(folding.names) or "it", "a LoRA needs an edit of a Linear")
     config = common_config(base, lora_config(adapter, modules), list(saved), modules)
     tensors = dict(lora_tensors(adapter)) | {f"{PREFIX}{n}": t for own in saved.values() for n, t in own.items()}
@@ -184,7 +184,7 @@ def typed_export(base: Base, folding: Folding) -> tuple[dict[str, Any], dict[str
 def exported_modules(adapter: LoraAdapter) -> list[ExportedModule]:
     return [
         ExportedModule(module=name, rank=weights.rank, exact=weights.exact, error=adapter.errors.get(name))
-        for name, weights in adapter.weights.items()
+        for name, weights in (adapter.weights | adapter.stacked).items()
     ]
 
 

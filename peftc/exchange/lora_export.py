@@ -18,6 +18,7 @@ from peftc.exchange.low_rank_changes.lora_weights import LoraWeights, chosen_alp
 from peftc.exchange.low_rank_changes.products import products
 from peftc.exchange.peft_format.folder import PREFIX
 from peftc.exchange.peft_format.names import pattern_of, target_names
+from peftc.exchange.stacked_export import StackedLora, is_stacked, stacked_loras, tensor_prefixes, unscaled
 from peftc.folding.own_forward import base_class
 from peftc.folding.unrounded_parameters import Fold
 from peftc.folding.weights import Folding
@@ -29,9 +30,11 @@ FoldsByModule = dict[str, list[Fold]]
 
 @dataclass(eq=False)
 class LoraAdapter:
-    """LoRA of some modules, by dotted name. `tables`: which are embeddings."""
+    """LoRA of some modules and parameters, by dotted name. `tables`: which are embeddings."""
 
     weights: dict[str, LoraWeights] = field(default_factory=dict[str, LoraWeights])
+    stacked: dict[str, StackedLora] = field(default_factory=dict[str, StackedLora])  # of parameters
+    prefixes: dict[str, str] = field(default_factory=dict[str, str])  # of their tensors
     tables: set[str] = field(default_factory=set[str])
     transposed: bool = False  # all modules store their weight (in, out)
     dropout: float = 0.0
@@ -73,11 +76,13 @@ def lora_of(base: Base, folding: Folding, max_rank: int | None = None, svd: bool
     """
     adapter = LoraAdapter()
     for module, folds in folds_of(folding).items():
+        if is_stacked(folds):
+            adapter.stacked |= _stacked(base, folding.model, module, folds, max_rank)
+            continue
         weights, error = module_lora(base, folding.model, module, folds, max_rank if svd else None)
         if max_rank is not None and weights.rank > max_rank:
-            message = f"`{module}` has the rank {weights.rank}, above {max_rank}"
             help_ = "`svd=True`, or `--svd`, writes the nearest change of this rank, and says how near it is"
-            raise PeftcError(Diagnostic("P805", message, help=help_))
+            raise _too_high(module, weights, max_rank, help_)
         adapter.weights[module] = weights
         if error is not None:
             adapter.errors[module] = error
@@ -85,8 +90,42 @@ def lora_of(base: Base, folding: Folding, max_rank: int | None = None, svd: bool
             adapter.tables.add(module)
     classes = {base_class(folding.model.get_submodule(module)) for module in adapter.weights}
     adapter.transposed = bool(classes) and all(issubclass(cls, Conv1D) for cls in classes)
+    adapter.prefixes = tensor_prefixes(folding.model, list(adapter.stacked))
     set_dropout(adapter, folding)
+    if adapter.stacked and adapter.transposed:
+        raise no_form(
+            folding.names[0], "PEFT has no LoRA of a parameter beside one of Linears that are stored (in, out)"
+        )
+    if adapter.stacked and adapter.dropout:
+        adapter.notes.append(f"its dropout of {adapter.dropout:g} is left out: PEFT has none at parameters")
+        adapter.dropout = 0.0
     return adapter
+
+
+def _stacked(
+    base: Base, model: nn.Module, module: str, folds: list[Fold], max_rank: int | None
+) -> dict[str, StackedLora]:
+    """Raises: P801, P805, P806."""
+    try:
+        loras = stacked_loras(base, model, module, folds, _dtype(folds))
+    except NotAffine as error:
+        raise no_form(_names(folds), error.reason) from error
+    for name, weights in loras.items():
+        if max_rank is not None and weights.rank > max_rank:
+            raise _too_high(name, weights, max_rank, None)
+    return loras
+
+
+def _too_high(name: str, weights: LoraWeights, max_rank: int, help_: str | None) -> PeftcError:
+    return PeftcError(Diagnostic("P805", f"`{name}` has the rank {weights.rank}, above {max_rank}", help=help_))
+
+
+def _names(folds: list[Fold]) -> str:
+    return ", ".join(dict.fromkeys(fold.site_edit.edit for fold in folds))
+
+
+def _dtype(folds: list[Fold]) -> torch.dtype:
+    return next((p.dtype for fold in folds for form in fold.modules.values() for p in form.parameters()), torch.float32)
 
 
 def module_lora(
@@ -94,9 +133,7 @@ def module_lora(
 ) -> tuple[LoraWeights, float | None]:
     """The change of a module, and the error of an approximation. Raises: P801, P806."""
     cls = _class(model, module, folds)
-    edits = ", ".join(dict.fromkeys(fold.site_edit.edit for fold in folds))
-    dtypes = [p.dtype for fold in folds for form in fold.modules.values() for p in form.parameters()]
-    dtype = next(iter(dtypes), torch.float32)
+    edits, dtype = _names(folds), _dtype(folds)
     try:
         weights = joined(products(folds, base), dtype)
         return (
@@ -151,14 +188,15 @@ def set_dropout(adapter: LoraAdapter, folding: Folding) -> None:
 
 def lora_config(adapter: LoraAdapter, modules: list[str]) -> dict[str, Any]:
     """`r`, `lora_alpha` and the names; patterns where modules differ. Raises: P801."""
-    pairs = {name: (weights.scale, weights.rank) for name, weights in adapter.weights.items()}
-    chosen = chosen_alphas(list(pairs.values()))
+    every = adapter.weights | adapter.stacked
+    chosen = chosen_alphas([(weights.scale, weights.rank) for weights in every.values()])
     if chosen is None:
-        adapter.weights = {name: _unscaled(weights) for name, weights in adapter.weights.items()}
-        chosen = False, [float(weights.rank) for weights in adapter.weights.values()]
+        adapter.weights = {name: unscaled(weights) for name, weights in adapter.weights.items()}
+        adapter.stacked = {name: unscaled(weights) for name, weights in adapter.stacked.items()}
+        chosen = False, [float(weights.rank) for weights in every.values()]
     rslora, alphas = chosen
-    r, ranks = pattern_of({name: weights.rank for name, weights in adapter.weights.items()})
-    alpha, others = pattern_of(dict(zip(adapter.weights, map(_whole, alphas), strict=True)))
+    r, ranks = pattern_of({name: weights.rank for name, weights in every.items()})
+    alpha, others = pattern_of(dict(zip(every, map(_whole, alphas), strict=True)))
     return {
         "peft_type": "LORA",
         "r": r,
@@ -172,18 +210,12 @@ def lora_config(adapter: LoraAdapter, modules: list[str]) -> dict[str, Any]:
         "bias": "none",
         "init_lora_weights": True,
         "target_modules": target_names(list(adapter.weights), modules),
+        **({"target_parameters": list(adapter.stacked)} if adapter.stacked else {}),
     }
 
 
 def _whole(alpha: float) -> float:
     return int(alpha) if float(alpha).is_integer() else alpha
-
-
-def _unscaled(weights: LoraWeights) -> LoraWeights:
-    """With the scale in B."""
-    b = weights.b.double() * weights.scale
-    own = b.to(weights.b.dtype)
-    return LoraWeights(weights.a, own, 1.0, weights.exact and torch.equal(own.double(), b))
 
 
 def lora_tensors(adapter: LoraAdapter) -> Iterator[tuple[str, Tensor]]:
@@ -194,6 +226,9 @@ def lora_tensors(adapter: LoraAdapter) -> Iterator[tuple[str, Tensor]]:
         else:
             yield f"{PREFIX}{module}.lora_A.weight", weights.a
             yield f"{PREFIX}{module}.lora_B.weight", weights.b
+    for name, weights in adapter.stacked.items():
+        yield f"{PREFIX}{adapter.prefixes[name]}.lora_A.weight", weights.a
+        yield f"{PREFIX}{adapter.prefixes[name]}.lora_B.weight", weights.b
 
 
 def names_of(tensors: Mapping[str, Tensor]) -> set[str]:

@@ -28,6 +28,8 @@ def vllm_config(
     if served is None:
         message = f"the adapter has rank {rank}, and vLLM takes at most {RANKS[-1]}"
         raise PeftcError(Diagnostic("P805", message, help="`max_rank=` with `svd=True` (`--svd`) writes a lower one"))
+    if parameters := config.get("target_parameters"):
+        raise _no_form(f"it takes LoRA of Linears, and `{parameters[0]}` is a parameter of several experts")
     for name in tensors:
         _check_name(name)
     for module in config["modules_to_save"] or ():

@@ -13,6 +13,7 @@ from peftc.addressing.sites import parameter_name
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.folding.computed_weight import is_computed, make_plain, stored_values
+from peftc.folding.memory import next_round, reused
 from peftc.folding.module_folds import combine
 from peftc.folding.report import Change, Folded, FoldReport, Refused
 from peftc.folding.unrounded_parameters import CannotFold, Fold, is_linear_module
@@ -186,15 +187,16 @@ class Folding:
         Raises: CannotFold, P530, P546; whatever planning the other edits raises.
         """
         changes, plain = list[Change](), dict[str, Tensor]()
-        with transaction(self.journal) as (journal, deferral):
+        with transaction(self.journal) as (journal, deferral), reused(1):
             for module, folds in self.folds(folded).items() if into_weights else ():
+                next_round()
                 with deferral.interruptible():
                     values = combine(self.model, module, folds, plain=len(folded) == len(self.names))
                 while values:  # none is held longer than it takes to write it
                     name = next(iter(values))
                     new, change = values.pop(name)
                     if not write_value(journal, self.model, name, new):
-                        plain[name] = new
+                        plain[name] = new.clone()
                     changes.append(change)
             created = [change.parameter for change in changes if change.created]
             with deferral.interruptible():

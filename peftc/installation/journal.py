@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from tempfile import SpooledTemporaryFile, gettempdir
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from peftc.concurrency.interrupts import Deferral
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.filesystem.direct_io import PAGE, DirectWriter
 from peftc.runtime.parameters import is_quantised
 
 IN_MEMORY = 2**24  # bytes of old values; if there are more, they go to a file
@@ -27,11 +29,13 @@ class Journal:
     def __init__(self) -> None:
         self.steps: list[Callable[[], object]] = []  # each undoes one change
         self.file: Any = SpooledTemporaryFile(max_size=IN_MEMORY)  # noqa: SIM115  # `__exit__` closes it
+        self.direct = DirectWriter()
 
     def __enter__(self) -> Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.direct.close()
         self.file.close()
 
     def write(self, model: nn.Module, name: str, value: Tensor) -> None:
@@ -43,6 +47,7 @@ class Journal:
             self.copy(old, value)
             return
         self.steps.append(partial(owner.register_parameter, attribute, old))
+        value = value.clone()  # whose memory may be that of the next value
         owner.register_parameter(attribute, nn.Parameter(value, old is not None and old.requires_grad))
 
     @torch.no_grad()
@@ -71,9 +76,13 @@ class Journal:
 
     def save(self, tensor: Tensor) -> int:
         """Appends the bytes of a tensor to the file. Returns their offset. Raises: P546."""
-        start: int = self.file.seek(0, 2)
+        end: int = self.file.seek(0, 2)
+        start = end + -end % PAGE
+        data = buffer(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
         try:
-            self.file.write(buffer(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)))
+            done = self.save_directly(data, start)
+            self.file.seek(start + done)
+            self.file.write(data[done:])
             self.file.flush()
         except OSError as error:
             try:
@@ -84,6 +93,17 @@ class Journal:
             help_ = "name another folder in TMPDIR: they are kept there until all new ones are written"
             raise PeftcError(Diagnostic("P546", message, help=help_)) from error
         return start
+
+    def save_directly(self, data: memoryview, start: int) -> int:
+        """How many bytes were written past the page cache, as nobody reads most of them."""
+        if start + len(data) <= IN_MEMORY:
+            return 0
+
+        def read(piece: memoryview, at: int) -> None:
+            piece[:] = data[at : at + len(piece)]
+
+        path = Path(f"/proc/self/fd/{self.file.fileno()}")  # it has no name
+        return self.direct.write(path, start, len(data), read)[1]
 
     def restore(self, start: int, tensor: Tensor) -> None:
         old = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)

@@ -40,8 +40,8 @@ def remains(root: Path) -> list[str]:
 
 
 def kill_merges(root: Path, moments: int, jobs: int, **base_options: int) -> Counter[str]:
-    """How often a merge was `killed` or had `ended`, and the new checkpoint was `absent`, `complete`
-    or `partial`. One merge of ten ends by itself.
+    """How often a merge was `killed` or had `ended`, and the new checkpoint was `absent`,
+    `complete` or `partial`. One merge of ten ends by itself.
 
     Raises: AssertionError where the next merge leaves remains.
     """

@@ -100,7 +100,8 @@ def products(folds: Iterable[Fold], weights: Weights) -> list[Product]:
 def _of_fold(fold: Fold, weights: Weights) -> Iterable[Product]:
     site_edit, target = fold.site_edit, fold.target
     last = site_edit.assigns[-1].value
-    if target.weight is None or target.weight.stacked_slice is not None or target.site.bare:
+    is_expert = target.weight is not None and target.weight.stacked_slice is not None
+    if target.weight is None or (target.side != "weight" if is_expert else target.site.bare):
         raise NotAffine(f"`{target.site.module}` is no Linear of its own", last)
     if target.site.calls != 1 and target.side != "weight" and not site_edit.site.is_of_every_call:
         raise NotAffine(f"`{target.site.module}` is called {target.site.calls} times, and this is one call", last)
