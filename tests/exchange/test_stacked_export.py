@@ -66,7 +66,13 @@ def test_tensors_have_the_bits_of_the_parameters(tmp_path: Path) -> None:
 
 def gpt_oss() -> Any:
     """Experts stored (in, out), with gates and ups in turns."""
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": 50}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "vocab_size": 50,
+    }
     config = GptOssConfig(
         **sizes, num_attention_heads=2, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2
     )
