@@ -70,7 +70,6 @@ RATES = {
     0.1: ("prompt_tuning", "spot"),
 }
 ALONE = "head alone"
-GATED = ("qlora_gated", "adalora_gated")
 GROUPS = {"0..1": "0", "2..5": "1..2", "6..-3": "3..4", "-2..": "-1"}  # of S4
 SIMPLER: dict[str, Callable[[str], int]] = {  # tasks: has a docstring many words, a sentence's end, an argument?
     "long": lambda text: int(len(text.split()) > 12),
@@ -272,7 +271,7 @@ def main(options: list[str] | None = None) -> int:
     transformers.logging.disable_progress_bar()
     learn, test = corpus()
     rows: list[Row] = []
-    for recipe in arguments.only or [ALONE, *sorted(resources.recipes().keys() - {*GATED})]:
+    for recipe in arguments.only or [ALONE, *sorted(resources.recipes())]:
         rows.append(measured(recipe, arguments.steps, learn, test))
         print(" | ".join(table_row(rows[-1])), flush=True)
     if arguments.keep:

@@ -96,12 +96,11 @@ def test_wider_on_demand() -> None:
     assert layer.intermediate.dense.weight.dtype == torch.float32
 
 
-@pytest.mark.parametrize("recipe", ["qlora", "qlora-gated"])
-def test_the_recipe_changes_nothing_at_first_and_is_saved(recipe: str, tmp_path: Path) -> None:
+def test_the_recipe_changes_nothing_at_first_and_is_saved(tmp_path: Path) -> None:
     model = quantised()
     with torch.no_grad():
         base = logits(model)
-        peftc.compile(Path(f"specs/{recipe}.peft"), model, seed=0, settings={"r": 4})
+        peftc.compile(Path("specs/qlora.peft"), model, seed=0, settings={"r": 4})
         assert torch.equal(logits(model.eval()), base)
         randomise(peftc.parameters(model))
         peftc.save(model, tmp_path)

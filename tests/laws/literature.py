@@ -255,7 +255,7 @@ HYPER = (
 GATES = (
     Recipe(
         "qlora-gated",
-        shipped("qlora_gated", "r=3, dropout=0"),
+        shipped("qlora", "r=3, dropout=0"),
         together(methods.lora("attn", "q k v o", 16.0), methods.lora("ffn", "up gate down", 16.0)),
         identity=True,
         folds=True,
@@ -264,7 +264,7 @@ GATES = (
     ),
     Recipe(
         "adalora-gated",
-        shipped("adalora_gated", "r=3, alpha=6"),
+        shipped("adalora", "r=3, alpha=6"),
         by_hand.adalora("all", "q k v o up gate down", 6.0),
         identity=True,
         folds=True,

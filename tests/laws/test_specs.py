@@ -38,7 +38,6 @@ WITH_BIASES = ("bart", "bert", "gpt2")
 ONLY: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("bitfit", "difffit", "glora", "far"), WITH_BIASES),
     "cross_attention": ("bart", "t5"),
-    **dict.fromkeys(("qlora_gated", "adalora_gated"), ("llama",)),
 }
 LAYERS = {"s4": 12}  # has four groups of layers
 CHOSEN = ("fishmask", "lt_sft", "far", "sparse_adapter")  # by `peftc.calibrate`

@@ -116,7 +116,7 @@ SPECS: dict[str, tuple[str, ...]] = {
     (
 "LoRA r=64 on every Linear of "
 "attention and ffn, gate included"
-): (SHIPPED % ("qlora_gated", "qlora_gated", "", ""),),
+): (SHIPPED % ("qlora", "qlora", "", ""),),
     "AdaMix n=4 r=16": (SHIPPED % ("adamix", "adamix", "", ""),),
     "AdaMix n=4 r=48": (SHIPPED % ("adamix", "adamix", "r=48", ""),),
     "HyperFormer++ reduction=32, eight tasks": (SHIPPED % ("hypernetwork", "hypernetwork", "", ""),),

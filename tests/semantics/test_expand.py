@@ -306,7 +306,7 @@ def test_every_recipe_of_the_library_is_there() -> None:
         "lt_sft cross_attention far sparse_adapter diff_pruning "
         "difffit loreft direft s4 unipelt lora_adapter lora_adapter_narrow "
         "hypernetwork_adaptbert_narrow multi_head_parallel learned_scale parallel_res "
-        "qlora qlora_gated adalora_gated spot ladder adaptive_prefix "
+        "qlora spot ladder adaptive_prefix "
         "hypernetwork hypernetwork_adaptbert adapterfusion attention_fusion"
     )
     assert set(resources.recipes()) == set(names.split())
