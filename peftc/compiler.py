@@ -118,7 +118,7 @@ def plan(
 
     Warns:
         PeftcWarning: P217, for a selector that leaves out weights whose role is not known; P220,
-            for a form of Linears, such as `lora`, at another module.
+            for a form of Linears, such as `lora`, at another module; P320, for `h = lora(x)`.
     """
     with paused_gc():
         flat = flat_spec(spec, settings, include)
@@ -142,11 +142,11 @@ def _figure(
 
 
 def warn_of_places(planned: PlanResult) -> None:
-    """A `PeftcWarning` for each selector that leaves out weights of unknown role (P217), and for
-    forms of Linears elsewhere (P220).
+    """A `PeftcWarning` for each selector that leaves out weights of unknown role (P217), for forms
+    of Linears elsewhere (P220), and for states that are thrown away (P320).
     """
     for diagnostic in planned.warnings:
-        if diagnostic.code in ("P217", "P220"):
+        if diagnostic.code in ("P217", "P220", "P320"):
             warn(diagnostic)
 
 
@@ -256,7 +256,7 @@ def compile(
             seed); with `verify`, P601-P611. After an error the model is as it was.
 
     Warns:
-        PeftcWarning: P217 and P220, as `plan`, before anything is changed.
+        PeftcWarning: P217, P220 and P320, as `plan`, before anything is changed.
     """
     if not isinstance(model, nn.Module):
         model = load_model(resolve(model, trust_remote_code))

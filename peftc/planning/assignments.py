@@ -2,10 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from peftc.addressing.sites import Slice
 from peftc.diagnostics import Diagnostic
+from peftc.planning.foldability.affine import show_term
 from peftc.planning.ir import (
     Arithmetic,
     Assign,
@@ -20,6 +21,7 @@ from peftc.planning.ir import (
 from peftc.planning.pass_edit import form_of_pass
 from peftc.syntax import ast
 from peftc.syntax.numbers import ARITHMETIC
+from peftc.syntax.printer import print_line
 
 _Assignment = tuple[SiteEdit, Assign, Slice | None]  # with the rows that it assigns
 
@@ -83,6 +85,28 @@ def is_identity(site_edit: SiteEdit) -> bool:
             values[id(term)] = initial_value(term, env, values)
         env[assign.state] = initial_value(assign.value, env, values)
     return all(env[assign.state] == BaseValue(assign.state) for assign in site_edit.assigns)
+
+
+def change_at_first(site_edits: Sequence[SiteEdit]) -> str | None:
+    """What of an edit changes the model before training, as a sentence; None if nothing does."""
+    site_edit = next((one for one in site_edits if not is_identity(one)), None)
+    if site_edit is None:
+        return None
+    where = f"at `{site_edit.site.path}`"
+    for term in site_edit.terms():
+        match term:
+            case FormCall(instance=instance) if not instance.form.keeps_base(instance.args, instance.dims):
+                first = instance.form.initial(instance.args, instance.dims)
+                if first is None:
+                    init = instance.form.argument("init")
+                    zero = "; with `init=lora` it is" if init is not None and "lora" in init.choices else ""
+                    return f"`{show_term(term)}` is not 0 before training, {where}{zero}"
+            case Concat():
+                return f"`{show_term(term)}` adds rows, {where}"
+            case _:
+                pass
+    assign = site_edit.assigns[-1]
+    return f"`{print_line(replace(assign.source, leading=(), trailing=None))}` changes it, {where}"
 
 
 def initial_value(term: Term, env: dict[str, Initial], values: dict[int, Initial]) -> Initial:

@@ -1,5 +1,6 @@
 """Evaluates `expect`: budgets and facts about a plan."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +12,8 @@ from peftc.syntax.numbers import ARITHMETIC, COMPARISONS, numeric_value
 from peftc.syntax.printer import print_expression
 from peftc.syntax.vocabulary import PLAN_COUNTS
 
+_WHOLE = 100  # percent
+
 
 @dataclass(frozen=True)
 class Quantity:
@@ -18,8 +21,12 @@ class Quantity:
     unit: Literal["number", "count", "percent", "truth"]  # a count is of parameters or sites; a truth is 0 or 1
 
 
-def evaluate(statement: ast.Expect, plan: Plan) -> tuple[str, Diagnostic | None]:
+def evaluate(
+    statement: ast.Expect, plan: Plan, changes: Callable[[str], str | None] = lambda edit: None
+) -> tuple[str, Diagnostic | None]:
     """An expectation as the formatter prints it, and P304 if it does not hold.
+
+    `changes`: what of an edit changes the model before training.
 
     Raises: P116 (an unknown fact, units that do not compare), P117 (an unknown edit), P120 (x / 0).
     """
@@ -32,7 +39,7 @@ def evaluate(statement: ast.Expect, plan: Plan) -> tuple[str, Diagnostic | None]
         one, other = evaluator.comparable(left, evaluator.value(statement.right))
         holds = COMPARISONS[statement.op](one.value, other.value)
         text = f"{text} {statement.op} {print_expression(statement.right)}"
-    return text, None if holds else _failure(statement, text, left, plan)
+    return text, None if holds else _failure(statement, text, left, plan, changes)
 
 
 class _Evaluator:
@@ -89,7 +96,9 @@ def _unit(op: str, left: Quantity, right: Quantity) -> Literal["number", "count"
     return "count" if "count" in units else "number"
 
 
-def _failure(statement: ast.Expect, text: str, left: Quantity, plan: Plan) -> Diagnostic:
+def _failure(
+    statement: ast.Expect, text: str, left: Quantity, plan: Plan, changes: Callable[[str], str | None]
+) -> Diagnostic:
     subject = print_expression(statement.left)
     if left.unit == "truth":
         label = f"`{subject}` is {'true' if left.value else 'false'}"
@@ -105,8 +114,20 @@ def _failure(statement: ast.Expect, text: str, left: Quantity, plan: Plan) -> Di
         case ast.Call("foldable", (ast.Name(name),)):
             notes = [f"`{name}` does not fold: {e.reason}" for e in plan.edits if e.name == name and not e.foldable]
         case ast.Call("identity", (ast.Name(name),)):
-            notes = [f"before training, `{name}` already changes what the model computes"]
+            notes = [
+                f"before training, `{name}` already changes what the model computes",
+                *filter(None, [changes(name)]),
+            ]
         case _:
             pass
     message = f"expected `{text}`, which does not hold"
-    return Diagnostic("P304", message, span, label=label, notes=tuple(notes))
+    return Diagnostic("P304", message, span, label=label, notes=tuple(notes), help=_percentage(statement, left))
+
+
+def _percentage(statement: ast.Expect, left: Quantity) -> str | None:
+    """What to write for `stored <= 2`, which is two parameters."""
+    match statement.right:
+        case ast.Number(value, "") if left.unit == "count" and isinstance(statement.left, ast.Name) and value <= _WHOLE:
+            return f"this is a number of parameters; a part of the base is `{value:g}%`"
+        case _:
+            return None

@@ -14,7 +14,7 @@ from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.diagnostics.suggestions import for_sites, plural
 from peftc.equations.table import forms_of
 from peftc.forms import Form
-from peftc.planning.assignments import conflicts, is_identity
+from peftc.planning.assignments import change_at_first, conflicts, is_identity
 from peftc.planning.expectations import evaluate
 from peftc.planning.foldability.check import Foldability, check_foldability
 from peftc.planning.ir import FrozenCall, SiteEdit
@@ -39,6 +39,7 @@ from peftc.planning.selection.selector_errors import untraced_in_layers, untrace
 from peftc.planning.selection.selectors import coverage_warnings, select
 from peftc.planning.selection.train import TrainTarget, resolve_train
 from peftc.planning.selection.unplaced_warnings import unplaced_warnings
+from peftc.semantics.checks.equations import replacement_warnings
 from peftc.semantics.checks.spec import with_origin
 from peftc.syntax import ast
 
@@ -92,7 +93,7 @@ class Planner:
     def result(self) -> PlanResult:
         edits, trains = self.edits(), self.trains()
         self.stop_at_errors()
-        plan = self.with_expectations(self.plan(edits, trains))
+        plan = self.with_expectations(self.plan(edits, trains), edits)
         self.stop_at_errors()
         selections = [(site_edits, self.selections[edit.name]) for edit, site_edits in edits if site_edits]
         first = {name: target.name for target in reversed(trains.values()) for name in target.parameters}
@@ -122,7 +123,7 @@ class Planner:
         """Every edit at its sites, lowered twice if parameters are shared."""
         sites = [(edit, self.edit_sites(edit)) for edit in self.spec.statements if isinstance(edit, ast.Edit)]
         for edit, _ in sites:
-            self.warn(edit, unused(edit))
+            self.warn(edit, (*unused(edit), *replacement_warnings(edit, forms_of(self.spec))))
         groups = {edit.name: groups_of(edit_sites) for edit, edit_sites in sites}
         forms = forms_of(self.spec)
         context = LoweringContext(self.table, self.tasks, forms, self.shared_forms(forms), groups=groups)
@@ -244,10 +245,17 @@ class Planner:
             unread=tuple(PlanUnread(module=m.module, type=m.type, reason=m.reason) for m in self.untraced),
         )
 
-    def with_expectations(self, plan: Plan) -> Plan:
+    def with_expectations(self, plan: Plan, edits: Lowered) -> Plan:
         outcomes: list[PlanExpectation] = []
+        of_edit = {edit.name: site_edits for edit, site_edits in edits}
+
+        def changes(name: str) -> str | None:
+            return change_at_first(of_edit.get(name, ()))
+
         for statement in self.spec.statements:
-            if isinstance(statement, ast.Expect) and (outcome := self.attempt(statement, evaluate, statement, plan)):
+            if isinstance(statement, ast.Expect) and (
+                outcome := self.attempt(statement, evaluate, statement, plan, changes)
+            ):
                 text, failure = outcome
                 outcomes.append(PlanExpectation(text=text, holds=failure is None))
                 self.failed_expectations.extend(self.locate(statement, filter(None, (failure,))))

@@ -13,6 +13,7 @@ from peftc.syntax.numbers import is_number
 from peftc.syntax.printer import print_expression
 
 _WHOLE = 100  # percent
+_LARGEST = 1e25  # a whole number
 _OF_PEFT = {  # what PEFT gives as an argument, and this language in another way
     **dict.fromkeys(("target_modules", "layers_to_transform"), "an edit names its modules behind `at`"),
     "modules_to_save": "`train NAME = [w, b] at SELECTOR` trains parameters of the base",
@@ -100,7 +101,21 @@ def _input_errors(call: ast.Call, form: Form, shared: bool) -> Sequence[Diagnost
         help_ = f"name its input: `{form.name}(x{more})` or `{form.name}(h{more})`"
         return [Diagnostic("P108", f"`{form.name}` has no input", _name_span(call), help=help_)]
     most = required + 1 if required and len(form.inputs) > 1 else required
-    return [_surplus(value, form, shared) for value in call.args[most:]]
+    surplus = call.args[most:]
+    literals = [value for value in surplus if not isinstance(value, ast.Name | ast.Call | ast.Binary)]
+    if 1 < len(literals) == len(surplus) <= len(form.arguments) and not shared:
+        return [_values_without_names(surplus, form)]
+    return [_surplus(value, form, shared) for value in surplus]
+
+
+def _values_without_names(values: Sequence[ast.Expr], form: Form) -> Diagnostic:
+    """`lora(x, 8, 16)`: the values of the first arguments, probably."""
+    params = sorted(form.arguments, key=lambda param: not param.required)
+    texts = list(map(print_expression, values))
+    named = ", ".join(f"{param.name}={text}" for param, text in zip(params, texts, strict=False))
+    message = f"arguments of `{form.name}` have names, {join_names(texts)} have none"
+    span = values[0].span.until(values[-1].span)
+    return Diagnostic("P108", message, span, help=f"did you mean `{named}`?", notes=(f"`{signature(form)}`",))
 
 
 def _surplus(value: ast.Expr, form: Form, shared: bool) -> Diagnostic:
@@ -146,6 +161,10 @@ def _value(value: ast.Expr, param: Argument, form: Form) -> ArgumentValue:
 
 def _number(value: ast.Expr, param: Argument, form: Form) -> int | float:
     number = constant(value)
+    if param.type == "int" and isinstance(number, float) and number.is_integer() and abs(number) >= _LARGEST:
+        message = f"`{param.name}` of `{form.name}` is too large: {print_expression(value)}"
+        help_ = "no model has so many features, tokens or steps"
+        raise PeftcError(Diagnostic("P106", message, value.span, label=param.doc, help=help_))
     if number is None or (param.type == "int" and not isinstance(number, int)):
         raise _wrong_type(value, param, form, "a whole number" if param.type == "int" else "a number")
     low, high = param.low, param.high

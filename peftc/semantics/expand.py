@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapp
 from dataclasses import replace
 
 from peftc.diagnostics import Diagnostic, PeftcError, Span
-from peftc.diagnostics.suggestions import did_you_mean, join_names
+from peftc.diagnostics.suggestions import did_you_mean, join_names, nearest
+from peftc.filesystem import resources
 from peftc.semantics.applied_method import prefix_names, restrict
 from peftc.semantics.checks.definitions import bound_twice, check_definitions
 from peftc.semantics.checks.spec import check, with_origin
@@ -45,7 +46,10 @@ _MAX_NOTE = 200  # characters of a statement in a note
 
 _ABOUT_ALL_STATEMENTS = frozenset({"P114", "P117"})  # may follow from a statement that failed to expand
 _ABOUT_NAMES = frozenset({"P101", "P105", "P107", "P109"})  # may follow from an invalid `let` or `use`
-_ABOUT_MODEL = frozenset({"P205", "P208", "P302"})  # the planner reports these with the sites of the model
+# The planner reports these with the sites of the model.
+_ABOUT_MODEL = frozenset(
+    {"P205", "P208", "P301", "P302", "P303", "P310", "P317"}
+)  # the planner reports these with the sites of the model
 _QUOTED = re.compile("`([^`]*)`")
 _BUDGET_OF_METHODS = 20 * BUDGET  # statements of all methods of a file
 
@@ -291,7 +295,7 @@ class Expander:
     def _definition(self, apply: ast.Apply, scope: Scope) -> Definition:
         name = apply.name
         if name not in scope.methods:
-            help_ = did_you_mean(name, scope.methods) or f"write `method {name}(…) {{ … }}`, or `use {name} from std`"
+            help_ = did_you_mean(name, scope.methods) or _method_of_library(name)
             raise PeftcError(Diagnostic("P109", f"there is no method `{name}` here", apply.span, help=help_))
         if len(self._applying) > _MAX_DEPTH:
             raise PeftcError(Diagnostic("P120", f"more than {_MAX_DEPTH} methods apply each other", apply.span))
@@ -332,6 +336,14 @@ def _cost(statement: ast.Statement) -> int:
     if not isinstance(statement, ast.Edit | ast.Apply):
         return 1
     return 1 + sum(1 for value in values(statement) for _ in walk(value)) // _NODES_PER_STATEMENT
+
+
+def _method_of_library(name: str) -> str:
+    """What to do about a method that is not there."""
+    recipe = name if name in resources.recipes() else nearest(name, resources.recipes())
+    if recipe is None:
+        return f"write `method {name}(…) {{ … }}`, or `use` one; `peftc recipes` lists those of `std`"
+    return f"{'' if recipe == name else f'did you mean `{recipe}`? '}write `use {recipe} from std` above"
 
 
 def _parameters(names: Sequence[str]) -> str:

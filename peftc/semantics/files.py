@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 
 from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
-from peftc.diagnostics.suggestions import did_you_mean, join_names
+from peftc.diagnostics.suggestions import did_you_mean, join_names, nearest
 from peftc.filesystem import resources
 from peftc.filesystem.bounded_read import check_path, printable_path, read_regular
 from peftc.filesystem.open_texts import exists, open_text
@@ -46,7 +46,7 @@ def decode(data: bytes, path: str) -> str:
         line, column = valid.count("\n") + 1, len(valid) - valid.rfind("\n")
         at = Span(len(valid), len(valid) + 1, line, column, line, column + 1)
         source = Source(path, data.decode("utf-8", errors="replace"))
-        message = f"byte {error.start} is not UTF-8"
+        message = f"byte {error.start}, 0x{data[error.start]:02x}, is not UTF-8"
         raise PeftcError(Diagnostic("P024", message, at, source, help="save the file as UTF-8")) from None
 
 
@@ -75,7 +75,9 @@ def read_used_spec(path: Path) -> ast.Spec:
 def _unreadable(path: Path, error: OSError) -> PeftcError:
     names = [file.name for file in path.parent.glob("*.peft")] if os.path.isdir(path.parent) else []
     message = f"cannot read {printable_path(path)}: {error.strerror or error}"
-    help_ = did_you_mean(path.name, names, "unsafe") or "a path is relative to the folder of the spec"
+    stem = nearest(path.stem, [name.removesuffix(".peft") for name in names])
+    help_ = did_you_mean(path.name, [f"{stem}.peft"], "unsafe") if stem is not None else None
+    help_ = help_ or "a path is relative to the folder of the spec"
     if path.suffix == ".py":
         help_ = "`use` reads specs, not Python"
     return PeftcError(Diagnostic("P112", message, help=help_))
@@ -253,6 +255,12 @@ class ScopeReader:
 
 def _error_at_use(error: PeftcError, use: ast.Use, spec: ast.Spec) -> PeftcError:
     """Diagnostics without a source point to the `use`."""
+    recipe = f"the recipe that comes with peftc is `use {use.name} from std`"
+    if use.name in resources.recipes():
+        error = PeftcError(
+            replace(record, notes=(*record.notes, recipe)) if record.code == "P112" else record
+            for record in error.diagnostics
+        )
     return PeftcError(
         record if record.source else replace(record, span=use.span, source=spec.source) for record in error.diagnostics
     )

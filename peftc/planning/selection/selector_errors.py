@@ -32,6 +32,8 @@ def no_match(path: ast.Path, steps: Sequence[ast.Step], paths: SitePaths) -> Dia
     help_ = STACK_CHOICE_HELP.get(step.name)
     if help_ is None and matched == len(steps):  # the path stops above a site, as `encoder` does
         help_ = f"to reach every module below, write `{text}.**`"
+        if below and stack_steps([step.name for step in steps]) < len(steps) - 1:  # `experts`
+            help_ += f"; for one of these, `{text}.{next(iter(below))}`"
     unplaced = _without_role(steps, paths.table)
     if unplaced and help_ is None:
         glob = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", unplaced[0].module)

@@ -10,6 +10,7 @@ from peftc.forms.form import Form
 from peftc.forms.registry import entry_point
 from peftc.semantics.arguments import bind
 from peftc.semantics.checks.definitions import unused
+from peftc.semantics.checks.equations import equation_errors, presence_errors, replacement_warnings
 from peftc.syntax import ast
 from peftc.syntax.printer import print_expression
 from peftc.syntax.vocabulary import (
@@ -39,8 +40,9 @@ _OWNERS = {  # state -> a site that has it, and an example
 
 
 def check_edit(edit: ast.Edit, shared: Shared, forms: Forms) -> Iterator[Diagnostic]:
-    """All errors in the body of an edit."""
-    return _EquationChecker(edit.selector, shared, forms).errors(edit.body)
+    """All errors in the body of an edit, and P320 warnings."""
+    yield from _EquationChecker(edit.selector, shared, forms).errors(edit.body)
+    yield from replacement_warnings(edit, forms)
 
 
 class _EquationChecker:
@@ -65,6 +67,7 @@ class _EquationChecker:
                 yield Diagnostic("P107", message, line.target_span, help=help_)
             else:
                 yield from self._state(line.target, line.target_span, is_target=True)
+                yield from equation_errors(line, self._forms)
         yield from (unused(let) for name, let in self._local.items() if name not in self._used)
 
     def _state(self, name: str, span: Span, is_target: bool) -> Iterator[Diagnostic]:
@@ -111,6 +114,7 @@ class _EquationChecker:
             yield from self._shared_call(call)
         elif call.function in self._forms:
             yield from bind_errors(call, self._forms)
+            yield from presence_errors(call, self._forms[call.function])
         elif call.function in (*FROZEN_MODULES, CONCAT):
             for keyword in call.kwargs:
                 yield Diagnostic("P102", f"`{call.function}` has no argument `{keyword.name}`", keyword.span)

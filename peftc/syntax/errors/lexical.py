@@ -1,7 +1,9 @@
 """Errors within a token: unknown characters, strings that do not end, malformed numbers."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from unicodedata import name
 
 from peftc.diagnostics import Diagnostic, Suggestion
 from peftc.diagnostics.suggestions import instead_of
@@ -35,6 +37,19 @@ _HELP = {
 }
 
 
+# Letters of other alphabets that look like Latin ones, by these.
+_LETTERS = {
+    letter: latin
+    for latin, letters in {
+        "a": "аα", "b": "Ь", "c": "сϲ", "d": "ԁ", "e": "еҽ", "g": "ɡ", "h": "һ", "i": "іι", "j": "ј", "k": "κк",
+        "l": "ӏ",
+        "m": "м", "n": "п", "o": "оο", "p": "рρ", "q": "ԛ", "r": "г", "s": "ѕ", "t": "тτ", "u": "υ", "v": "νѵ",
+        "w": "ԝω", "x": "хχ", "y": "уγ", "z": "ᴢ",
+        "A": "АΑ", "B": "ВΒ", "C": "С", "E": "ЕΕ", "H": "НΗ", "K": "КΚ", "M": "МΜ", "O": "ОΟ", "P": "РΡ", "T": "ТΤ",
+        "X": "ХΧ",
+    }.items()
+    for letter in letters
+}  # fmt: skip
 _STRAIGHT = {**dict.fromkeys("'“”", '"'), "\xa0": " "}
 
 
@@ -48,6 +63,9 @@ def _help(char: str, tokens: Sequence[Token], at: int) -> str | None:
     if char == "@" and at > 1 and tokens[at - 2].type in {"EDIT", "TRAIN"}:
         return Suggestion("write `at` before the selector", "@", "at")
     text = _HELP.get(char)
+    touches = [token.type == "NAME" for token in (tokens[at - 1], following)]
+    if (latin := _LETTERS.get(char)) is not None and (any(touches) or char not in _HELP):
+        return Suggestion(f"this is {name(char)}, which looks like `{latin}`: write `{latin}`", char, latin)
     if char == "'" and following.type in {"EQUAL", "PLUS_EQUAL", "STAR_EQUAL"}:  # h' = …
         return "the new value is assigned to the state itself: `h = h + …`"
     if text is None:
@@ -93,6 +111,33 @@ def _end_of_names(tokens: Sequence[Token], at: int) -> int | None:
     return end + 1 if is_list and tokens[end + 1].type == CLOSING[bracket.type] else None
 
 
+def _closing(tokens: Sequence[Token], at: int) -> int | None:
+    """The number of the bracket that closes another."""
+    depth = 0
+    for number in range(at, len(tokens)):
+        depth += (tokens[number].type in CLOSING) - (tokens[number].type in CLOSING.values())
+        if depth == 0:
+            return number
+    return None
+
+
+def _joined(tokens: Sequence[Token]) -> Iterator[Token]:
+    """Selectors with `|` in the place of commas between them."""
+    depth = 0
+    for token in tokens:
+        depth += (token.type in CLOSING) - (token.type in CLOSING.values())
+        yield token if depth or token.type != "COMMA" else token._replace(type="BAR")
+
+
+def _closing_quote(tokens: Sequence[Token], at: int) -> int | None:
+    """The number of the quote `'` that ends a string on the line of another."""
+    line = tokens[at].span.line
+    quotes = (number for number in range(at + 1, len(tokens)) if tokens[number].text == "'")
+    end = next(quotes, None)
+    is_string = end is not None and end > at + 1 and tokens[end].span.line == line
+    return end if is_string and tokens[at - 1].span.end < tokens[at].span.start else None
+
+
 def _names(tokens: Sequence[Token]) -> str:
     return f"`{excerpt(' '.join(token.text for token in tokens).replace(' ,', ','))}`"
 
@@ -128,6 +173,15 @@ def repair_tokens(tokens: Sequence[Token]) -> tuple[list[Token], list[Diagnostic
         if at in skipped:
             continue
         match token.type:
+            case "STRAY" if text == "'" and (end := _closing_quote(tokens, at)) is not None:
+                pairs = pairwise(tokens[at:end])
+                inner = "".join(" " * (after.span.start - token.span.end) + after.text for token, after in pairs)
+                error = ("P003", f"unknown character `'` around `{excerpt(inner)}`", f'use double quotes: "{inner}"')
+                skipped, replacement = range(at, end + 1), ("STRING", f'"{inner}"')
+            case "LSQB" if at and tokens[at - 1].type == "AT" and (end := _closing(tokens, at)) is not None:
+                error = ("P016", "a selector stands in no brackets", "`a | b` is both, `a - b` is `a` without `b`")
+                repaired += _joined(tokens[at + 1 : end])
+                skipped, replacement = range(at, end + 1), None
             case "STRAY":
                 replacement = _LOOKALIKES.get(text)
                 help_ = instead_of(text, replacement[1]) if replacement else None

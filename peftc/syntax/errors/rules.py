@@ -154,6 +154,11 @@ def _selector(c: ErrorContext) -> Error | None:
         is_scope = c.statement == "EDIT" and str(c.token).startswith("per")  # pertask
         help_ = "write `per task`" if is_scope else _BODIES[c.statement]
         return c.error("P010", c.expectation("`{`"), help_, label)
+    if c.previous_type == "DOT" and c.type == "STAR" and c.allows("DOUBLE_STAR"):  # layer.*.attn
+        owner = nearest(str(c.tokens[c.at - 2]), ("layer", "experts"))
+        help_ = f"all of them are `{owner}[*]`, one is `{owner}[0]`; " if owner else ""
+        help_ += "every module below is `**`, and a pattern on module names stands in quotes"
+        return c.error("P016", c.expectation(f"a site after {c.preceding}"), help_)
     if c.allows("DOUBLE_STAR") and (c.allows("STRING") or c.previous_type == "DOT"):  # at { … }; layer.*
         help_ = _SELECTORS.get(c.type, "`layer[*].attn.q` is the query projection of each layer")
         if c.is_keyword and c.next.type != "NAME":
@@ -172,6 +177,8 @@ def _selector(c: ErrorContext) -> Error | None:
     if c.bracket == "LSQB" and c.statement in {"EDIT", "TRAIN", "APPLY", "MOVED"}:
         after_index = c.allows("RSQB") and c.previous_type in {"STAR", "NUMBER"}
         if after_index or c.allows("DOT_DOT") or c.previous_type in {"MINUS", "DOT_DOT"}:
+            if c.type == "DOT" and c.previous_type == "DOT_DOT":  # layer[0...3]
+                return c.error("P017", "a range has two points, found `...`", Suggestion("write `..`", ".", ""))
             help_ = "`3` is an index, `-1` the last, `*` all, `0..5` a range with both ends, `0, 2` two of them"
             return c.error("P017", c.expectation("an index" if c.allows("STAR") else c.expected), help_)
     return None
@@ -309,6 +316,16 @@ def _expression(c: ErrorContext) -> Error | None:
 
 def _statement(c: ErrorContext) -> Error | None:
     """Arguments, statements in the wrong place, misspelled statements, missing operands."""
+    is_condition = c.type == "IF" or str(c.token) in {"if", "else"}
+    if is_condition and c.bracket in {"LPAR", "LSQB"} and c.allows("COMMA"):  # r=8 if …
+        help_ = "arguments have no conditions: write an edit for each case, or give a method the value"
+        return c.error("P023", f"{c.unexpected} is no part of an argument", help_)
+    if c.type == "COMPARISON" and c.bracket == "LPAR" and c.previous_type == "NAME" and str(c.token) == "==":  # r==8
+        return c.error("P023", "an argument is given by `=`, found `==`", Suggestion("write `=`", "==", "="))
+    if c.type == "NAME" and str(c.token) in {"percent", "per"} and c.previous_type == "NUMBER":  # 2 percent
+        return c.error(
+            "P023", f"unexpected `{c.token}` after {c.preceding}", f"a percentage is written `{c.previous}%`"
+        )
     starts_operand = c.type in {"NAME", "NUMBER", "STRING", "TRUE", "FALSE", "LPAR"}
     if starts_operand and c.allows("COMMA") and c.bracket in {"LPAR", "LSQB"}:
         return c.error("P008", f"expected `,` before {c.unexpected}", "arguments are separated by commas")
@@ -323,6 +340,11 @@ def _statement(c: ErrorContext) -> Error | None:
     if c.starts_statement and in_block:  # method m() { use mam from std }
         help_ = "move it out of the method, or add the missing `}` above"
         return c.error("P014", f"{c.unexpected} cannot stand in a method", help_)
+    if c.allows("EDIT") and c.type == "SLASH" and c.next.type in {"SLASH", "STAR", "DOUBLE_STAR"}:
+        return c.error("P013", f"`{c.token}{c.next}` begins no comment", _COMMENT)
+    if c.allows("EDIT") and c.type == "FROM" and str(c.tokens[min(c.at + 2, len(c.tokens) - 1)]) == "import":
+        method = c.tokens[min(c.at + 3, len(c.tokens) - 1)]
+        return c.error("P013", c.expectation("a statement"), f"write `use {method} from {c.next}`")
     if c.allows("EDIT") and c.bracket in {"", "LBRACE"} and c.type in _NO_STATEMENTS:
         return c.error("P013", c.expectation("a statement"), _NO_STATEMENTS[c.type])
     if c.allows("EDIT") and c.type == "NAME" and c.next.type == "LPAR":  # mam(r = 16)
