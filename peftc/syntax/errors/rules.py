@@ -158,7 +158,8 @@ def _selector(c: ErrorContext) -> Error | None:
         owner = nearest(str(c.tokens[c.at - 2]), ("layer", "experts"))
         help_ = f"all of them are `{owner}[*]`, one is `{owner}[0]`; " if owner else ""
         help_ += "every module below is `**`, and a pattern on module names stands in quotes"
-        return c.error("P016", c.expectation(f"a site after {c.preceding}"), help_)
+        quotes = None if owner else c.quotes("AT")
+        return c.error("P016", c.expectation(f"a site after {c.preceding}"), help_, correction=quotes)
     if c.allows("DOUBLE_STAR") and (c.allows("STRING") or c.previous_type == "DOT"):  # at { … }; layer.*
         help_ = _SELECTORS.get(c.type, "`layer[*].attn.q` is the query projection of each layer")
         if c.is_keyword and c.next.type != "NAME":
