@@ -23,7 +23,7 @@ from peftc.equations.operands import TOKENS
 from peftc.equations.primitives import FUNCTIONS, OPERATORS
 from peftc.equations.rules import Primitive
 from peftc.equations.values import Type, Value
-from peftc.equations.words import BELOW, HISTORY, NONE, POSITIONS
+from peftc.equations.words import BELOW, HISTORY, KEPT, NONE, POSITIONS, PRUNED
 from peftc.syntax import ast
 from peftc.syntax.walk import children
 
@@ -327,6 +327,12 @@ class Code:
                 return self.emit(
                     functions.reshape_features, operations[0], len(self.place.type_of(args[0]).size), operations[1:]
                 )
+            case "logistic_noise":
+                value = operations[0]
+                return value if self.training is False else self.emit(functions.logistic_noise, value, self.training)
+            case "pruned":
+                states = self.parameter(KEPT), self.parameter(PRUNED)
+                return self.emit(functions.pruned, *operations[:2], *states)
             case "dropout":
                 value, p = operations
                 is_active = self.training is not False and p != 0 and self.place.type_of(args[0]).batch != "ids"

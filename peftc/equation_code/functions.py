@@ -13,6 +13,7 @@ from peftc.forms.sequence_module import selected
 
 # Sylvester's Hadamard matrix; each corner is one, too.
 ORDER_16 = [[float((-1) ** (i & j).bit_count()) for j in range(16)] for i in range(16)]
+EDGE = 1e-4  # draws of noise are this far from 0 and 1
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -60,6 +61,19 @@ def add_linear(h: Tensor, x: Tensor, weight: Tensor, factor: float = 1.0) -> Ten
 def dropout(x: Tensor, p: float, training: bool) -> Tensor:
     """x; while training, each entry is zero with probability p, and the others are x / (1 - p)."""
     return F.dropout(x, p) if training else x
+
+
+def logistic_noise(x: Tensor, training: bool) -> Tensor:
+    """x; while training, x + log(u / (1 - u)) with u uniform in (0, 1), and 1e-4 from its ends."""
+    if not training:
+        return x
+    u = torch.rand_like(x).clamp(EDGE, 1 - EDGE)
+    return u.log() - (1 - u).log() + x
+
+
+def pruned(v: Tensor, z: Tensor | float, kept: Tensor, is_pruned: Tensor) -> Tensor:
+    """v z where it is kept, and v there once the others are pruned."""
+    return kept * torch.where(is_pruned, 1.0, z) * v
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

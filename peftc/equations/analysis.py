@@ -10,22 +10,45 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from peftc.equations.bindings import calls_of_layers, check_absent, check_second, read_below, write_out
+from peftc.equations.bindings import (
+    add_pruning,
+    calls_of_layers,
+    check_absent,
+    check_second,
+    is_value_of,
+    mean_over_sites,
+    name_tensor,
+    read_below,
+    write_out,
+)
 from peftc.equations.operands import Operands
 from peftc.equations.products import Products
-from peftc.equations.values import Budget, FormError, Number, Selection, SiteNumbers, Type, Value, real, shown, type_of
+from peftc.equations.values import (
+    Budget,
+    FormError,
+    Number,
+    Pruning,
+    Selection,
+    SiteNumbers,
+    Type,
+    Value,
+    real,
+    shown,
+    type_of,
+)
 from peftc.equations.words import (
     BUDGET,
     BUFFER,
     INITIAL_VALUES,
+    KEPT,
     NONE,
     OUT,
     OVER_SITES,
+    PRUNED,
     SCATTER,
     SELECTION,
     criterion_of,
     function_of,
-    number_of,
     optional_inputs_of,
     owner_of,
 )
@@ -37,7 +60,6 @@ from peftc.syntax.printer import print_expression
 from peftc.syntax.walk import names_in, walk
 
 LOSS = "loss_"  # begins the names of terms of the loss
-SITES = "sites"  # `mean(x, sites)`
 _MOST_ENTRIES = 2**32  # of a parameter
 
 
@@ -48,7 +70,6 @@ class Place(Operands):
     heads_first: frozenset[str] = frozenset()  # inputs, and `out`, that have their heads before their tokens
     writes_pair: bool = False  # of keys and values
     is_written_out: bool = False  # whether parts of the text stand for other expressions
-    tensors: dict[str, str] = field(default_factory=dict[str, str])  # of parameters with other names
     saved: dict[str, ast.Expr] | None = None  # the tensors of the form that is saved in its place
     losses: dict[str, ast.Expr] = field(default_factory=dict[str, ast.Expr])  # terms of the loss
     mean_losses: set[str] = field(default_factory=set[str])  # those that are means over sites, not sums
@@ -99,9 +120,11 @@ class Place(Operands):
                     if prod(sizes) > _MOST_ENTRIES:
                         message = f"`{name}` is {Type(sizes)}, {prod(sizes):,} numbers, more than any weight has"
                         raise FormError("P318", message, line)
+                    if line.value == ast.Name(name):
+                        self.values[id(line.value)] = self.numbers[name]  # the argument of that name
                     self._check_initial(line, sizes)
                     self.parameters[name], self.sizes[name] = line, sizes
-                    self._name_tensor(line)
+                    name_tensor(self, line)
                 case ast.Let(name, value):
                     self._check_once(line, name)
                     self.lets[name] = self._written_out(value)
@@ -116,14 +139,14 @@ class Place(Operands):
                     if self.result is not None:
                         self._raise_twice(line, target)
                     self.result = self._written_out(value)
+        for call in self._calls(PRUNED):
+            add_pruning(self, call)
         if self.result is None:
-            message = "no condition of its values holds here"
-            raise FormError("P319", message, self.form)
+            raise FormError("P319", "no condition of its values holds here", self.form)
         read_below(self, self._parts)
         self.value  # noqa: B018  # raises what has no meaning
         self.product  # noqa: B018  # known before an edit is made: it may be nested too deeply
-        self.layer_values  # noqa: B018
-        self.selection  # noqa: B018
+        _ = self.layer_values, self.selection, self.pruning
         return self
 
     @cached_property
@@ -141,6 +164,17 @@ class Place(Operands):
         return None
 
     @cached_property
+    def pruning(self) -> Pruning | None:
+        """The parameter of which the largest entries are left."""
+        for call in self._calls(PRUNED):
+            name, _, entries = call.args
+            assert isinstance(name, ast.Name)
+            self._check_sums(call, prod(self.sizes[name.id]))
+            fills = self.result is not None and is_value_of(self, self.result, PRUNED)
+            return Pruning(name.id, call, self.size(entries), fills)
+        return None
+
+    @cached_property
     def selection(self) -> Selection | None:
         """The values at selected places. Raises: FormError."""
         calls = list(dict.fromkeys(self._calls(SCATTER)))
@@ -153,26 +187,18 @@ class Place(Operands):
             assert isinstance(places, ast.Name)
             line, own = self.parameters[places.id], self.parameters[name]
             units = self.size(n)
-            for other in self._calls(OVER_SITES):
-                if self.number(other.args[0]) != units:
-                    text = f"`{print_expression(call)}` has {units} of a site"
-                    raise FormError("P318", f"{text}, and `{print_expression(other)}` sums up others", other)
-            fills = self.result is not None and self._is_scattered(self.result)
+            self._check_sums(call, units)
+            fills = self.result is not None and is_value_of(self, self.result, SCATTER)
             dimension = own.sizes.index(line.sizes[0])
             return Selection(name, places.id, criterion_of(line), dimension, units, bool(line.scope), fills)
         return None
 
-    def _is_scattered(self, node: ast.Expr) -> bool:
-        """Whether a value is that of `scatter` with other dimensions, or times a number."""
-        match node:
-            case ast.Name(name) if name in self.lets:
-                return self._is_scattered(self.lets[name])
-            case ast.Call("reshape" | "t", (value, *_)):
-                return self._is_scattered(value)
-            case ast.Binary("*", number, value) if not isinstance(self.operand(number), Value):
-                return self._is_scattered(value)
-            case _:
-                return isinstance(node, ast.Call) and node.function == SCATTER
+    def _check_sums(self, call: ast.Call, units: int) -> None:
+        """Raises: FormError P318 if the text sums up others over the sites than it selects from."""
+        for other in self._calls(OVER_SITES):
+            if self.number(other.args[0]) != units:
+                text = f"`{print_expression(call)}` has {units} of a site"
+                raise FormError("P318", f"{text}, and `{print_expression(other)}` sums up others", other)
 
     @property
     def _parts(self) -> list[ast.Expr]:
@@ -199,7 +225,7 @@ class Place(Operands):
     def states(self) -> tuple[str, ...]:
         """The names of tensors that are saved, and change in other ways than by gradients."""
         places = (name for name, line in self.parameters.items() if criterion_of(line))
-        return (*self.copies, *self.buffers, *places)
+        return (*self.copies, *self.buffers, *places, *(() if self.pruning is None else (KEPT, PRUNED)))
 
     def _add_loss(self, line: ast.Equation, name: str, value: ast.Expr) -> None:
         """Raises: FormError if a term of the loss is not one number of the parameters."""
@@ -230,24 +256,6 @@ class Place(Operands):
         if condition.op not in ("==", "!="):
             left, right = real(left, condition.left), real(right, condition.right)
         return COMPARISONS[condition.op](left, right)
-
-    def tensor(self, name: str) -> str:
-        """The name of the tensor of a parameter."""
-        return self.tensors.get(name, name)
-
-    def _name_tensor(self, line: ast.Parameter) -> None:
-        """Names the tensor of a parameter by the number of the sites that have it in common."""
-        if not number_of(line):
-            return
-        name = ast.Name(line.scope, span=line.name_span)
-        self.derived_nodes.append(name)
-        number = self.argument(name)
-        if number == NONE:
-            return
-        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-            message = f"`{line.name}` is `per {line.scope}`, a whole number from 0 on or `none`, here {shown(number)}"
-            raise FormError("P318", message, line)
-        self.tensors[line.name] = f"{line.name}_{number}"
 
     def _is_tensor(self, node: ast.Expr) -> bool:
         return isinstance(self.operand(node), Value)
@@ -320,15 +328,6 @@ class Place(Operands):
         """The names in an expression, and in the parts that it names."""
         names = set(names_in(node))
         return names.union(*(self._names(self.lets[name]) for name in names & self.lets.keys()))
-
-
-def mean_over_sites(value: ast.Expr) -> ast.Expr | None:
-    """The term of the loss of which `mean(x, sites)` is the mean over all sites."""
-    match value:
-        case ast.Call("mean", (term, ast.Name(name)), ()) if name == SITES:
-            return term
-        case _:
-            return None
 
 
 def _without_ones(size: tuple[int, ...]) -> tuple[int, ...]:

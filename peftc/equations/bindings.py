@@ -13,7 +13,7 @@ from peftc.diagnostics import Diagnostic
 from peftc.equations.operands import Operands
 from peftc.equations.rules import Operand
 from peftc.equations.values import TOP, FormError, Type, Value, real, shown
-from peftc.equations.words import BELOW, HISTORY, LAYER, SITE, optional_inputs_of
+from peftc.equations.words import BELOW, HISTORY, KEPT, LAYER, NONE, PRUNED, SITE, number_of, optional_inputs_of
 from peftc.forms.form import Dims, PlacementError
 from peftc.forms.shapes import Rows, Shape, Tokens, Vector, Weight
 from peftc.syntax import ast
@@ -21,6 +21,7 @@ from peftc.syntax.printer import print_expression
 from peftc.syntax.walk import map_children, walk
 
 INITIAL = "initial"
+SITES = "sites"  # `mean(x, sites)`
 BINDERS: Mapping[str, Literal["+", "*", "@"]] = {"sum": "+", "product": "*"}  # of matrices, the product is `@`
 _MOST_TERMS, _MOST_PARTS = 256, 20_000
 
@@ -58,6 +59,49 @@ def is_written_out(node: ast.Expr) -> bool:
         node.function in (INITIAL, HISTORY) or (node.function == "rows" and len(node.args) == 2)
     )
     return is_call or isinstance(node, ast.Binding)
+
+
+def name_tensor(place: Operands, line: ast.Parameter) -> None:
+    """Names the tensor of a parameter by the number of the sites that have it in common."""
+    if not number_of(line):
+        return
+    place.derived_nodes.append(name := ast.Name(line.scope, span=line.name_span))
+    number = place.argument(name)
+    if number != NONE and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
+        message = f"`{line.name}` is `per {line.scope}`, a whole number from 0 on or `none`, here {shown(number)}"
+        raise FormError("P318", message, line)
+    if number != NONE:
+        place.tensors[line.name] = f"{line.name}_{number}"
+
+
+def is_value_of(place: Operands, node: ast.Expr, function: str) -> bool:
+    """Whether a value is that of a function with other dimensions, or times a number."""
+    match node:
+        case ast.Name(name) if name in place.lets:
+            return is_value_of(place, place.lets[name], function)
+        case ast.Call("reshape" | "t", (value, *_)):
+            return is_value_of(place, value, function)
+        case ast.Binary("*", number, value) if not isinstance(place.operand(number), Value):
+            return is_value_of(place, value, function)
+        case _:
+            return isinstance(node, ast.Call) and node.function == function
+
+
+def add_pruning(place: Operands, call: ast.Call) -> None:
+    """Adds the states of `pruned(v, z, n)`: what is kept, and whether the rest is pruned."""
+    name = call.args[0].id if isinstance(call.args[0], ast.Name) else ""
+    for state, sizes, scope in ((KEPT, place.sizes[name], ""), (PRUNED, (), "edit")):
+        place.sizes[state] = sizes
+        place.parameters[state] = replace(place.parameters[name], name=state, fixed=True, scope=scope)
+
+
+def mean_over_sites(value: ast.Expr) -> ast.Expr | None:
+    """The term of the loss of which `mean(x, sites)` is the mean over all sites."""
+    match value:
+        case ast.Call("mean", (term, ast.Name(name)), ()) if name == SITES:
+            return term
+        case _:
+            return None
 
 
 def initial_name(parameter: str) -> str:

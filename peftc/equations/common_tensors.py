@@ -4,13 +4,14 @@ number n.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from peftc.equations.analysis import Place
-from peftc.forms.form import Dims
+from peftc.forms.form import Argument, Dims, PlacementError
 from peftc.syntax import ast
+from peftc.syntax.walk import names_in
 
 Tensors = Mapping[str, tuple[Place, str]]  # by their names: a place that defines it, and its name in the text
 
@@ -41,6 +42,25 @@ def common_tensors(lines: Sequence[ast.Parameter], places: Sequence[Place]) -> C
                 return CommonTensors(tensors, (place.parameters[name], message))
         tensors |= {tensor: (first[tensor], name) for tensor in sorted(first, key=_number)}
     return CommonTensors(tensors)
+
+
+def size_refusal(
+    form: ast.Form,
+    line: ast.Parameter,
+    message: str,
+    arguments: Iterable[Argument | None],
+    fits: Callable[[Mapping[str, str]], bool],
+) -> PlacementError:
+    """P305 for a tensor of two sizes, with a word by which sites have tensors of their own.
+
+    Args: `fits`: whether there is one size with another word for an argument.
+    """
+    lets = [let for let in form.body if isinstance(let, ast.Let) and let.name == line.scope]
+    names = {name for let in lets if let.condition for name in names_in(let.condition.left)}
+    known = [argument for argument in arguments if argument is not None and argument.name in names]
+    words = ((argument.name, word) for argument in known for word in argument.choices)
+    help_ = next((f"write `{n}={w}`" for n, w in words if fits({n: w})), "write an edit for each size")
+    return PlacementError("P305", message, known[0].name if known else None, help=help_)
 
 
 def dims_at(dims: Dims, index: int) -> Dims:

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from peftc.diagnostics import Related, Source, Span
 from peftc.equations.analysis import Place, place_of
 from peftc.equations.bindings import check_sites, is_written_out
-from peftc.equations.common_tensors import CommonTensors, Tensors, common_tensors, dims_at
-from peftc.equations.exports import Export, are_alternatives, export_of, may_hold
+from peftc.equations.common_tensors import CommonTensors, Tensors, common_tensors, dims_at, size_refusal
+from peftc.equations.exports import Export, are_alternatives, check_export, export_of, may_hold
 from peftc.equations.patterns import bottleneck_of
 from peftc.equations.values import NUMBERS_OF_SITES, TOP, FormError, SiteNumbers, Value, numbers_of, shape_of
 from peftc.equations.words import (
@@ -20,10 +20,13 @@ from peftc.equations.words import (
     BUFFER,
     CROSS_LAYER,
     HISTORY,
+    KEPT,
     NONE,
     OVER_SITES,
     PERMUTATION,
     POSITIONS,
+    PRUNED,
+    PRUNED_PARTS,
     RANDOM,
     SELECTION,
     SITE,
@@ -45,15 +48,16 @@ from peftc.syntax.walk import names_in, values, walk
 MODULE = "peftc.equation_code.module:EquationModule"
 SELECTION_MODULE = "peftc.equation_code.selection_module:SelectionModule"
 CROSS_LAYER_MODULE = "peftc.equation_code.cross_layer_module:CrossLayerModule"
+PRUNED_SITES = "peftc.equation_code.pruning_module:PrunedSites"
 RESULT = "f"
 OWNER = "owner_module"  # the attribute of a module with the module of common parameters
 PARAMETERS = "parameters"  # of the code of a place
-_MOST_KNOWN = 16  # sets of sites whose tensors are known
 _MODULES = {
     RANDOM: "peftc.equation_code.random_module:RandomModule",
     BUFFER: "peftc.equation_code.buffer_module:BufferModule",
     BUDGET: "peftc.equation_code.budget_module:BudgetModule",
     SELECTION: SELECTION_MODULE,
+    PRUNED: "peftc.equation_code.pruning_module:PruningModule",
     **dict.fromkeys(CROSS_LAYER, CROSS_LAYER_MODULE),
 }
 
@@ -91,6 +95,9 @@ class TextForm(Form):
             words.remove(SELECTION)
             self.common_module, self.separates_tasks = SELECTION_MODULE, True
         self.module = next((module for word, module in _MODULES.items() if word in words), MODULE)
+        self._is_pruned = PRUNED in functions
+        if self._is_pruned:
+            self.common_module, self.separates_tasks, self.mixes_shapes = PRUNED_SITES, True, True
         self._is_wide = "widest" in functions
         self._asked = functions.intersection(NUMBERS_OF_SITES) | ({SITE} if HISTORY in functions else set())
         self._is_written_out = any(map(is_written_out, parts))
@@ -237,7 +244,9 @@ class TextForm(Form):
                     at.sizes[name],
                     scope=self.scope_at(line),
                     role="state" if name in at.states else "fixed" if line.fixed else trained,
-                    dtype="int64" if line.value == ast.Name(PERMUTATION) or criterion_of(line) else "",
+                    dtype="int64"
+                    if line.value == ast.Name(PERMUTATION) or criterion_of(line)
+                    else "bool" * (at.pruning is not None and name in (KEPT, PRUNED)),
                 )
                 for tensor, (at, name) in tensors.items()
                 for line in (at.parameters[name],)
@@ -245,8 +254,10 @@ class TextForm(Form):
             if export is not None:
                 # One module has what all sites save.
                 count = dims.sites if self.common(args) is not None and not self.has_common_part else 1
-                saved = ((name, place.type_of(node).size) for name, node in (place.saved or {}).items())
-                own += [Parameter(name, size, role="saved") for name, size in saved for _ in range(count)]
+                scope = "common" if self._is_pruned else "site"
+                for name, node in (place.saved or {}).items():
+                    dtype = "int64" if isinstance(node, ast.Attribute) and node.name == PRUNED_PARTS[1] else ""
+                    own += [Parameter(name, place.type_of(node).size, 0.0, scope, "saved", dtype)] * count
             place.code[PARAMETERS] = tuple(own)
         return place.code[PARAMETERS]
 
@@ -265,27 +276,21 @@ class TextForm(Form):
             return own
         common = self._common_tensors(args, dims)
         if common.conflict is not None:
-            raise self._conflict(*common.conflict, args, dims)
+
+            def fits(others: Args) -> bool:
+                return self._common_tensors({**args, **others}, dims).conflict is None
+
+            raise size_refusal(self.form, *common.conflict, map(self.argument, args), fits)
         return common.tensors | {tensor: value for tensor, value in own.items() if tensor not in common.tensors}
 
     def _common_tensors(self, args: Args, dims: Dims) -> CommonTensors:
         key = tuple(sorted(args.items(), key=lambda item: item[0])), replace(dims, index=0, spread=(0, dims.spread[1]))
         if key not in self._tensors:
             places = [self.at(args, dims_at(dims, i)) for i in range(len(dims.spots))] or [self.at(args, dims)]
-            if len(self._tensors) > _MOST_KNOWN:
+            if len(self._tensors) > 16:
                 self._tensors.clear()
             self._tensors[key] = common_tensors([line for line in self._lines() if line.scope], places)
         return self._tensors[key]
-
-    def _conflict(self, line: ast.Parameter, message: str, args: Args, dims: Dims) -> PlacementError:
-        """P305 for a tensor of two sizes, with a word by which sites have tensors of their own."""
-        lets = [let for let in self.form.body if isinstance(let, ast.Let) and let.name == line.scope]
-        names = [name for let in lets if let.condition for name in names_in(let.condition.left) if name in args]
-        arguments = filter(None, map(self.argument, names))
-        words = dict.fromkeys((argument.name, word) for argument in arguments for word in argument.choices)
-        fits = (f"write `{n}={w}`" for n, w in words if not self._common_tensors({**args, n: w}, dims).conflict)
-        help_ = next(fits, "write an edit for each size")
-        return PlacementError("P305", message, names[0] if names else None, help=help_)
 
     # What an adapter has in its place
 
@@ -302,25 +307,18 @@ class TextForm(Form):
         return super().saved_arguments(args) if export is None else export.arguments
 
     def _check_export(self, place: Place, args: Args, dims: Dims) -> None:
-        """Raises: PlacementError P301 if what is saved is not what the other form has."""
-        export = self.export(args)
-        if export is None:
-            return
-        own = {name: place.type_of(node).size for name, node in (place.saved or {}).items()}
+        """Raises: PlacementError if what is saved is not what the other form has."""
         try:
-            wanted = export.sizes(args, dims)
-        except PlacementError as error:
-            raise self.illegal(FormError(error.code, error.message, export.line)) from None
-        if own != wanted:
-            shown = [", ".join(f"{n} {list(size)}" for n, size in sizes.items()) for sizes in (own, wanted)]
-            message = f"it saves {shown[0] or 'nothing'}, and `{export.form.name}` has {shown[1] or 'nothing'}"
-            raise self.illegal(FormError("P301", message, export.line))
+            check_export(self.export(args), place, args, dims)
+        except FormError as error:
+            raise self.illegal(error) from None
 
     def _lines(self) -> list[ast.Parameter]:
         return [line for line in self.form.body if isinstance(line, ast.Parameter)]
 
     def common(self, args: Args) -> Scope | None:
         scopes = {scope_of(line) for line in self._lines() if may_hold(line.condition, args)}
+        scopes |= {"edit"} if self._is_pruned else set()
         return "edit" if "edit" in scopes else "group" if "group" in scopes or self.is_cross_layer else None
 
     def initial(self, args: Args, dims: Dims) -> float | None:
@@ -343,9 +341,8 @@ class TextForm(Form):
 
         Empty where they depend on the widest site, and `dims` do not say yet how wide that is.
         """
-        if (self._is_wide and dims.widest == (0, 0)) or (OVER_SITES in self._asked and not dims.spread[1]):
-            return ()
-        if self._is_numbered:  # `tensors` compares them
+        is_unknown = (self._is_wide and dims.widest == (0, 0)) or (OVER_SITES in self._asked and not dims.spread[1])
+        if is_unknown or self._is_numbered:  # `tensors` compares them
             return ()
         place = self.at(args, dims)
         states = ((print_expression(call.args[0]), place.type_of(call.args[0]).size) for call in place.layer_calls)
@@ -354,11 +351,15 @@ class TextForm(Form):
     def entries(self, args: Args, dims: Dims) -> int:
         if OVER_SITES not in self._asked:
             return super().entries(args, dims)
-        selection = self.at(self.fill(args), replace(dims, spread=(0, 0))).selection
-        return super().entries(args, dims) if selection is None else selection.units
+        place = self.at(self.fill(args), replace(dims, spread=(0, 0)))
+        if place.pruning is not None:
+            return prod(place.sizes[place.pruning.name])
+        return super().entries(args, dims) if place.selection is None else place.selection.units
 
     def changed_entries(self, args: Args, dims: Dims) -> int | None:
         place = self.at(self.fill(args), dims)
+        if not self.inputs and place.pruning is not None and place.pruning.fills:
+            return place.pruning.entries
         if self.inputs or place.selection is None or not place.selection.fills:
             return None
         return prod(place.sizes[place.selection.values])

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from peftc.diagnostics.record import record
+from peftc.equations.analysis import Place
 from peftc.equations.table import FORMS
+from peftc.equations.values import FormError
 from peftc.equations.words import NONE
-from peftc.forms.form import Args, Dims, Form
+from peftc.forms.form import Args, Dims, Form, PlacementError
 from peftc.syntax import ast
 
 _OPPOSITES = {"==": "!=", "!=": "=="}
@@ -31,7 +33,11 @@ class Export:
         """The sizes of its parameters at a place. Raises: PlacementError where it cannot stand."""
         own = self.form.fill({new: args[old] for old, new in self.arguments.items() if old in args})
         self.form.shape(own, dims)
-        return {p.name: p.size for p in self.form.parameters(own, dims) if p.role == "trained" and p.size is not None}
+        return {
+            p.name: p.size
+            for p in self.form.parameters(own, dims)
+            if p.role in ("trained", "state") and p.size is not None
+        }
 
 
 def export_of(form: Form, text: ast.Form, args: Args) -> Export | None:
@@ -45,6 +51,21 @@ def export_of(form: Form, text: ast.Form, args: Args) -> Export | None:
             known = {old: new for old, new in pairs if saved.argument(new) is not None}
             return Export(saved, line, known | {"dtype": "dtype"})
     return None
+
+
+def check_export(export: Export | None, place: Place, args: Args, dims: Dims) -> None:
+    """Raises: FormError P301 if what a form saves is not what the other form has."""
+    if export is None:
+        return
+    own = {name: place.type_of(node).size for name, node in (place.saved or {}).items()}
+    try:
+        wanted = export.sizes(args, dims)
+    except PlacementError as error:
+        raise FormError(error.code, error.message, export.line) from None
+    if own != wanted:
+        shown = [", ".join(f"{n} {list(size)}" for n, size in sizes.items()) for sizes in (own, wanted)]
+        message = f"it saves {shown[0] or 'nothing'}, and `{export.form.name}` has {shown[1] or 'nothing'}"
+        raise FormError("P301", message, export.line)
 
 
 def _is_own(keyword: ast.Keyword, form: Form, text: ast.Form, args: Args) -> bool:

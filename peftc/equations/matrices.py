@@ -29,6 +29,16 @@ def _circulant(operands: rules.Types) -> Type:
     return Type(tuple(count * b for count in counts or (1, 1)))
 
 
+def _pruned(operands: rules.Types) -> Type:
+    """A parameter of a site, of which entries are left."""
+    value, n = rules.tensor(operands), operands[2]
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise rules.Mismatch(f"expected a whole number above 0, found {n}", 2, "P106")
+    if rules.broadcast(operands[:2]) != value:
+        raise rules.Mismatch(f"{operands[1]} is no factor for each entry of {value}", 1)
+    return value
+
+
 def _under_budget(operands: rules.Types) -> Type:
     """A vector, five whole numbers and two others."""
     for at, number in enumerate(operands[1:], 1):
@@ -214,6 +224,15 @@ MATRICES: Mapping[str, Primitive] = {
             "peftc.equation_code.functions.circulant",
             lambda x: x,
             "linear",
+        ),
+        Primitive(
+            "pruned",
+            "pruned(v, z, n)",
+            "v z; after `peftc.calibrate` v, of which n entries of all sites are left, and the others are 0",
+            _pruned,
+            "peftc.equation_code.functions.pruned",
+            flops=lambda operands, result: 2 * result.entries,
+            operands=(3, 3),
         ),
         Primitive(
             "concat",

@@ -19,8 +19,11 @@ from peftc.equations.words import (
     OVER_SITES,
     PLACES,
     POSITIONS,
+    PRUNED,
+    PRUNED_PARTS,
     RANDOM,
     SIZES,
+    is_random,
     without_size,
     words_of,
 )
@@ -63,6 +66,7 @@ class Operands:
     parameters: dict[str, ast.Parameter] = field(default_factory=dict[str, ast.Parameter])
     sizes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     absent: set[str] = field(default_factory=set[str])  # parameters of lines that are not there
+    tensors: dict[str, str] = field(default_factory=dict[str, str])  # of parameters with other names
     copies: dict[str, str] = field(default_factory=dict[str, str])  # of parameters, with their first values
     lets: dict[str, ast.Expr] = field(default_factory=dict[str, ast.Expr])
     result: ast.Expr | None = None
@@ -105,6 +109,10 @@ class Operands:
 
     def _is_weight(self, state: str) -> bool:
         return state in self.types and not self.types[state].batch and len(self.types[state].size) == 2
+
+    def tensor(self, name: str) -> str:
+        """The name of the tensor of a parameter."""
+        return self.tensors.get(name, name)
 
     # Numbers
 
@@ -159,6 +167,9 @@ class Operands:
                 return self._item(node, value, indices)
             case ast.Pair(keys, values):
                 return pair_of(node, self.operand(keys), self.operand(values))
+            case ast.Attribute(ast.Call(function) as call, name) if function == PRUNED and name in PRUNED_PARTS:
+                self.operand(call)
+                return Value(Type((self.size(call.args[2]),)))
             case ast.Attribute(ast.Call(function, args), name) if f"{function}.{name}" in DECOMPOSITIONS:
                 operands = tuple(map(self.operand, args))
                 if len(operands) != DECOMPOSITIONS[f"{function}.{name}"].operands[0]:
@@ -329,11 +340,11 @@ class Operands:
     @property
     def random_numbers(self) -> tuple[str, ...]:
         """The names of the random numbers, in their order."""
-        return tuple(name for name, value in self.lets.items() if _is_random(value))
+        return tuple(name for name, value in self.lets.items() if is_random(value))
 
     def random_index(self, index: ast.Expr) -> str:
         """The name of the random number that an index is; empty for other indices."""
-        return index.id if isinstance(index, ast.Name) and _is_random(self.lets.get(index.id)) else ""
+        return index.id if isinstance(index, ast.Name) and is_random(self.lets.get(index.id)) else ""
 
     def random_count(self, name: str) -> int:
         """The n of `let i = random(n)`."""
@@ -386,7 +397,3 @@ class Operands:
         name = node.function if isinstance(node, ast.Call) else ""
         choice = f" with `{name}={self.function(name)}`" if self.function(name) != name else ""
         return reason_against(primitive, operands, print_expression(node), choice)
-
-
-def _is_random(value: ast.Expr | None) -> bool:
-    return isinstance(value, ast.Call) and value.function == RANDOM

@@ -105,9 +105,10 @@ _ENTRIES: Mapping[str, Primitive] = {
         ("sin", "the sine", "torch.sin", math.sin),
         ("softplus", "log(1 + exp(x))", f"{_F}.softplus", lambda x: math.log1p(math.exp(x)) if x < 30 else x),
         ("exp", "the exponential function", "torch.exp", lambda x: math.exp(x) if x < 700 else math.inf),
+        ("log", "the natural logarithm", "torch.log", lambda x: math.log(x) if x > 0 else None),
     )
 } | {"none": Primitive("none", "none(x)", "x", rules.same, "", lambda x: x, "linear", rules.own_rank, by_rows=True)}
-_NUMBERS = ("sqrt", "abs", "cos", "sin")  # functions of entries that are no activations
+_NUMBERS = ("sqrt", "abs", "log", "cos", "sin")  # functions of entries that are no activations
 ACTIVATIONS: Mapping[str, Primitive] = {name: row for name, row in _ENTRIES.items() if name not in _NUMBERS}
 
 PAPER_NAMES = {"relu": "ReLU", "gelu": "GELU", "silu": "SiLU"}  # of activations, as papers write them
@@ -200,6 +201,28 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 "linear",
                 rules.own_rank,
                 operands=(2, 2),
+                by_rows=True,
+            ),
+            Primitive(
+                "clamp",
+                "clamp(x, low, high)",
+                "x, but low where it is less, and high where it is more",
+                rules.clamped,
+                "torch.clamp",
+                lambda x, low, high: min(max(x, low), high),
+                flops=rules.entries,
+                operands=(3, 3),
+                by_rows=True,
+            ),
+            Primitive(
+                "logistic_noise",
+                "logistic_noise(x)",
+                "x; while training, x + log(u / (1 - u)), with u uniform in (0, 1) for each entry, in each forward",
+                rules.same,
+                "peftc.equation_code.functions.logistic_noise",
+                lambda x: x,
+                "linear",
+                rules.own_rank,
                 by_rows=True,
             ),
             Primitive(

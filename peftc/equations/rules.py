@@ -194,6 +194,14 @@ def vector(operands: Types, at: int = 0) -> Type:
     return type_
 
 
+def clamped(operands: Types) -> Type:
+    """A tensor between two numbers."""
+    low, high = operands[1:]
+    if not isinstance(low, int | float) or not isinstance(high, int | float) or low >= high:
+        raise Mismatch(f"expected two numbers, the first less than the second, found {low} and {high}", 1, "P106")
+    return plain(operands)
+
+
 def normalized(operands: Types) -> Type:
     """A tensor, and what is added to its variance."""
     if len(operands) > 1 and (not isinstance(operands[1], int | float) or operands[1] <= 0):

@@ -114,6 +114,22 @@ class Selection(NamedTuple):
     fills: bool
 
 
+class Pruning(NamedTuple):
+    """`pruned(v, z, n)`, of which the n largest entries of all sites are left in the end.
+
+    Attributes:
+        name: of the parameter v.
+        call: the expression.
+        entries: n.
+        fills: whether the value of the form is that of `pruned`, with other dimensions.
+    """
+
+    name: str
+    call: ast.Call
+    entries: int
+    fills: bool
+
+
 class SiteNumbers(NamedTuple):
     """What an equation knows of its site besides shapes: 0 where its text does not ask.
 

@@ -31,6 +31,9 @@ CRITERIA, OWN_CRITERIA = ("fisher", "change", "magnitude", "random"), ("snip", "
 BELOW, HISTORY = "below", "history"  # a value at the site below, and the values up to this site
 CROSS_LAYER = (BELOW, HISTORY, TOP)
 SITE, LAYER = "site", "layer"
+PRUNED = "pruned"  # `pruned(v, z, n)`: v z, of which `peftc.calibrate` keeps the n largest of all sites
+KEPT = "kept"  # which entries are kept, of a site
+PRUNED_PARTS = ("values", "places")  # `pruned(v, z, n).values`: what is kept of all sites, in order
 RANDOM = "random"  # `let i = random(n)`: one of 0, 1, … n - 1, in each forward while training
 Ends = Literal["", "low", "high", "both"]
 _SWAPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
@@ -44,6 +47,7 @@ NUMBERS: Mapping[str, Callable[..., Any]] = {
     "abs": abs,
     "floor": math.floor,
     "round": round,
+    "log": math.log,
     OVER_SITES: lambda n: n,  # where the others are not known
     "power_of_two": lambda n: 1 << (n - 1).bit_length(),
     "root_divisor": lambda n: max(m for m in range(1, math.isqrt(n) + 1) if n % m == 0),
@@ -168,6 +172,11 @@ def is_of_task(line: ast.Parameter) -> bool:
     return bool(line.scope) and not line.fixed and not line.common
 
 
+def is_random(value: ast.Expr | None) -> bool:
+    """Whether a value is `random(n)`."""
+    return isinstance(value, ast.Call) and value.function == RANDOM
+
+
 def is_choice(form: ast.Form, name: str) -> bool:
     """Whether an argument is one of several words, not a number that may be missing."""
     return words_of(form).get(name, (NONE,)) != (NONE,)
@@ -220,6 +229,8 @@ def arguments_of(form: ast.Form) -> Iterator[Argument]:
             case ast.Number() as number:
                 value = numeric_value(number)
                 yield Argument(name, kind, doc, value if is_whole else float(value), False, low, high, open_ends)
+            case ast.Negative(ast.Number() as number) if not is_whole:
+                yield Argument(name, kind, doc, -float(numeric_value(number)), False, low, high, open_ends)
             case value:
                 doc = doc if param.trailing or value == ast.Name(NONE) else f"{doc}; {print_expression(value)}"
                 yield Argument(name, kind, doc, None, False, low, high, open_ends)

@@ -8,9 +8,6 @@ Python class derives from `Form`, its module from `FormModule`, and a program ma
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from peftc.forms import (
-    masked,
-)
 from peftc.forms.form import Args, Argument, ArgumentValue, Count, Dims, Form, Parameter, PlacementError, Scope
 from peftc.forms.registry import PYTHON_FORMS, register, register_entry_point, unregister
 
@@ -33,7 +30,6 @@ __all__ = [
     "PlacementError",
     "Scope",
     "SelectiveModule",
-    "masked",
     "register",
     "register_entry_point",
     "unregister",

@@ -19,7 +19,7 @@ train training type value_at with_values xpu zero_grad
 _OF_CODE = ("self", "torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree", "getattr")
 RESERVED = frozenset({*_OF_MODULES.split(), *_OF_CODE, *kwlist})
 
-# What modules have besides, of forms with random numbers, buffers, a budget or a selection.
+# What modules have besides, of forms with random numbers, buffers, a budget, pruning or a selection.
 _BESIDES = {
     "random": "route",
     "below": "cross_layer_state read",
@@ -28,6 +28,7 @@ _BESIDES = {
         budget dimensions give_up has_budget has_gradients is_smoothed is_trained keep kept last_round limited scores
         smooth
         """,
+    "pruned": "join kept parameter_value prune pruned pruned_parameter pruning",
     "selection": """
         between bounds choose criterion dense drawn_at drawn_together first_number first_values is_selected origin part
         place_numbers scored selected_parameter selection selects unit_count unit_total units

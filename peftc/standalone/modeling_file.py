@@ -175,7 +175,7 @@ class ModelingFile:
             if equation.differs_by_site:
                 what = f"`{path.rpartition('.')[2]}` at `{region}` makes the values of several sites"
                 raise refusal(f"{what}: save and load the adapter, which has them one by one")
-            if equation.place.selection is not None:
+            if equation.place.selection is not None or equation.place.pruning is not None:
                 what = f"`{path.rpartition('.')[2]}` at `{region}` selects what it trains"
                 raise refusal(f"{what}: fold it, and save the model")
             yield path, f"({_sizes(form)}, {None if owner is None else self.owners[id(owner)]!r})"

@@ -57,7 +57,9 @@ class Writer:
         ways += ["transpose", "blocks", "quotient", "negative", "mean"]
         ways += ["each", "circulant", "concat"]
         ways += (
-            ["wave", "activation", "activation", "softmax", "layer_norm", "rms_norm", "gate"] if self.nonlinear else []
+            ["wave", "clamp", "activation", "activation", "softmax", "layer_norm", "rms_norm", "gate"]
+            if self.nonlinear
+            else []
         )
         ways += ["below", "history"] * 4 if self.of_layers else []
         way = choice(ways)
@@ -85,6 +87,11 @@ class Writer:
                 return f"(circulant({blocks}) @ {inner(m, depth - 1)})"
             case "concat":
                 return f"(concat({self.parameter(n - 2)}, {self.parameter(2)}) * {inner(n, depth - 1)})"
+            case "rms_norm":
+                value = inner(n, depth - 1)
+                return f"rms_norm({f'({value} + 1)' if 'norm(' in value else value})"  # 0 / 0 of equal features
+            case "clamp":
+                return f"clamp(2 * {inner(n, depth - 1)}, 0 - s, {choice((0, 1, 's'))})"
             case "layer_norm":
                 return f"layer_norm({inner(n, depth - 1)}{choice(('', ', 0.1', ', s'))})"
             case "sum":
@@ -103,10 +110,14 @@ class Writer:
             case "negative":
                 return f"(-{inner(n, depth - 1)})"
             case "wrapped":
-                return choice(("dropout({}, 0.1)", "frozen({})", "none({})")).format(inner(n, depth - 1))
+                return choice(("dropout({}, 0.1)", "frozen({})", "none({})", "logistic_noise({})")).format(
+                    inner(n, depth - 1)
+                )
             case "mean":
                 value, other = inner(n, depth - 1), inner(choice((D_IN, R)), depth - 1)
-                return f"({value} + mean({other.removeprefix('softmax')}))"  # that of softmax is constant
+                if other.startswith(("softmax", "layer_norm")):  # of which the mean is constant
+                    other = f"({self.parameter(n, D_IN)} @ x)"
+                return f"({value} + mean({other}))"
             case "let":
                 known = [name for name, size in self.lets if size == n]
                 if known:
@@ -144,7 +155,7 @@ class Writer:
         if depth == 0:
             return self.parameter(n, m)
         ways = ["product", "product", "sum", "entries", "kron", "rows", "blocks", "t", "scaled", "unit", "act"]
-        match choice([*ways, "each", "all", "rotated", "fourier", "solved", "turned"]):
+        match choice([*ways, "each", "all", "rotated", "fourier", "solved", "turned", "logarithm"]):
             case "product":
                 return f"({inner(n, R, depth - 1)} @ {inner(R, m, depth - 1)})"
             case "each":
@@ -181,6 +192,8 @@ class Writer:
                 return f"t({inner(m, n, depth - 1)})"
             case "scaled":
                 return f"({inner(n, m, depth - 1)} / {choice((2, 's'))})"
+            case "logarithm":
+                return f"log(exp({inner(n, m, depth - 1)}) + log(s))"
             case "unit":
                 value = inner(n, m, depth - 1)
                 return f"({value} / (1 + norm({value})))"

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from peftc.equation_code.buffer_module import BufferModule
+from peftc.equation_code.pruning_module import PrunedSites
 from peftc.equations.table import FORMS
 from peftc.forms import Args, Dims, PlacementError
-from peftc.forms.masked_module import MaskedSites
 from peftc.forms.module import build
 from peftc.forms.shapes import Heads, KeyValue, Scalar, Shape, Tokens, Vector, Weight
 from tests.forms.cases import BATCH, CASES, Case, alone, every, initialised, owner, parameters, shaken, size
@@ -43,7 +43,7 @@ def test_stored_count_is_the_count_after_collapsing(case: Case) -> None:
     count = case.form.count(case.args, case.dims)
     if case.form.saved_as(case.args) is not None and case.in_part:
         sites = initialised(case).owner_module
-        assert isinstance(sites, MaskedSites)
+        assert isinstance(sites, PrunedSites)
         sites.choose(torch.arange(sites.unit_count))
         assert count.stored + case.form.common_count(case.args, case.dims).stored == sites.collapsed()["values"].numel()
     elif case.form.saved_as(case.args) is not None:

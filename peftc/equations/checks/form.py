@@ -6,9 +6,18 @@ from collections.abc import Iterable, Iterator
 
 from peftc.diagnostics import Diagnostic, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
-from peftc.equations.analysis import LOSS, mean_over_sites
-from peftc.equations.bindings import BINDERS, INITIAL, layer_call_errors
-from peftc.equations.checks.states import WEIGHTS, check_numbered, check_states, lines_of
+from peftc.equations.analysis import LOSS
+from peftc.equations.bindings import BINDERS, INITIAL, layer_call_errors, mean_over_sites
+from peftc.equations.checks.states import (
+    WEIGHTS,
+    check_numbered,
+    check_pruned,
+    check_saved,
+    check_states,
+    is_first_value,
+    lines_of,
+    pruned_part,
+)
 from peftc.equations.definition import RESULT
 from peftc.equations.matrices import DECOMPOSITIONS
 from peftc.equations.operands import TOKENS
@@ -24,6 +33,7 @@ from peftc.equations.words import (
     OUT,
     PERMUTATION,
     POSITIONS,
+    PRUNED,
     RANDOM,
     SCATTER,
     SELECTION,
@@ -159,7 +169,9 @@ class _FormChecker:
             if keyword.name in arguments and not is_argument:
                 message = f"`{keyword.name}` of the saved `{name}` is an argument of `{self.form.name}`, as it is"
                 yield Diagnostic("P105", message, keyword.value.span)
-            yield from self._expression(keyword.value)
+            if (part := pruned_part(keyword.value)) is None and not is_argument:
+                yield from check_saved(self.form, keyword.value)
+            yield from self._expression(part or keyword.value)
 
     def _comparison(self, left: ast.Expr, right: ast.Expr | None) -> Iterator[Diagnostic]:
         for side, other in ((left, right), (right, left)):
@@ -170,7 +182,7 @@ class _FormChecker:
     def _define(self, name: str, at: Span, condition: ast.Condition | None = None) -> Iterator[Diagnostic]:
         if name in (OUT, RESULT) or (name == TOKENS and self._names_tokens()):
             yield Diagnostic("P121", f"`{name}` is reserved in a form", at, help="use another name")
-        elif name in self.names and not self._may_define_again(name, condition):
+        elif name in self.names and not self._may_define_again(name, condition) and not is_first_value(self.form, name):
             yield Diagnostic("P111", f"`{name}` is defined twice in `{self.form.name}`", at, help="use another name")
         if condition is not None:
             self.conditional.add(name)
@@ -329,6 +341,8 @@ class _FormChecker:
             yield from self._budget(call)
         if function == SCATTER:
             yield from self._scatter(call)
+        if function == PRUNED:
+            yield from check_pruned(self.form, call)
         ends = [ast.Name(NONE)] if function == POSITIONS else []
         for arg in args[:1] if over_tokens else [arg for arg in args if arg not in ends]:
             yield from self._expression(arg, of_weights)

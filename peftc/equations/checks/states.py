@@ -9,9 +9,21 @@ from collections.abc import Iterator
 from peftc.diagnostics import Diagnostic
 from peftc.diagnostics.suggestions import join_names
 from peftc.equations.bindings import INITIAL
-from peftc.equations.words import BELOW, BUDGET, BUFFER, CROSS_LAYER, RANDOM, SELECTION, criterion_of, inputs_of
+from peftc.equations.words import (
+    BELOW,
+    BUDGET,
+    BUFFER,
+    CROSS_LAYER,
+    PRUNED,
+    PRUNED_PARTS,
+    RANDOM,
+    SELECTION,
+    criterion_of,
+    inputs_of,
+)
 from peftc.forms.reserved import RESERVED_BESIDES
 from peftc.syntax import ast
+from peftc.syntax.printer import print_expression
 from peftc.syntax.walk import values, walk
 
 WEIGHTS = ("w", "b")  # of the base, from which first values may be computed
@@ -23,6 +35,14 @@ def lines_of(form: ast.Form) -> list[ast.Parameter]:
 
 def calls_of(form: ast.Form) -> list[ast.Call]:
     return [part for value in values(form) for part in walk(value) if isinstance(part, ast.Call)]
+
+
+def is_first_value(form: ast.Form, name: str) -> bool:
+    """Whether an argument is the first value of a parameter with its name."""
+    is_argument = any(param.name == name for param in form.params) and name not in inputs_of(form)
+    lines = [line for line in lines_of(form) if line.name == name]
+    is_part = any(isinstance(line, ast.Let) and line.name == name for line in form.body)
+    return is_argument and bool(lines) and not is_part and all(line.value == ast.Name(name) for line in lines)
 
 
 def check_numbered(form: ast.Form, line: ast.Parameter, number: str) -> Iterator[Diagnostic]:
@@ -48,9 +68,40 @@ def _numbers(name: str, other: str) -> bool:
     return begin == other and end.isdecimal()
 
 
+def check_pruned(form: ast.Form, call: ast.Call) -> Iterator[Diagnostic]:
+    """The errors of `pruned(v, z, n)`: v is a parameter of each site."""
+    name = call.args[0].id if call.args and isinstance(call.args[0], ast.Name) else ""
+    lines = [line for line in lines_of(form) if line.name == name]
+    if not lines or any(line.fixed or line.scope not in ("", "site") for line in lines):
+        help_ = "write `param v[rows(out), cols(out)] = 0`, and `pruned(v, z, n)`"
+        yield Diagnostic("P105", f"`{print_expression(call)}` prunes no parameter of a site", call.span, help=help_)
+    if len({one for one in calls_of(form) if one.function == PRUNED}) > 1:
+        yield Diagnostic("P111", f"`{form.name}` prunes twice, and a form has one parameter that is pruned", call.span)
+    if shared := next((line for line in lines_of(form) if line.scope not in ("", "site")), None):
+        message = f"`{shared.name}` is one for several sites, which `{form.name}` prunes"
+        yield Diagnostic("P111", message, shared.name_span, help="write a parameter of each site")
+
+
+def pruned_part(value: ast.Expr) -> ast.Call | None:
+    """The call of which `pruned(v, z, n).values` is a part; None for other values."""
+    match value:
+        case ast.Attribute(ast.Call(function) as call, name) if function == PRUNED and name in PRUNED_PARTS:
+            return call
+        case _:
+            return None
+
+
+def check_saved(form: ast.Form, value: ast.Expr) -> Iterator[Diagnostic]:
+    """The error of a form that saves more than what it does not prune."""
+    if any(call.function == PRUNED for call in calls_of(form)):
+        message = f"what is saved of `{form.name}` is what it does not prune"
+        help_ = "write `pruned(v, z, n).values` and `pruned(v, z, n).places`"
+        yield Diagnostic("P105", message, value.span, help=help_)
+
+
 def check_states(form: ast.Form) -> Iterator[Diagnostic]:
     """The errors of a form that is changed in several ways besides training."""
-    ways = {call.function for call in calls_of(form) if call.function in (RANDOM, BUDGET)}
+    ways = {call.function for call in calls_of(form) if call.function in (RANDOM, BUDGET, PRUNED)}
     if any(line.value == ast.Name(BUFFER) for line in lines_of(form)):
         ways.add(BUFFER)
     if any(map(criterion_of, lines_of(form))):
