@@ -71,9 +71,9 @@ def logistic_noise(x: Tensor, training: bool) -> Tensor:
     return u.log() - (1 - u).log() + x
 
 
-def pruned(v: Tensor, z: Tensor | float, kept: Tensor, is_pruned: Tensor) -> Tensor:
-    """v z where it is kept, and v there once the others are pruned."""
-    return kept * torch.where(is_pruned, 1.0, z) * v
+def pruned(v: Tensor, z: Tensor | float, mask: Tensor, is_pruned: Tensor) -> Tensor:
+    """v z where the mask is 1, and v there once the other entries are pruned."""
+    return mask * torch.where(is_pruned, 1.0, z) * v
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

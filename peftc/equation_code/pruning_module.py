@@ -48,10 +48,10 @@ class PruningModule(EquationModule):
     def prune(self, places: Tensor) -> None:
         """Keeps these of the entries, as they are without noise."""
         value = self.parameter_value()
-        kept = torch.zeros_like(value, dtype=torch.bool)
-        kept.view(-1)[places] = True
-        self.get_buffer(KEPT).copy_(kept)
-        self.pruned_parameter.copy_(value * kept)
+        mask = torch.zeros_like(value, dtype=torch.bool)
+        mask.view(-1)[places] = True
+        self.get_buffer(KEPT).copy_(mask)
+        self.pruned_parameter.copy_(value * mask)
 
     def penalties(self) -> Mapping[str, Tensor]:
         """The terms of the loss, until entries are pruned."""

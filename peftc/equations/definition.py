@@ -50,8 +50,7 @@ SELECTION_MODULE = "peftc.equation_code.selection_module:SelectionModule"
 CROSS_LAYER_MODULE = "peftc.equation_code.cross_layer_module:CrossLayerModule"
 PRUNED_SITES = "peftc.equation_code.pruning_module:PrunedSites"
 RESULT = "f"
-OWNER = "owner_module"  # the attribute of a module with the module of common parameters
-PARAMETERS = "parameters"  # of the code of a place
+OWNER, PARAMETERS = "owner_module", "parameters"  # the module of common parameters; a key of the code of a place
 _MODULES = {
     RANDOM: "peftc.equation_code.random_module:RandomModule",
     BUFFER: "peftc.equation_code.buffer_module:BufferModule",

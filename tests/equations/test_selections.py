@@ -15,6 +15,7 @@ from peftc.equation_code.budget_module import BudgetModule
 from peftc.equation_code.buffer_module import BufferModule
 from peftc.equation_code.cross_layer_module import CrossLayerModule
 from peftc.equation_code.module import EquationModule
+from peftc.equation_code.pruning_module import PruningModule
 from peftc.equation_code.random_module import RandomModule
 from peftc.equation_code.selection_module import SelectionModule
 from peftc.forms.reserved import RESERVED_BESIDES
@@ -169,6 +170,7 @@ def test_a_change_of_a_weight_has_no_scores_of_its_own() -> None:
         ("budget", BudgetModule),
         ("selection", SelectionModule),
         ("below", CrossLayerModule),
+        ("pruned", PruningModule),
     ],
 )
 def test_names_of_the_modules_are_reserved(way: str, module: type[EquationModule]) -> None:
