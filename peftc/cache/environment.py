@@ -10,7 +10,7 @@ import hashlib
 import os
 import platform
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -27,6 +27,8 @@ _SWITCHES = ("TRANSFORMERS_", "TORCH_", "PYTORCH_", "USE_", "ATTN_", "FLASH_", "
 _INDIFFERENT = frozenset(
     {"PEFTC_CACHE", "PEFTC_TRACEBACK", "PEFTC_TESTS", "TRANSFORMERS_VERBOSITY", "TRANSFORMERS_CACHE"}
 )
+
+_WITHOUT_CODE = frozenset({bool, int, float, str, type(None), list, tuple, dict})
 
 FileRecord = list[Any]  # path, size, time of the last change in ns, sha256 or ""
 
@@ -71,16 +73,19 @@ def _own_source() -> str:
     return _digest(sorted(_own_files(str(_OWN_SOURCE))))
 
 
-def _own_files(folder: str) -> Iterator[str]:
+def _own_files(folder: str) -> list[str]:
     """A line for each file, with its size and time."""
+    lines: list[str] = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.is_dir() and entry.name != "__pycache__":
-                yield from _own_files(entry.path)
-            elif entry.name.endswith((".py", ".json")):
+            name = entry.name
+            if name.endswith((".py", ".json")):
                 with suppress(OSError):
                     status = entry.stat()
-                    yield f"{entry.path} {status.st_size} {status.st_mtime_ns}"
+                    lines.append(f"{folder}/{name} {status.st_size} {status.st_mtime_ns}")
+            elif name != "__pycache__" and entry.is_dir():
+                lines += _own_files(f"{folder}/{name}")
+    return lines
 
 
 def _digest(lines: Iterable[str]) -> str:
@@ -147,6 +152,8 @@ def _is_own(cls: object, module: ModuleType, name: str, roots: tuple[str, ...]) 
 
 
 def _is_from(value: Any, name: str, roots: tuple[str, ...]) -> bool:
+    if type(value) in _WITHOUT_CODE:
+        return True
     value = getattr(value, "fget", None) or getattr(value, "__func__", value)
     while value is not None:
         code = getattr(value, "__code__", None)

@@ -213,6 +213,12 @@ def wrapped(line: str) -> list[str]:
     return [line[: cuts[-1] + 1], *(f"    {p}{comma}" for p in parts), ")"]
 
 
+def is_wrapped(source: str) -> bool:
+    """Whether a line of generated code was too long, or is now; comments are never wrapped."""
+    lines = (line for line in source.split("\n") if not line.lstrip().startswith("#"))
+    return any(len(line) > WIDTH or line.endswith(("(", "[", "{")) for line in lines)
+
+
 def write_dispatch(choices: list[tuple[tuple[str, ...], str]]) -> list[str]:
     """Code that runs the first statement whose conditions hold. Shared ones are tested once."""
     lines: list[str] = []

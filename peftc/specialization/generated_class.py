@@ -31,7 +31,7 @@ from peftc.rewriting.passes.run import insert_edits
 from peftc.rewriting.weight_products import distribute_products
 from peftc.specialization.call_paths import CallPaths, CallTraces
 from peftc.specialization.code_printer import OtherPath, function_body
-from peftc.specialization.expressions import call_arguments, conjunction, function, write_dispatch
+from peftc.specialization.expressions import call_arguments, conjunction, function, is_wrapped, write_dispatch
 from peftc.specialization.names import FIXED_NAMES, GlobalNames
 from peftc.specialization.tensor_reads import READ, compile_reads, read
 from peftc.specialization.visible_children import child_members
@@ -49,6 +49,7 @@ def uncompiled(function: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 NUMBERED = ("variant_", "PASSTHROUGH")  # begin the names of other functions and constants of generated code
 CALLING_FORMS = "calling forms"
+_PLACE = re.compile(rf"\b{CONTAINER}\.\w+\.\w+(?=\.)")  # of the forms of an edit (`RegionEdit.place`)
 ClassKey = tuple[Any, ...]
 _both_modes = ContextVar("both_modes", default=False)
 
@@ -152,18 +153,23 @@ class GeneratedClass:
         self.dispatch: Callable[..., Any] = self._respecialize
         self.cls = make_class(self)
         if not inline:  # only arguments and result are edited: the model's own forward, in between
-            self.add(self.variant(self.boundary_graph()) if like is None else self.renamed_variant(like))
+            renamed = None if like is None else self.renamed_variant(like)
+            self.add(renamed or self.variant(self.boundary_graph()))
 
     def boundary_graph(self) -> fx.Graph:
         traced = boundary_graph(self.base, self.signature, self.edits)
         self.rewrite(traced)
         return traced.graph
 
-    def renamed_variant(self, like: GeneratedClass) -> Variant:
-        """The variant of another class, with the names of the sites of this one."""
+    def renamed_variant(self, like: GeneratedClass) -> Variant | None:
+        """The variant of another class, with the names of the sites of this one; None where the
+        layout of its lines depends on the lengths of the names.
+        """
+        before = like.variants[0].source
         places = {old.place: new.place for old, new in zip(like.edits, self.edits, strict=True)}
-        pattern = rf"\b({'|'.join(map(re.escape, places))})(?=\.)"
-        source = re.sub(pattern, lambda match: places[match[0]], like.variants[0].source)
+        source = _PLACE.sub(lambda match: places.get(match[0], match[0]), before)
+        if any(len(old) != len(new) for old, new in places.items()) and (is_wrapped(before) or is_wrapped(source)):
+            return None
         return replace(like.variants[0], make_graph=self.boundary_graph, source=source)
 
     def __deepcopy__(self, memo: object) -> GeneratedClass:
@@ -370,9 +376,7 @@ def class_key(*parts: Any) -> ClassKey:
 
 
 def names_pattern(edits: Iterable[RegionEdit]) -> Iterator[object]:
-    """Equal for the edits of two regions if they differ in the names of sites alone. The layout of
-    generated code depends on the lengths of names.
-    """
+    """Equal for the edits of two regions if they differ in the names of sites alone."""
     numbers: dict[str, int] = {}
     for edit in edits:
-        yield edit.pattern, len(edit.slug), numbers.setdefault(edit.place, len(numbers))
+        yield edit.pattern, numbers.setdefault(edit.place, len(numbers))
