@@ -94,6 +94,12 @@ class Stream:
         # Seen in: Nemotron H Omni, whose `ffn` beside an untraced attention has no site without it
         return node.op == "call_module" and node.target in self.opaque and self.reaches(node) and gives_states(node)
 
+    def is_changed_by_leaf(self, node: fx.Node) -> bool:
+        """Whether a module without a known meaning computes other hidden states of the stream."""
+        # Seen in: no transformers model, but stochastic depth as an autograd function
+        source = first_input(node) if self.layer.op(node) is Op.MODULE else None
+        return source is not None and shape(source) == shape(node) and self.reaches(source)
+
     def holds(self, node: fx.Node) -> bool:
         """Whether `node` is the stream itself, but for norms, dropout, casts, limits, constant
         factors and terms, and a selection of tokens; of several streams, a mixture.

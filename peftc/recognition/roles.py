@@ -149,7 +149,8 @@ class _Finder:
         for add in self.sums:
             operands = [a for a in operands_of_sum(add) if shape(a) == shape(add)]
             for start, other in itertools.permutations(operands, 2):
-                if self._attends(other) and not self._attends(start) and self.is_computed(start):
+                computes = self.is_computed(start) or self.stream.is_changed_by_leaf(start)
+                if self._attends(other) and not self._attends(start) and computes:
                     is_new = reaches(start, other)
                     if reads_projections(start, self.attentions, self.layer):
                         continue
@@ -278,6 +279,7 @@ class _Finder:
         # Seen in: no transformers model, but blocks of flash-attention and vLLM
         results, stream = nodes_in(output_of(self.layer.graph).args), self.stream.values[-1]
         others = [n for n in results if shape(n) == shape(stream) and not self.stream.holds(n)]
+        others = [n for n in others if not any(self.layer.stripped(n) in sub.body for sub in self.outputs.values())]
         if len(self.stream.values) < 2 or stream not in results or len(others) != 1 or not self.is_computed(others[0]):
             return []
         sub = self.sub_layer(others[0], stream, others[0])

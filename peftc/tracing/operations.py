@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.jit._builtins import _find_builtin  # pyright: ignore
 from transformers.modeling_utils import AttentionInterface
 
+_OWNERS: tuple[Any, ...] = (torch, torch._C._nn, torch._C._linalg, torch._C._fft)  # pyright: ignore
 DIRECT = "direct"  # in the meta of a module's call: code calls its `forward`, past its hooks
 
 
@@ -30,6 +32,24 @@ def script_function(*args: Any, function: torch.jit.ScriptFunction[..., Any], **
 def model_function(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Leaf: a function of the model's code, which decides on what is known only while it runs."""
     return function(*args, **kwargs)
+
+
+def python_target(target: Any, args: Sequence[Any]) -> tuple[str, Any]:
+    """The kind and target of a node that calls an operator of PyTorch's dispatcher, such as
+    `torch.ops.aten.add.Tensor`, as Python code calls it: by the function that is bound to the
+    operator, else by the method. An operator without both stays.
+    """
+    # Seen in: no transformers model, but code that is copied from exported graphs
+    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target  # pyright: ignore
+    if not isinstance(packet, torch._ops.OpOverloadPacket) or not args:  # pyright: ignore
+        return "call_function", target
+    name, operator = packet.__name__, str(packet).replace(".", "::")
+    functions = (getattr(owner, name, None) for owner in _OWNERS)
+    function = next((f for f in functions if f is not None and _find_builtin(f) == operator), None)
+    if function is not None:
+        return "call_function", function
+    is_method = str(packet) == f"aten.{name}" and callable(getattr(torch.Tensor, name, None))
+    return ("call_method", name) if is_method else ("call_function", target)
 
 
 def branch(condition: Any, outcome: bool) -> None:

@@ -19,7 +19,7 @@ from peftc.modules.walk import submodule
 from peftc.tracing.bytecode import Origin, position_of, running_stack
 from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, leaves, version
 from peftc.tracing.module_calls import bind_arguments, functional_linear, is_constant, with_positional_tensors
-from peftc.tracing.operations import DIRECT, attention, model_function
+from peftc.tracing.operations import DIRECT, attention, model_function, python_target
 from peftc.tracing.patches import has_context_decorator, instrument_modules, patch_libraries
 from peftc.tracing.proxy import (
     Attribute,
@@ -95,6 +95,8 @@ class RegionTracer(TracerBase):
             if source.target is operator.getitem and source.args[1] != 0:
                 self.guard_implementation(getitem_root(source))
             self.reject_none(source, concrete_values(args[0]))
+        if kind == "call_function":
+            kind, target = python_target(target, args)
         args, kwargs = with_positional_tensors(kind, target, args, kwargs)
         if (mask := mask_of_indices(target, args, kwargs)) is not None:
             return MaskIndices(mask, lambda: self.create_call(kind, target, args, kwargs, name))
