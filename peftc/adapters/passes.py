@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from peftc.adapters.metadata import Adapter
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names
-from peftc.forms.pass_form import Pass
 from peftc.installation.compiled_model import CompiledModel
+from peftc.planning.pass_form import Pass
 from peftc.rewriting.passes.first_run import first_runs
 from peftc.syntax import ast
 

@@ -13,7 +13,6 @@ from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.filesystem import resources
 from peftc.forms import PYTHON_FORMS
 from peftc.forms.form import Form
-from peftc.forms.registry import is_built_in
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_statement
@@ -21,7 +20,7 @@ from peftc.syntax.walk import values, walk
 
 
 class BuiltInForms(Mapping[str, Form]):
-    """The forms of the package by name: the Python ones, and those of `forms/*.peft`, read when
+    """The forms by name: the registered Python ones, and those of `forms/*.peft`, read when
     something asks for them.
     """
 
@@ -73,9 +72,8 @@ def _calls(spec: ast.Spec) -> dict[str, None]:
 
 
 def registered_forms(spec: ast.Spec) -> dict[str, Form]:
-    """The Python forms that a spec calls and that are not of the package, by name."""
-    forms = ((name, PYTHON_FORMS.get(name)) for name in _calls(spec))
-    return {name: form for name, form in forms if form is not None and not is_built_in(form)}
+    """The Python forms that a spec calls, by name."""
+    return {name: PYTHON_FORMS[name] for name in _calls(spec) if name in PYTHON_FORMS}
 
 
 def built_in_texts(spec: ast.Spec) -> dict[str, str]:
@@ -99,7 +97,7 @@ def with_built_in(spec: ast.Spec, texts: Mapping[str, str]) -> ast.Spec:
     forms: list[ast.Form] = []
     calls = _calls(spec)
     for name, text in texts.items():
-        if name not in calls or (text == _printed(name) and name not in PYTHON_FORMS):
+        if name not in calls or text == _printed(name):
             continue
         source = parse_text(f"peft 2\n{text}\n", f"forms/{name}.peft")
         form = next((s for s in source.statements if isinstance(s, ast.Form)), None)

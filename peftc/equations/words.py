@@ -298,7 +298,14 @@ def whole_numbers(node: ast.Expr) -> tuple[ast.Expr, ...]:
 
 
 def names_of_whole(node: ast.Expr) -> set[str]:
-    """The names in a whole number that are whole numbers: what is rounded need not be one."""
-    is_rounded = isinstance(node, ast.Call) and node.function in ("round", "floor")
+    """The names in a whole number that are whole numbers.
+
+    What is rounded need not be one; `floor(a / b)` is the division of two.
+    """
+    match node:
+        case ast.Call("floor", (ast.Binary("/", _, _),)):
+            is_rounded = False
+        case _:
+            is_rounded = isinstance(node, ast.Call) and node.function in ("round", "floor")
     inner = [] if is_rounded else map(names_of_whole, children(node))
     return {node.id} if isinstance(node, ast.Name) else set[str]().union(*inner)

@@ -16,7 +16,7 @@ def shape_at(form: Form, args: Args, dims: Dims) -> Shape:
 
     Raises: PlacementError: what the form says, or P574 if its code fails, or gives no shape or no parameters.
     """
-    if form.text is not None or is_built_in(form):
+    if is_built_in(form):
         return form.shape(args, dims)
     try:
         shape, parameters = form.shape(args, dims), list(form.parameters(args, dims))

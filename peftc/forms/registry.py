@@ -1,4 +1,4 @@
-"""The forms that are Python classes, by name: those of the package, and those that a program registers."""
+"""The forms that are Python classes, which a program registers, by name."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ def register(form: FormClass) -> FormClass:
 
 def unregister(name: str) -> None:
     """Makes a form that a program has registered unknown again. Other names are ignored."""
-    if name in _forms and not is_built_in(_forms[name]):
-        del _forms[name]
+    _forms.pop(name, None)
 
 
 def register_entry_point(name: str) -> type[Form]:

@@ -6,8 +6,8 @@ from peftc.addressing.sites import Site
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.record import record
 from peftc.forms.form import Dims
-from peftc.forms.pass_form import PassForm
 from peftc.planning.ir import Assign, FormCall, FormInstance, Read, SiteEdit
+from peftc.planning.pass_form import PassForm
 from peftc.syntax import ast
 
 

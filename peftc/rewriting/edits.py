@@ -16,12 +16,12 @@ from peftc.equation_code.form_code import code_text
 from peftc.equations.analysis import Place
 from peftc.equations.definition import TextForm, owner_path
 from peftc.equations.words import scope_of
-from peftc.forms.pass_form import PassForm
 from peftc.forms.shapes import KeyValue, Prompt, Scalar, Tokens
 from peftc.modules.new_modules import module_with
 from peftc.modules.torch_attributes import TABLES, with_lazy_tables
 from peftc.planning import ir
 from peftc.planning.pass_edit import form_of_pass
+from peftc.planning.pass_form import PassForm
 from peftc.rewriting.anchors import Anchor
 from peftc.syntax.printer import print_statement
 

@@ -17,11 +17,11 @@ from peftc.addressing.sites import (
     WeightRef,
 )
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.forms.pass_form import PassForm
 from peftc.forms.shapes import Tokens
 from peftc.modules.walk import submodule
 from peftc.planning import ir
 from peftc.planning.pass_edit import form_of_pass
+from peftc.planning.pass_form import PassForm
 from peftc.recognition.layer_types import LayerType
 from peftc.rewriting.anchors import Anchor, calls_of, contains, frames_between, relative
 from peftc.rewriting.edits import (

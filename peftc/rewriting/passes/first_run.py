@@ -7,11 +7,11 @@ import torch
 from peftc.addressing.sites import Site, SiteTable
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.tensors import fake_copy
-from peftc.forms.pass_form import Pass, PassForm
 from peftc.forms.shapes import Scalar
 from peftc.planning import ir
 from peftc.planning.lowering_context import path_spot
 from peftc.planning.pass_edit import PassEdit, equation_of, pass_edit
+from peftc.planning.pass_form import Pass, PassForm
 from peftc.planning.selection.selectors import resolve
 from peftc.recognition.layer_types import LayerType, has_parts
 from peftc.recognition.layers import ModelStructure

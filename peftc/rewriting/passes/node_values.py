@@ -17,11 +17,11 @@ from peftc.dataflow.nodes import example
 from peftc.dataflow.operations import has_side_effects
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.form import Dims
-from peftc.forms.pass_form import PassForm
-from peftc.forms.pass_module import PassModule
 from peftc.forms.shapes import Tokens
 from peftc.models.names import error_summary
 from peftc.modules.walk import submodule
+from peftc.planning.pass_form import PassForm
+from peftc.rewriting.passes.pass_module import PassModule
 from peftc.tracing.region_trace import RegionTrace
 
 _modules: WeakKeyDictionary[PassForm, PassModule] = WeakKeyDictionary()  # without values

@@ -13,7 +13,7 @@ from torch import fx, nn
 from peftc.dataflow.nodes import ancestors, nodes_in
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names, nearest
-from peftc.forms.pass_form import PassForm, PassMember
+from peftc.planning.pass_form import PassForm, PassMember
 from peftc.rewriting.edits import RegionEdit
 from peftc.rewriting.insert import Inserter
 from peftc.rewriting.passes.node_values import NodeValues

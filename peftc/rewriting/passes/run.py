@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from peftc.dataflow.nodes import EDIT, ancestors, example, output_of
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.forms.pass_form import PassForm
 from peftc.models.skeleton import stop_notes
+from peftc.planning.pass_form import PassForm
 from peftc.rewriting.anchors import find
 from peftc.rewriting.edits import EQUATIONS, RegionEdit, RegionState
 from peftc.rewriting.insert import Inserter

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import FormModule, Generators, draw_of, fill_values, has_values, seeded
-from peftc.forms.pass_form import PassForm, PassMember
+from peftc.planning.pass_form import PassForm, PassMember
 
 
 class PassModule(FormModule):

@@ -52,7 +52,7 @@ class PassForm(Form):
         replaced: the states that the pass replaces.
     """
 
-    module = "peftc.forms.pass_module:PassModule"
+    module = "peftc.rewriting.passes.pass_module:PassModule"
     has_base_dtype = True
     equation = "a pass over the fx graph of the layer"
 
