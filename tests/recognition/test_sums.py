@@ -160,7 +160,7 @@ def test_a_sub_layer_of_some_tokens() -> None:
     model, block = model_of(torch.add, block=Gathered)
     for place in ("attn", "ffn"):
         expected = without(place, model, block)
-        peftc.compile(f"peft 1 edit e at layer[*].{place} {{ h = lora(x, r=2) }}", model, sample={"x": X})
+        peftc.compile(f"peft 1 edit e at layer[*].{place} {{ h = 0 * h + lora(x, r=2) }}", model, sample={"x": X})
         torch.testing.assert_close(model(X), expected, rtol=0, atol=1e-10)
         peftc.remove(model)
 
