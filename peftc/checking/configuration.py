@@ -21,6 +21,7 @@ from peftc.diagnostics.codes import CODES
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.filesystem.bounded_read import read_regular
 from peftc.filesystem.open_texts import open_text
+from peftc.models.names import split_task, with_task
 
 FILE, PYPROJECT, TABLE = "peftc.toml", "pyproject.toml", ("tool", "peftc")
 _MAX_BYTES = 1_000_000
@@ -105,8 +106,9 @@ class Configuration:
 
     def _model(self, name: str) -> str:
         """A path relative to the folder of the configuration, or a name as it is."""
-        path = self.folder / os.path.expanduser(name)
-        return os.path.relpath(path) if path.exists() else name
+        model, task = split_task(name)
+        path = self.folder / os.path.expanduser(model)
+        return with_task(os.path.relpath(path), task) if path.exists() else name
 
     def _matches(self, patterns: list[str], path: str) -> bool:
         from pathspec import GitIgnoreSpec  # 40 ms

@@ -83,8 +83,8 @@ def open_model(model: Model, trust_remote_code: bool = False) -> Base:
     source = resolve(model, trust_remote_code)
     if has_local_weights(source) and getattr(source.config, "quantization_config", None) is None:
         opened = open_base(model, trust_remote_code)
-        return Base(opened.model, source.id, opened)
-    return Base(_without_weights(source), source.id, None, has_weights=False)
+        return Base(opened.model, source.checkpoint, opened)
+    return Base(_without_weights(source), source.checkpoint, None, has_weights=False)
 
 
 def _without_weights(source: ModelSource) -> nn.Module:

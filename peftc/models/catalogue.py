@@ -3,13 +3,13 @@
 import difflib
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from peftc.models.catalogue_file import read_catalogue
 
-Head = Literal["base", "causal-lm", "seq2seq-lm"]
+Head = str  # the task of an auto class of transformers, such as "causal-lm"; "base" is `AutoModel`
 
 
 class Entry(BaseModel):

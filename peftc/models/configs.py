@@ -1,5 +1,6 @@
 """Makes transformers configs from values, and finds the model class of a config."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.models.catalogue import Head
 from peftc.models.names import error_summary
 
@@ -52,6 +54,34 @@ def _needs_code(name: str, reason: str) -> Diagnostic:
     return Diagnostic("P504", f"{name} needs code from its repository, which was not run", notes=notes, help=help_)
 
 
+def auto_classes() -> dict[Head, Any]:
+    """The auto classes of transformers by task: "causal-lm" for `AutoModelForCausalLM`."""
+    names = (name for name in vars(auto) if name.startswith("AutoModelFor") and name[-1] != "_")
+    tasks = {re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name.removeprefix("AutoModelFor")).lower(): name for name in names}
+    return {"base": auto.AutoModel} | {task: getattr(auto, name) for task, name in sorted(tasks.items())}
+
+
+def auto_class(task: Head) -> Any:
+    """The auto class of a task. Raises: P513."""
+    classes = auto_classes()
+    if task in classes:
+        return classes[task]
+    help_ = did_you_mean(task, classes) or f"one of {join_names(list(classes))}"
+    raise PeftcError(Diagnostic("P513", f"transformers has no auto class for the task `{task}`", help=help_))
+
+
+def task_class(config: PretrainedConfig, name: str, task: Head) -> type[PreTrainedModel]:
+    """The class of an auto class for a model. Raises: P513."""
+    mapping = auto_class(task)._model_mapping
+    if type(config) not in mapping:
+        own = [other for other, cls in auto_classes().items() if type(config) in cls._model_mapping]
+        message = f"transformers has no {config.model_type} model for the task `{task}`, needed for {name}"
+        raise PeftcError(Diagnostic("P513", message, help=f"one of {join_names(own)}" if own else None))
+    with paused_gc(promote=True):
+        cls = mapping[type(config)]
+    return cls[0] if isinstance(cls, tuple) else cls
+
+
 def _auto_class(config: PretrainedConfig, head: Head | None) -> str | None:
     """The name of the class that the auto class for `head`, else a likely one, would build."""
     if head is None:
@@ -74,8 +104,11 @@ def _auto_class(config: PretrainedConfig, head: Head | None) -> str | None:
 # Code of a repository (`auto_map`), run only with consent
 
 
-def from_code(name: str, path: Path | None) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
-    """Runs the code beside `path` (a folder or config.json), or of the hub. Raises: P504, P510."""
+def from_code(name: str, path: Path | None, task: Head | None) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
+    """Runs the code beside `path` (a folder or config.json), or of the hub.
+
+    Raises: P504, P510, P513.
+    """
     if path is not None and path.is_file():
         if path.name != "config.json":
             message = f"the code of {name} can only be found beside a file named config.json"
@@ -85,21 +118,23 @@ def from_code(name: str, path: Path | None) -> tuple[PretrainedConfig, type[PreT
     try:
         with paused_gc(promote=True):
             config = cast(PretrainedConfig, AutoConfig.from_pretrained(repository, trust_remote_code=True))
-            return config, class_of(config, name, repository)
+            return config, class_of(config, name, repository, task)
     except PeftcError:
         raise
     except Exception as error:  # the repository's code raises anything
         raise PeftcError(Diagnostic("P510", f"the code of {name} fails", notes=(error_summary(error),))) from error
 
 
-def class_of(config: PretrainedConfig, name: str, repository: str) -> type[PreTrainedModel]:
-    """The declared class, from the repository's code if it has one, else from transformers."""
+def class_of(config: PretrainedConfig, name: str, repository: str, task: Head | None = None) -> type[PreTrainedModel]:
+    """The declared class, or that of a task: of the repository's code, else of transformers."""
     declared: list[str] = list(getattr(config, "architectures", None) or [])
     auto_map: Mapping[str, Any] = getattr(config, "auto_map", {})
-    references = [ref for key, ref in auto_map.items() if key.startswith("AutoModel") and isinstance(ref, str)]
+    own = "AutoModel" if task is None else auto_class(task).__name__
+    keys = [key for key in auto_map if (key.startswith(own) if task is None else key == own)]
+    references = [ref for key in keys if isinstance(ref := auto_map[key], str)]
     references.sort(key=lambda ref: ref.rpartition(".")[2] not in declared)  # the declared architecture first
     if not references:
-        return model_class(config, name)
+        return model_class(config, name) if task is None else task_class(config, name, task)
     cls = cast(object, get_class_from_dynamic_module(references[0], repository))
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         raise PeftcError(Diagnostic("P503", f"`{references[0]}` of {name} is not a model class of transformers"))

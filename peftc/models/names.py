@@ -2,8 +2,9 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -13,6 +14,7 @@ from peftc.models import catalogue
 from peftc.models.catalogue import Head
 
 Kind = Literal["catalogue", "folder", "config.json", "hub", "config", "module"]
+_TASK = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _LARGEST = 16_000_000  # bytes of a config.json
 
 
@@ -46,8 +48,26 @@ def local_request(name: str, trust_remote_code: bool = False) -> Request | None:
     return Request(name, local.values, local.head)
 
 
+def with_task(name: str, task: str | None) -> str:
+    """The name of a model whose class is that of an auto class: `NAME:TASK`."""
+    return name if task is None else f"{name}:{task}"
+
+
+def split_task(name: str) -> tuple[str, Head | None]:
+    """The name of a model, and the task of its class where the name says one."""
+    model, _, task = name.rpartition(":")
+    is_task = bool(model) and _TASK.fullmatch(task) is not None and not os.path.lexists(os.path.expanduser(name))
+    return (model, task) if is_task else (name, None)
+
+
 def local_values(name: str) -> NamedValues | None:
     """What a name stands for if it is no id of the hub. Raises: P026, P027, P503."""
+    model, task = split_task(name)
+    local = _local_values(model)
+    return local if local is None or task is None else replace(local, head=task)
+
+
+def _local_values(name: str) -> NamedValues | None:
     path = Path(os.path.expanduser(name))
     if os.path.isfile(path / "config.json"):
         return NamedValues("folder", read_values(path / "config.json"), path)

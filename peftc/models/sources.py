@@ -22,8 +22,17 @@ from peftc.diagnostics.activity import activity
 from peftc.filesystem.bounded_read import check_regular
 from peftc.models import catalogue
 from peftc.models.catalogue import Head
-from peftc.models.configs import class_of, config_from, from_code, model_class
-from peftc.models.names import Kind, Request, error_summary, has_code, local_values, read_values
+from peftc.models.configs import class_of, config_from, from_code, model_class, task_class
+from peftc.models.names import (
+    Kind,
+    Request,
+    error_summary,
+    has_code,
+    local_values,
+    read_values,
+    split_task,
+    with_task,
+)
 from peftc.modules.module_rows import ModuleRows
 
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
@@ -48,6 +57,11 @@ class ModelSource:
     request: Request | None = None  # of its cached table: the name and the values of its configuration
     rows: ModuleRows | None = None  # of the modules of `module`, if they are known
 
+    @property
+    def checkpoint(self) -> str:
+        """The folder or the hub id of its weights: its name without a task."""
+        return split_task(self.id)[0]
+
 
 def resolve(
     model: str | os.PathLike[str] | PretrainedConfig | nn.Module, trust_remote_code: bool = False
@@ -55,9 +69,10 @@ def resolve(
     """Resolves a model without reading a weight.
 
     A string is a folder or a config.json if one exists, else an id in the catalogue, in the hub
-    cache, or, unless offline, on the hub, of which only config.json is downloaded.
+    cache, or, unless offline, on the hub, of which only config.json is downloaded. `NAME:TASK` has
+    the class of an auto class of transformers: `bert-base-uncased:sequence-classification`.
     Raises: P501 (unknown id), P502 (no such path), P503 (unusable configuration), P504 (needs the
-        repository's code), P510 (that code fails).
+        repository's code), P510 (that code fails), P513 (no model for the task).
     """
     if isinstance(model, nn.Module):
         config: Any = getattr(model, "config", None)
@@ -85,12 +100,14 @@ def _from_name(name: str, trust_remote_code: bool) -> ModelSource:
         raise PeftcError(_unknown(name, "the name is empty"))
     if local := local_values(name):
         return _from_values(name, local.kind, local.values, trust_remote_code, local.path, local.head)
+    name, task = split_task(name)
     path = Path(os.path.expanduser(name))
     if os.path.isdir(path):
         raise PeftcError(Diagnostic("P502", f"the folder `{name}` has no config.json"))
     if name.endswith(".json") or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
         raise PeftcError(Diagnostic("P502", f"there is no folder or config.json at `{name}`"))
-    return _from_values(name, "hub", read_values(_hub_config(name)), trust_remote_code)
+    values = read_values(_hub_config(name))
+    return _from_values(with_task(name, task), "hub", values, trust_remote_code)
 
 
 def _from_values(
@@ -101,12 +118,12 @@ def _from_values(
     path: Path | None = None,
     head: Head | None = None,
 ) -> ModelSource:
-    folder = path if kind == "folder" else None
+    folder, (id_, task) = path if kind == "folder" else None, split_task(name)
     if trust_remote_code and has_code(values):
-        config, cls = from_code(name, path)
+        config, cls = from_code(id_, path, task)
         return ModelSource(name, kind, config.model_type, config, cls, folder=folder, own_code=True)
     config, untied = config_from(values, name), values.get("tie_word_embeddings") is False
-    cls = model_class(config, name, head)
+    cls = model_class(config, id_, head) if task is None else task_class(config, id_, task)
     request = None if kind == "hub" else Request(name, values, head)
     return ModelSource(name, kind, config.model_type, config, cls, folder=folder, untied_head=untied, request=request)
 
@@ -152,7 +169,7 @@ def load_model(source: ModelSource) -> nn.Module:
             check_regular(path, path.stat())
     if reason := _why_missing(source):
         raise PeftcError(_no_weights(source, reason))
-    path = str(source.folder) if source.folder else source.id
+    path = str(source.folder) if source.folder else source.checkpoint
     try:
         with activity(f"reading the weights of {source.id}"), paused_gc(promote=True):
             model = cls.from_pretrained(path, dtype="auto", use_safetensors=True, trust_remote_code=source.own_code)
@@ -209,7 +226,7 @@ def weights_folder(source: ModelSource) -> Path:
     if source.folder:
         return source.folder
     try:
-        return Path(snapshot_download(source.id, ignore_patterns=[f"*{suffix}" for suffix in OTHER_FORMATS]))
+        return Path(snapshot_download(source.checkpoint, ignore_patterns=[f"*{suffix}" for suffix in OTHER_FORMATS]))
     except OSError as error:
         raise PeftcError(_no_weights(source, error_summary(error))) from error
 
@@ -217,7 +234,7 @@ def weights_folder(source: ModelSource) -> Path:
 def _exists(source: ModelSource, file: str) -> bool:
     if source.folder:
         return (source.folder / file).is_file()
-    return isinstance(cast(Any, try_to_load_from_cache(source.id, file)), str)
+    return isinstance(cast(Any, try_to_load_from_cache(source.checkpoint, file)), str)
 
 
 def _no_weights(source: ModelSource, reason: str) -> Diagnostic:

@@ -8,6 +8,7 @@ from peftc.cli.parser.arguments import (
     MODEL_FORMAT,
     OTHER_WEIGHTS,
     REMOTE_CODE,
+    TASK,
     argument,
 )
 from peftc.cli.parser.command import Command
@@ -15,7 +16,7 @@ from peftc.cli.parser.command import Command
 INSPECT = Command(
     "print a saved adapter: its spec, base and counts, and how much each edit changes",
     "exchange_commands",
-    (ADAPTER, BASE_MODEL, REMOTE_CODE, FORMS, MODEL_FORMAT, JSON),
+    (ADAPTER, BASE_MODEL, REMOTE_CODE, TASK, FORMS, MODEL_FORMAT, JSON),
 )
 MERGE = Command(
     "merge saved adapters into a safetensors checkpoint, tensor by tensor",
@@ -44,6 +45,7 @@ MERGE = Command(
             "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where sums are computed (default: auto)"
         ),
         REMOTE_CODE,
+        TASK,
         FORMS,
         MODEL_FORMAT,
         JSON,
@@ -61,6 +63,7 @@ EXPORT = Command(
         BASE_MODEL,
         OTHER_WEIGHTS,
         REMOTE_CODE,
+        TASK,
         FORMS,
         MODEL_FORMAT,
         JSON,
@@ -77,6 +80,7 @@ CONVERT = Command(
         BASE_MODEL,
         OTHER_WEIGHTS,
         REMOTE_CODE,
+        TASK,
         FORMS,
         MODEL_FORMAT,
     ),
@@ -96,6 +100,7 @@ IMPORT = Command(
         ),
         BASE_MODEL,
         REMOTE_CODE,
+        TASK,
         MODEL_FORMAT,
     ),
 )

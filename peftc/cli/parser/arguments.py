@@ -93,6 +93,12 @@ REMOTE_CODE = argument(
     action="store_true",
     help="run the Python files that the model's configuration names; without this option they never run",
 )
+TASK = argument(
+    "--task",
+    metavar="TASK",
+    help="the class of the model: that of an auto class, such as sequence-classification or token-classification "
+    "(also `--model MODEL:TASK`; default: the one that the configuration declares)",
+)
 TASKS = argument(
     "--tasks",
     type=comma_separated,
@@ -112,7 +118,7 @@ CONFIG = argument(
     "--config", values="file", metavar="FILE", help="a peftc.toml or pyproject.toml (default: of the nearest folder)"
 )
 ISOLATED = argument("--isolated", action="store_true", help="read no configuration")
-ON_MODEL = (SPEC, MODEL, REMOTE_CODE, SET, INCLUDE, FORMS, TASKS)
+ON_MODEL = (SPEC, MODEL, REMOTE_CODE, TASK, SET, INCLUDE, FORMS, TASKS)
 
 
 def models(help: str) -> Argument:

@@ -1,6 +1,6 @@
 """The commands on what comes with peftc."""
 
-from peftc.cli.parser.arguments import A_MODEL, FORMS, JSON, MODEL_FORMAT, NO_CACHE, REMOTE_CODE, argument, models
+from peftc.cli.parser.arguments import A_MODEL, FORMS, JSON, MODEL_FORMAT, NO_CACHE, REMOTE_CODE, TASK, argument, models
 from peftc.cli.parser.command import Command
 
 RECIPES = Command(
@@ -10,6 +10,7 @@ RECIPES = Command(
         argument("names", values="recipe", nargs="*", metavar="NAME", help="a recipe (default: all)"),
         models(f"also print what they cost on this model: {A_MODEL} (repeatable)"),
         REMOTE_CODE,
+        TASK,
         NO_CACHE,
         MODEL_FORMAT,
         JSON,
@@ -44,6 +45,7 @@ NEW = Command(
             help="of a configuration: name the modules by their roles in this model",
         ),
         REMOTE_CODE,
+        TASK,
         MODEL_FORMAT,
     ),
 )

@@ -14,6 +14,7 @@ from peftc.cli.parser.command import COMMON, Command
 from peftc.cli.parser.commands import COMMANDS
 from peftc.diagnostics.activity import activity
 from peftc.diagnostics.suggestions import did_you_mean
+from peftc.models.names import with_task
 
 _TOP_OPTIONS = ("-h", "--help", "--version")
 DESCRIPTION = "A model-surgery compiler: PEFT methods as equations, on any model."
@@ -59,7 +60,20 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         _fail("peftc", f"there is no command `{name}`", did_you_mean(name, COMMANDS) or "`peftc --help` lists all")
     if name is not None:
         _check_options(name, argv[argv.index(name) + 1 :])
-    return parser(name).parse_args(argv)
+    args = parser(name).parse_args(argv)
+    _add_task(args, f"peftc {name}")
+    return args
+
+
+def _add_task(args: argparse.Namespace, program: str) -> None:
+    """Makes `--task` a part of the names of the models."""
+    if (task := getattr(args, "task", None)) is None:
+        return
+    if not args.model:
+        _fail(program, "`--task` says the class of a model", "name it: `--model`")
+    args.model = (
+        with_task(args.model, task) if isinstance(args.model, str) else [with_task(m, task) for m in args.model]
+    )
 
 
 def _check_options(name: str, words: Sequence[str]) -> None:
