@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
@@ -22,13 +23,30 @@ from peftc.syntax.walk import selects_stack
 BRANCHES = frozenset({"self", "cross"})
 NORM_OWNERS = frozenset({"attn", "ffn", "self", "cross", "q", "k"})
 _PATHS = "_paths"  # where a table keeps them
+_PARTS = re.compile(r"(\*\*|\*|\?|\[[^\[\].]+\])")  # of a pattern on module names
+_WILDCARDS = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
 _NUMBER = re.compile(r"(?<=\[)\d+(?=\])|(?<=\.)\d+(?=\.|$)")
 
 
 def glob_pattern(text: str) -> re.Pattern[str]:
-    """`*` and `?` stay within one segment of a module name; `**` spans segments."""
-    parts = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
-    return re.compile("".join(parts.get(part, re.escape(part)) for part in re.split(r"(\*\*|\*|\?)", text)))
+    """`*`, `?` and `[qv]` stay within one segment of a module name; `**` spans segments."""
+    return re.compile("".join(map(_expression, _PARTS.split(text))))
+
+
+def _expression(part: str) -> str:
+    """The regular expression of a part of a pattern.
+
+    `[q-v]` is any of the characters from q to v, `[!qv]` any but q and v.
+    """
+    if part in _WILDCARDS:
+        return _WILDCARDS[part]
+    if not _PARTS.fullmatch(part):
+        return re.escape(part)
+    others = part[1] == "!" and len(part) > 3
+    characters = re.sub(r"[\\^&|~]", r"\\\g<0>", part[2:-1] if others else part[1:-1])
+    with suppress(re.error):  # of a range that ends before it begins
+        return re.compile(f"[^.{characters}]" if others else f"[{characters}]").pattern
+    return re.escape(part)
 
 
 def stack_steps(names: Sequence[str]) -> int:

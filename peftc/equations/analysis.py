@@ -120,7 +120,7 @@ class Place(Operands):
                     if prod(sizes) > _MOST_ENTRIES:
                         message = f"`{name}` is {Type(sizes)}, {prod(sizes):,} numbers, more than any weight has"
                         raise FormError("P318", message, line)
-                    if line.value == ast.Name(name):
+                    if line.value == ast.Name(name) and name in self.numbers:
                         self.values[id(line.value)] = self.numbers[name]  # the argument of that name
                     self._check_initial(line, sizes)
                     self.parameters[name], self.sizes[name] = line, sizes

@@ -141,9 +141,10 @@ def _terms(
 
 def _joined(place: Operands, function: str, terms: list[ast.Expr], node: ast.Call) -> ast.Expr:
     op = BINDERS[function]
-    first = place.operand(terms[0])
-    if op == "*" and isinstance(first, Value) and not first.type.batch and len(first.type.size) == 2:
-        op = "@"
+    if op == "*":  # a sum is known by its parts, some of which `below` may not have told yet
+        first = place.operand(terms[0])
+        is_matrix = isinstance(first, Value) and not first.type.batch and len(first.type.size) == 2
+        op = "@" if is_matrix else op
     place.derived_nodes += terms
     joined, *others = reversed(terms) if op == "@" else terms
     for term in others:

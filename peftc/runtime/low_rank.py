@@ -18,7 +18,6 @@ _LARGE = 1 << 16
 _has_autocast = torch._C._is_any_autocast_enabled  # pyright: ignore[reportPrivateUsage]
 _transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
 _script_state = torch._C._get_tracing_state  # pyright: ignore[reportPrivateUsage]
-_PLAIN = (Tensor, nn.Parameter)
 
 
 def low_rank_linear(
@@ -60,10 +59,10 @@ def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: 
         and down.dtype is dtype
         and up.dtype is dtype
         and (bias is None or bias.dtype is dtype)
-        and type(x) in _PLAIN
-        and type(weight) in _PLAIN
-        and type(down) in _PLAIN
-        and type(up) in _PLAIN
+        and (type(x) is Tensor or type(x) is nn.Parameter)
+        and (type(weight) is nn.Parameter or type(weight) is Tensor)
+        and (type(down) is nn.Parameter or type(down) is Tensor)
+        and (type(up) is nn.Parameter or type(up) is Tensor)
         and not _has_autocast()
         and _transform() is None
         and forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]

@@ -76,6 +76,8 @@ def import_of(name: str, value: Any) -> str:
     Raises: P570 for one that is defined in a function, or not by torch, transformers or Python.
     """
     module, path = value.__module__, value.__qualname__
+    if getattr(sys.modules.get(module), value.__name__, None) is value:  # a function of C++ has any qualified name
+        path = value.__name__
     root = module.partition(".")[0]
     if root not in ("torch", "transformers", *sys.stdlib_module_names) or module == "__main__":
         raise refusal(f"its code is of `{module}`, not of torch or transformers")

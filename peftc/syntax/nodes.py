@@ -70,7 +70,7 @@ class BracedPath(Node):
 
 @record()
 class Glob(Node):
-    """A pattern on module names. `*` and `?` stay in a segment, `**` spans segments."""
+    """A pattern on module names. `*`, `?` and `[qv]` stay in a segment, `**` spans segments."""
 
     pattern: str
     optional: bool = False

@@ -143,6 +143,7 @@ def outputs(spec: str, model: str = "bert", **options: Any) -> tuple[nn.Module, 
         "form g(h) { param A = 1 f = A * mean(h, tokens) + h } edit e at layer[*].ffn { h = g(h) }",
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*P320")
 def test_a_fold_changes_nothing(spec: str) -> None:
     model, value = outputs(f"peft 2 {spec}")
     peftc.fold(model)

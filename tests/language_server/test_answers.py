@@ -98,9 +98,12 @@ def test_names_in_braces_and_groups(folder: Path) -> None:
     (folder / "peftc.toml").write_text('models = ["bart.json"]\n')
 
     async def session() -> None:
-        async with connected(folder) as client:
+        hints = types.InlayHintWorkspaceClientCapabilities(refresh_support=True)
+        able = types.ClientCapabilities(workspace=types.WorkspaceClientCapabilities(inlay_hint=hints))
+        async with connected(folder, capabilities=able) as client:
             client.open(uri, GROUPS)
             await client.codes(uri)
+            await client.until(lambda: client.refreshed > 0)  # the sites of the model are known
             for written in ("{¦", "{q, ¦", "{q?, k.¦", "{norm, o}.¦"):
                 below = written.startswith("{norm") or written.endswith(".¦")
                 steps = await complete(client, uri, EDIT.format(f"encoder.layer[*].attn.{written}"))

@@ -12,6 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.pytorch_utils import Conv1D
 
 import peftc
+from peftc.addressing.paths import glob_pattern
 from peftc.addressing.sites import Site, SiteTable
 from peftc.cli.plan.planning import selector_of
 from peftc.planning.selection.selectors import resolve
@@ -134,3 +135,39 @@ def test_groups_are_of_their_method() -> None:
     flat = print_spec(expand(parse_text(text)))
     assert "edit other at layer[*].attn.q {" in flat
     assert "edit e at encoder.layer[*].attn.k | encoder.layer[*].ffn.up {" in flat
+
+
+NAMES = ["a.q", "a.k", "a.v", "a.to_q", "b1.q", "b2.q", "a.b.q", "a.]", "a.q!", "a.^", "a.-"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("a.[qv]", ["a.q", "a.v"]),
+        ("a.[!qv]", ["a.k", "a.]", "a.^", "a.-"]),
+        ("b[1-2].q", ["b1.q", "b2.q"]),
+        ("b[2-1].q", []),  # a range that is none
+        ("a.[^q]", ["a.q", "a.^"]),  # no negation, as in a shell
+        ("a.[q-]", ["a.q", "a.-"]),
+        ("a.?[!]", ["a.q!"]),
+        ("a.q[!]", ["a.q!"]),
+        ("**.[q]", ["a.q", "b1.q", "b2.q", "a.b.q"]),
+    ],
+)
+def test_characters_of_patterns(pattern: str, names: list[str]) -> None:
+    assert [name for name in NAMES if glob_pattern(pattern).fullmatch(name)] == names
+
+
+@pytest.mark.parametrize("family", ["bart", "llama"])
+def test_a_pattern_of_characters_is_a_union(family: str) -> None:
+    table = tables(family)
+    short, long = select_sites('"**.[qv]_proj"', table), select_sites('"**.q_proj" | "**.v_proj"', table)
+    assert short == long
+    assert select_sites('"**.[!kv]_proj"', table) == select_sites('"**.q_proj" | "**.?_proj" - "**.[kv]_proj"', table)
+
+
+def test_a_star_that_should_be_two() -> None:
+    """A `*` anywhere in a pattern, of which `**` would match."""
+    with pytest.raises(peftc.PeftcError) as error:
+        peftc.plan('peft 1 edit e at "model.*.q_proj" { h += lora(x, r=1) }', zoo.build("llama"))
+    assert str(error.value.diagnostics[0].help) == 'did you mean `"model.**.q_proj"`?'

@@ -71,7 +71,7 @@ def _choices(steps: Sequence[ast.Step], written: str, tables: Sequence[SiteTable
         return [StepChoice(LINEAR, LINEAR, _sites([0 if one is None else len(one) for one in selections]))]
     if not tables:
         above = [step.name for step in steps if step.name not in TOWERS]
-        names = BELOW.get(above[-1] if above else "", BELOW[TOWERS[0]])
+        names = BELOW.get(above[-1], ()) if above else BELOW[TOWERS[0]]
         choices = [StepChoice(name, _with_index(name), "") for name in names]
         return [*choices, *_stack_choices(steps)]
     counts: dict[str, list[int]] = {}

@@ -156,8 +156,9 @@ def no_module(glob: ast.Glob, table: SiteTable) -> Diagnostic:
     label = f'no such module under `"{text}"`' if text else "no such module"
     notes = (f"there is {_join(children)}",) if children else ()
     corrected = ".".join([*segments[:count], name, *segments[count + 1 :]]) if name else None
-    anywhere = f"**.{glob.pattern.removeprefix('*.')}"
-    if any(glob_pattern(anywhere).fullmatch(name) for name in names):
+    wider = f"**.{glob.pattern.removeprefix('*.')}", re.sub(r"(?<!\*)\*(?!\*)", "**", glob.pattern)
+    anywhere = next((one for one in wider if any(map(glob_pattern(one).fullmatch, names))), None)
+    if anywhere is not None:
         corrected = anywhere
         notes = (*notes, "`*` is within one part of a name, `**` is any parts") if "*" in glob.pattern else notes
     help_ = "`layer[*].attn.q` is in any model; `peftc sites` prints the names of this one"

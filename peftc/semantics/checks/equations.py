@@ -41,8 +41,11 @@ def equation_errors(line: ast.Equation, forms: Mapping[str, Form]) -> Iterator[D
 def replacement_warnings(edit: ast.Edit, forms: Collection[str]) -> Iterator[Diagnostic]:
     """P320 for `h = lora(x)`: what the site computes is thrown away, and a form is left.
 
-    A value that reads the state, or has another state beside the form, is meant to replace it.
+    A value that reads the state, or has another state beside the form, is meant to replace it, and
+    so is a head.
     """
+    if isinstance(edit.selector, ast.Path) and edit.selector.steps[-1].name == "head":
+        return
     values: dict[str, ast.Expr] = {}
     for line in edit.body:
         if isinstance(line, ast.Let):
