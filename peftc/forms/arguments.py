@@ -1,8 +1,8 @@
-"""Arguments that several forms take, and how forms read them."""
+"""Arguments that several forms take."""
 
 from __future__ import annotations
 
-from peftc.forms.form import Args, Argument
+from peftc.forms.form import Argument
 
 DTYPE = Argument(
     "dtype",
@@ -13,9 +13,3 @@ DTYPE = Argument(
 SEED = Argument(
     "seed", "int", "of the values that are never trained; they are drawn again from it and not saved", 0, low=0
 )
-
-
-def number(args: Args, name: str) -> float:
-    value = args[name]
-    assert isinstance(value, int | float), (name, value)
-    return float(value)
