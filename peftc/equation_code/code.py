@@ -174,7 +174,13 @@ class Code:
             case ast.Item(value, (index, *_)) if name := place.random_index(index):
                 return self._random_item(self.operation(value), name)
             case ast.Item(value, indices):
-                numbers = tuple(map(place.number, indices))
+                numbers: tuple[Any, ...] = tuple(map(place.number, indices))
+                type_ = place.type_of(value)
+                if type_.batch:  # one feature has a dimension
+                    size, (*outer, last) = len(type_.size), numbers
+                    is_whole = len(numbers) < size
+                    ends = [slice(None)] * (size - len(numbers)) if is_whole else [slice(last, last + 1)]
+                    numbers = (..., *(numbers if is_whole else outer), *ends)
                 return self.emit(function_named("operator.getitem"), self.operation(value), numbers)
             case _:
                 raise TypeError(f"{type(node).__name__} is no part of an equation")

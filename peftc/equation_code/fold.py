@@ -42,6 +42,10 @@ class Fold:
                 return self.input if name in self.place.inputs else self.value(self.place.lets[name])
             case ast.Negative(value):
                 return self._affine(value).scaled(-1.0)
+            case ast.Item(value, (index,)):
+                owner = self._affine(value)
+                row = torch.eye(owner.d_out, dtype=owner.dtype, device=owner.device)[int(self.place.number(index))]
+                return owner.through(row[None])
             case ast.Call(function, args):
                 return self._call(self.place.function(function), args)
             case ast.Binary(op, left, right):

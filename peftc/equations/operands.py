@@ -321,19 +321,20 @@ class Operands:
         owner = self.operand(value)
         if isinstance(owner, Missing):
             return owner
-        if not isinstance(owner, Value) or owner.type.batch:
+        if not isinstance(owner, Value) or owner.type.batch == "ids":
             raise FormError("P301", f"`{print_expression(value)}` has no items: a parameter has", value)
-        size = owner.type.size
-        if len(indices) > len(size):
+        size, count = owner.type.size, len(indices)
+        if count > len(size):
             raise FormError("P301", f"{owner.type} has fewer dimensions than indices", node)
         if any(map(self.random_index, indices)):
-            self._check_random(node, indices, size)
-            indices, size = (), size[1:]
+            self._check_random(node, indices, owner.type)
+            indices = ()
         for index, limit in zip(indices, size, strict=False):
             number = self.number(index)
             if not isinstance(number, int) or not 0 <= number < limit:
                 raise FormError("P106", f"the index {shown(number)} is not in 0..{limit - 1}", index)
-        return Value(Type(size[len(indices) :]), owner.initial, owner.varies, owner.reason, owner.shifted)
+        rank = 1 if owner.type.batch and count == len(size) else None
+        return Value(owner.type.item(count), owner.initial, owner.varies, owner.reason, owner.shifted, rank)
 
     # Random numbers
 
@@ -352,13 +353,13 @@ class Operands:
         assert isinstance(value, ast.Call)
         return self.size(value.args[0])
 
-    def _check_random(self, node: ast.Item, indices: Sequence[ast.Expr], size: tuple[int, ...]) -> None:
+    def _check_random(self, node: ast.Item, indices: Sequence[ast.Expr], type_: Type) -> None:
         """Raises: FormError if a random number is not the one index of as many parts."""
         name = self.random_index(indices[0])
-        if len(indices) > 1 or not name:
-            raise FormError("P105", f"a random number is the only index, as in `A[{name or 'i'}]`", node)
-        if self.random_count(name) != size[0]:
-            message = f"`{name}` is one of {self.random_count(name)} numbers, and there are {size[0]} parts"
+        if len(indices) > 1 or not name or type_.batch:
+            raise FormError("P105", f"a random number is a parameter's only index, as in `A[{name or 'i'}]`", node)
+        if self.random_count(name) != type_.size[0]:
+            message = f"`{name}` is one of {self.random_count(name)} numbers, and there are {type_.size[0]} parts"
             raise FormError("P106", message, indices[0])
 
     def type_of(self, node: ast.Expr) -> Type:

@@ -33,6 +33,11 @@ class Type:
     def entries(self) -> int:
         return prod(self.size)
 
+    def item(self, count: int) -> Type:
+        """That of `A[i]`, with so many indices; one feature of each token is a dimension."""
+        size = self.size[count:]
+        return Type(size or (1,) * bool(self.batch), self.batch)
+
     def __str__(self) -> str:
         size = ", ".join(map(str, self.size))
         match self.batch:

@@ -115,6 +115,8 @@ class Writer:
                 )
             case "mean":
                 value, other = inner(n, depth - 1), inner(choice((D_IN, R)), depth - 1)
+                if self.count % 2:  # one feature instead
+                    return f"({value} + {other}[{self.count % R}])"
                 if other.startswith(("softmax", "layer_norm")):  # of which the mean is constant
                     other = f"({self.parameter(n, D_IN)} @ x)"
                 return f"({value} + mean({other}))"
