@@ -25,9 +25,10 @@ from peftc.exchange.adapterhub.site_parts import fill_sites, site_edits_of
 from peftc.exchange.edited_model import Base, Model, open_model
 from peftc.exchange.peft_format import folder as peft_folder
 from peftc.exchange.peft_format.config import PeftConfig
+from peftc.exchange.peft_format.parameters import parameter_parts
 from peftc.exchange.peft_format.reading import Incoming, read_peft
 from peftc.exchange.selector_text import Selectors
-from peftc.exchange.spec_text import IncomingEdit, edits_of, trained_text, unfit
+from peftc.exchange.spec_text import IncomingEdit, ModulePart, edits_of, trained_text, unfit
 from peftc.forms.module import FormModule
 from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed
@@ -152,16 +153,21 @@ def write_adapter(base: Base, incoming: Incoming, target: Path, name: str) -> Im
     """Compiles the spec onto the base, fills it, and saves it. The base is as before, then."""
     compiled = CompiledModel.active(base.module)
     selectors = Selectors(compiled.analysis.table)
-    edits = edits_of(incoming.parts, selectors, incoming.name)
+    edits = edits_of(_parts(incoming, selectors), selectors, incoming.name)
     texts = _texts(incoming, edits, selectors)
-    count = sum(len(part.tensors) for part in incoming.parts) + len(incoming.common) + len(incoming.saved)
+    count = sum(part.count for edit in edits for part in edit.parts.values())
+    count += len(incoming.common) + len(incoming.saved)
     finish = partial(_fill, edits=edits, saved=incoming.saved, common=incoming.common)
     return write_text(base, compiled, texts, finish, target, name, count)
 
 
 def statements_of(incoming: Incoming, selectors: Selectors) -> list[str]:
     """The forms, edits and `train` statements of an adapter. Raises: P804."""
-    return _texts(incoming, edits_of(incoming.parts, selectors, incoming.name), selectors)
+    return _texts(incoming, edits_of(_parts(incoming, selectors), selectors, incoming.name), selectors)
+
+
+def _parts(incoming: Incoming, selectors: Selectors) -> list[ModulePart]:
+    return [*incoming.parts, *parameter_parts(incoming.of_parameters, selectors.table)]
 
 
 def _texts(incoming: Incoming, edits: list[IncomingEdit], selectors: Selectors) -> list[str]:
@@ -239,7 +245,7 @@ def _fill(
         if part is None:
             raise unfit(f"`{site_edit.edit}` is at `{site_edit.site.module}`, for which the adapter has no tensors")
         left.discard((site_edit.edit, module))
-        for name, tensor in part.tensors.items():
+        for name, tensor in part.by_site.get(site_edit.site.path, part.tensors).items():
             key, _, attribute = name.partition(".")
             place = record.form_modules.get(f"{site_edit.edit}/{site_edit.owner_path}/{key}")
             if place is not None:

@@ -19,6 +19,7 @@ from peftc.exchange.adapter_import import misfit, statements_of
 from peftc.exchange.edited_model import open_model
 from peftc.exchange.peft_format import folder as files
 from peftc.exchange.peft_format.config import PeftConfig, matches, refusal
+from peftc.exchange.peft_format.parameters import ENDS, parameter_shapes, target_parameters
 from peftc.exchange.peft_format.reading import read_peft
 from peftc.exchange.peft_format.table import type_of
 from peftc.exchange.selector_text import Selectors
@@ -89,17 +90,21 @@ def expected_tensors(config: PeftConfig, model: nn.Module) -> dict[str, Tensor]:
     if make is None:
         reason = "which modules and sizes it has is known with its tensors alone: `peftc import` reads both"
         raise refusal("peft_type", config.type, reason)
-    for key in ("layers_to_transform", "layers_pattern", "target_parameters"):
+    for key in ("layers_to_transform", "layers_pattern"):
         if value := config.values.get(key):
             raise refusal(key, value, "without tensors, the modules are known by `target_modules` alone")
     modules = dict(model.named_modules())
     targets = [name for name, module in modules.items() if _is_target(config, name, module, model)]
-    if not targets and make is not _nothing:
+    parameters = target_parameters(config, model) if config.type == "LORA" else {}
+    if not targets and not parameters and make is not _nothing:
         raise refusal("target_modules", config.values.get("target_modules"), "the base has no such module")
     tensors: dict[str, Tensor] = {}
     for name in targets:
         for end, shape in make(config, name, modules[name]):
             tensors[f"{files.PREFIX}{name}.{end}"] = _empty(*shape)
+    for prefix, name in parameters.items():
+        for end, shape in zip(ENDS, parameter_shapes(config, name, model), strict=True):
+            tensors[f"{files.PREFIX}{prefix}.{end}"] = _empty(*shape)
     return {**tensors, **_whole(config, model, targets)}
 
 

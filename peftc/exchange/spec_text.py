@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ class ModulePart:
     """What an adapter has at a module. `tensors`: by `form.parameter`; others as in `PeftRow`.
 
     `place`: the selector of the place where it stands instead, whose module has no name here.
+    `by_site`: the tensors by the path of a site, where the module has several.
     """
 
     module: str
@@ -26,6 +27,12 @@ class ModulePart:
     step: str = ""
     form: str = ""
     place: str = ""
+    by_site: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict[str, Mapping[str, Tensor]])
+
+    @property
+    def count(self) -> int:
+        """How many tensors it has."""
+        return len(self.tensors) + sum(map(len, self.by_site.values()))
 
 
 @dataclass(frozen=True, eq=False)

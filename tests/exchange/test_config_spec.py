@@ -35,6 +35,7 @@ CONFIGS: dict[str, tuple[str, peft.PeftConfig]] = {
         "llama",
         peft.LoraConfig(r=2, target_modules="all-linear", exclude_modules=["o_proj"], task_type="CAUSAL_LM"),
     ),
+    "experts": ("mixtral", peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["experts.down_proj"])),
     "dora": ("gpt2", peft.LoraConfig(r=2, use_dora=True, target_modules=["c_fc"], bias="lora_only")),
     "biases": ("gpt2", peft.LoraConfig(r=2, target_modules=["c_proj", "c_fc"], fan_in_fan_out=True, bias="all")),
     "lora_bias": ("gpt2", peft.LoraConfig(r=2, target_modules=["c_fc"], lora_bias=True)),

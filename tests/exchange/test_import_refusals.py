@@ -128,11 +128,3 @@ def test_a_linear_in_two_layers(tmp_path: Path) -> None:
     base.model.layers[1].self_attn.q_proj = base.model.layers[0].self_attn.q_proj
     trained("llama", tmp_path / "in", **lora("llama"))
     assert "one module" in import_refused("P804", tmp_path, base).message
-
-
-@pytest.mark.filterwarnings("ignore:The following .*_pattern keys")
-def test_a_lora_of_experts(tmp_path: Path) -> None:
-    """PEFT adds parameters to `all-linear` where experts are no Linears."""
-    trained("mixtral", tmp_path / "in", target_modules="all-linear")
-    base = zoo.build("mixtral", torch.float64)
-    assert "target_parameters" in import_refused("P802", tmp_path, base).message

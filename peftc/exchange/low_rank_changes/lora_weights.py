@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,8 +38,10 @@ class LoraWeights:
 
 def joined(products: Sequence[Product], dtype: torch.dtype) -> LoraWeights:
     """Products as one: A is stacked, B side by side. The scale is the commonest of their numbers;
-    others move into B, where powers of two change no mantissa.
+    others move into B, where powers of two change no mantissa. Products with one A that are
+    changes of other rows are one product.
     """
+    products = _merged(products)
     numbers = Counter(abs(product.factor) for product in products if product.factor)
     scale = numbers.most_common(1)[0][0] if numbers else 1.0
     a = torch.cat([product.a for product in products])
@@ -52,6 +54,28 @@ def joined(products: Sequence[Product], dtype: torch.dtype) -> LoraWeights:
         and torch.equal(own_b.double(), b)
     )
     return LoraWeights(own_a, own_b, scale, exact)
+
+
+def _merged(products: Sequence[Product]) -> list[Product]:
+    """f B A + f B' A = f (B + B') A, where no entry of B + B' is a sum of two."""
+    merged = list[Product]()
+    for own in products:
+        for i, one in enumerate(merged):
+            if _has_other_rows(one, own):
+                merged[i] = replace(one, b=one.b + own.b)
+                break
+        else:
+            merged.append(own)
+    return merged
+
+
+def _has_other_rows(one: Product, other: Product) -> bool:
+    return (
+        one.factor == other.factor
+        and one.computed == other.computed
+        and torch.equal(one.a, other.a)
+        and not bool((one.b.any(1) & other.b.any(1)).any())
+    )
 
 
 def _is_power_of_two(number: float) -> bool:

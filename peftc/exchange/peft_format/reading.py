@@ -11,8 +11,9 @@ from transformers.pytorch_utils import Conv1D
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
-from peftc.exchange.peft_format.config import PeftConfig, refusal
+from peftc.exchange.peft_format.config import PeftConfig
 from peftc.exchange.peft_format.folder import PREFIX, damaged
+from peftc.exchange.peft_format.parameters import ENDS, ParameterLora, parameter_loras, target_parameters
 from peftc.exchange.peft_format.rows.prompts import TASKS
 from peftc.exchange.peft_format.table import type_of
 from peftc.exchange.peft_format.types import PeftType
@@ -27,12 +28,14 @@ class Incoming:
     Attributes:
         saved: parameters of the base that it replaces, by name.
         common: tensors that all modules have in common, by `form.parameter`.
+        of_parameters: LoRA of parameters, whose sites the table of the model has.
     """
 
     name: str
     parts: list[ModulePart] = field(default_factory=list[ModulePart])
     saved: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     common: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    of_parameters: list[ParameterLora] = field(default_factory=list[ParameterLora])
 
 
 def read_peft(config: PeftConfig, tensors: Mapping[str, Tensor], model: nn.Module) -> Incoming:
@@ -40,14 +43,14 @@ def read_peft(config: PeftConfig, tensors: Mapping[str, Tensor], model: nn.Modul
     peft_type = type_of(config)
     if peft_type.place:
         return _at_place(config, peft_type, tensors, model)
-    if parameters := config.read("target_parameters", None):
-        raise refusal("target_parameters", parameters, "peftc has no equation for a LoRA of a parameter")
+    wrapped = target_parameters(config, model) if config.type == "LORA" else {}
     modules = dict(model.named_modules(remove_duplicate=False))
     first: dict[int, str] = {}  # tied parameters have several names
     parameters = {n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}
     unknown, copies = list[Exception](), set[str]()
     present = {_of_base(key.removeprefix(PREFIX)) for key in tensors}
     incoming, own = Incoming(config.type.lower()), defaultdict[str, dict[str, Tensor]](dict)
+    of_parameters = defaultdict[str, dict[str, Tensor]](dict)
     ends = sorted({end for row in peft_type.rows for end in row.tensors}, key=len, reverse=True)
     common = {name.rpartition(".")[2]: name for name in peft_type.common_names()}
     whole = dict(tensors)
@@ -62,7 +65,9 @@ def read_peft(config: PeftConfig, tensors: Mapping[str, Tensor], model: nn.Modul
             continue
         name = key.removeprefix(PREFIX)
         end = next((end for end in ends if name.endswith(f".{end}")), None)
-        if end is not None and (module := name.removesuffix(f".{end}")) in modules:
+        if end in ENDS and (parameter := wrapped.get(name.removesuffix(f".{end}"))) is not None:
+            of_parameters[parameter][end] = tensor
+        elif end is not None and (module := name.removesuffix(f".{end}")) in modules:
             if len(shared := places(model, modules[module])) > 1:
                 raise unfit(f"`{shared[0]}` and `{shared[1]}` are one module, of which PEFT changes one")
             own[module][end] = tensor
@@ -75,11 +80,12 @@ def read_peft(config: PeftConfig, tensors: Mapping[str, Tensor], model: nn.Modul
     own = {name: own[name] for name in modules if name in own and any(map(Tensor.numel, own[name].values()))}
     incoming.parts += [_part(config, peft_type, modules[name], name, ends) for name, ends in own.items()]
     incoming.common = _common(config, peft_type, own, whole, modules)
-    if incoming.parts or not peft_type.rows:
+    incoming.of_parameters = parameter_loras(config, peft_type, of_parameters, model)
+    if incoming.parts or incoming.of_parameters or not peft_type.rows:
         config.finish(peft_type.ignored)
     if unknown:
         raise unknown[0]
-    if not incoming.parts and (peft_type.rows or not incoming.saved):
+    if not incoming.parts and not incoming.of_parameters and (peft_type.rows or not incoming.saved):
         raise damaged(f"the adapter has no tensors of {config.type}")
     _check_saved(config.saved, incoming.saved, parameters)
     _check_tied(copies, present, model)
@@ -208,7 +214,7 @@ def _unknown(key: str, end: str | None, name: str, modules: list[str]) -> Except
         return PeftcError(Diagnostic("P802", f"the adapter has a tensor `{key}`, for which there is no equation"))
     module = name.removesuffix(f".{end}")
     if module.endswith(".base_layer"):
-        message = f"`{key}` is of a LoRA of a parameter (`target_parameters`), which has no equation"
+        message = f"`{key}` is of a LoRA of a parameter that `target_parameters` does not name"
         return PeftcError(Diagnostic("P802", message))
     near = did_you_mean(module, modules)
     return unfit(f"the model has no module `{module}`", *((near,) if near else ()))
