@@ -155,3 +155,17 @@ def test_rewriting_passes(example: Callable[[str], ModuleType], capsys: pytest.C
     *others, final = numbers(r"(-?\d\.\d+)", lines["patched layers"])
     assert final == 1.0, "the last layer's state decides the last token's logits"
     assert max(others) < 1.0
+
+
+def test_galore(example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    example("galore").main(steps=2)
+    printed = capsys.readouterr().out.replace(",", "")
+    adam, galore, lora = (
+        [int(n) for n in re.findall(r"\d+", line)[-6:-2]]
+        for line in re.findall(r"(?m)^(?:Adam|GaLore r|LoRA r).*$", printed)
+    )
+    for _, state, formula, _ in (adam, galore, lora):
+        assert state == formula
+    assert galore[0] == adam[0] > lora[0]  # all weights are trained
+    assert galore[1] < lora[1] < adam[1]
+    assert numbers(r"GaLore +states +[\d.]+ GB +([\d.]+)% less", printed) == [61.1]
