@@ -44,14 +44,14 @@ def decode(tokens: Tensor) -> str:
 
 
 def corpus(modules: Iterable[str]) -> tuple[Tensor, Tensor]:
-    """Blocks to learn from and held-out ones, every eighth: (n, CONTEXT + 1) each, in an order that
-    is always the same.
+    """Blocks to learn from, in an order that is always the same, and held-out ones, at most 200:
+    (n, CONTEXT + 1) each.
     """
     tokens = torch.cat([encode(f"{text}\n") for module in modules for text in docstrings(module)])
     blocks = tokens[: len(tokens) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)
     held_out = torch.arange(len(blocks)) % 8 == 7
     learn = blocks[~held_out]
-    return learn[torch.randperm(len(learn), generator=torch.Generator().manual_seed(0))], blocks[held_out]
+    return learn[torch.randperm(len(learn), generator=torch.Generator().manual_seed(0))], blocks[held_out][:200]
 
 
 def loss_of(model: nn.Module, blocks: Tensor) -> Tensor:

@@ -169,3 +169,28 @@ def test_galore(example: Callable[[str], ModuleType], capsys: pytest.CaptureFixt
     assert galore[0] == adam[0] > lora[0]  # all weights are trained
     assert galore[1] < lora[1] < adam[1]
     assert numbers(r"GaLore +states +[\d.]+ GB +([\d.]+)% less", printed) == [61.1]
+
+
+def test_offsite_tuning(example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    offsite = example("offsite_tuning")
+    assert offsite.emulated_layers(24, 8, count=2) == [0, 1, 2, 5, 7, 10, 13, 16, 18, 21, 22, 23]
+    offsite.main(steps=2)
+    printed = capsys.readouterr().out
+    assert "the model is as it was: True" in printed
+    full, _, distilled = numbers(r"(\d\.\d{3})", next(line for line in printed.splitlines() if "prose" in line))
+    assert full != distilled
+    losses = dict(re.findall(r"(?m)^  ((?:model|emulator).*?) +(\d\.\d{3})$", printed))
+    assert losses["model with the plug-in"] != losses["model, zero-shot"]
+    assert re.search(r"sent back +201,433,088 +15.3%", printed)
+
+
+def test_the_plug_in_is_what_the_emulator_trained(example: Callable[[str], ModuleType]) -> None:
+    offsite, small_lm = example("offsite_tuning"), example("small_lm")
+    torch.manual_seed(0)
+    base = small_lm.small_llama(offsite.LAYERS, d=16)
+    emulator = offsite.emulator_of(base, offsite.emulated_layers(offsite.LAYERS, offsite.MIDDLE))
+    tuned = offsite.fine_tune(emulator, offsite.ends(1), 1)
+    plugged = offsite.plug_in(tuned, base)
+    for own, other in ((0, 0), (-1, -1)):
+        pairs = zip(plugged.model.layers[own].parameters(), tuned.model.layers[other].parameters(), strict=True)
+        assert all(torch.equal(one, two) for one, two in pairs)
