@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ def decode(tokens: Tensor) -> str:
     return bytes(tokens.tolist()).decode("ascii")
 
 
-def corpus(modules: Iterable[str]) -> tuple[Tensor, Tensor]:
+@cache
+def corpus(modules: tuple[str, ...]) -> tuple[Tensor, Tensor]:
     """Blocks to learn from, in an order that is always the same, and held-out ones, at most 200:
     (n, CONTEXT + 1) each.
     """
