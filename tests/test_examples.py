@@ -194,3 +194,19 @@ def test_the_plug_in_is_what_the_emulator_trained(example: Callable[[str], Modul
     for own, other in ((0, 0), (-1, -1)):
         pairs = zip(plugged.model.layers[own].parameters(), tuned.model.layers[other].parameters(), strict=True)
         assert all(torch.equal(one, two) for one, two in pairs)
+
+
+def test_lets(example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    lets = example("lets")
+    lets.main(steps=2)
+    printed = capsys.readouterr().out
+    assert "are those of the model: True; the last one: False" in printed
+    assert re.search(r"4,7\d\d,\d{3} parameters a task, 1.4% of the model", printed)
+    small = example("small_lm").small_llama(lets.LAYERS, d=16)
+    model = lets.peftc.compile(lets.SPEC, small, settings={"n": lets.PARTS})
+    with torch.no_grad():
+        for alpha, value in zip(lets.alphas(model), (3.0, -1.0, 0.5, 2.0, -2.0, 0.0), strict=True):
+            alpha.fill_(value)
+    assert lets.layers_with_a_part(lets.choose(model)) == [0, 2, 3]
+    assert lets.layers_with_a_part(lets.choose(model, best=False)) == [1, 4, 5]
+    assert lets.layers_with_a_part(model) == [0, 1, 2, 3, 4, 5]
