@@ -18,11 +18,13 @@ from peftc.forms.arguments import DTYPE, SEED
 from peftc.forms.form import ArgumentValue
 from peftc.forms.registry import class_path
 from peftc.semantics.arguments import bind
+from peftc.semantics.layer_values import variants
 from peftc.semantics.substitute import constant, fold_constants, substitute
 from peftc.syntax import ast
 from peftc.syntax.numbers import COMPARISONS
 from peftc.syntax.printer import print_expression, print_selector
-from peftc.syntax.walk import condition_values, is_shared, map_children, names_in
+from peftc.syntax.vocabulary import LAYER
+from peftc.syntax.walk import condition_values, differs_by_layer, is_shared, map_children, names_in, walk
 
 Lines = tuple[str, ...]
 
@@ -133,6 +135,18 @@ class _Reader:
         return name if count == 1 else f"{name}_{count}"
 
     def call(self, call: ast.Call, form: Form) -> CallMeaning:
+        first, *others = [self.one_call(one, form) for one in variants(call)]
+        if not differs_by_layer(call):
+            return first
+        texts = {k.name: print_expression(k.value) for k in call.kwargs if differs_by_layer(k.value)}
+        value = (*first.value, *(line for other in others for line in other.value))
+        parameters = (*first.parameters, *(line for other in others for line in other.parameters))
+        numbers = (k.name for k in call.kwargs if ast.Name(LAYER) in walk(k.value))  # whose value a text does not have
+        value += tuple(f"{name}={texts[name]}" for name in numbers if name not in form.training_arguments)
+        return replace(first, value=value, parameters=parameters, args={**first.args, **texts})
+
+    def one_call(self, call: ast.Call, form: Form) -> CallMeaning:
+        """The meaning of a call with one value for each argument."""
         args = form.fill(bind(call, form).args)
         name = self.moves.forms.get(form.name, form.name)
         acting = (item for item in args.items() if item[0] not in form.training_arguments)

@@ -45,7 +45,7 @@ def diagram_of(
 
 def _facts(entry: PlanEdit, site_edits: SiteEdits | None) -> EditFacts:
     own = [] if site_edits is None else [one for one in site_edits.representatives if one.edit == entry.name]
-    equations = dict.fromkeys(full_equation(assign.source) for one in own for assign in one.assigns)
+    equations = dict.fromkeys(full_equation(assign.text or assign.source) for one in own for assign in one.assigns)
     patterns = entry.sites.patterns()
     pairs = compress_paths([one.path for one in patterns], [one.total for one in patterns])
     at = ", ".join(f"{path} × {count}" if count > 1 else path for path, count in pairs)

@@ -136,6 +136,7 @@ class Assign:
     state: str
     value: Term
     source: ast.Equation
+    text: ast.Equation | None = None  # as the spec has it, where values differ by layer
 
 
 @dataclass(frozen=True, eq=False)

@@ -253,6 +253,7 @@ class TermLowering:
             shape = shape_at(form, bound.args, instance.dims)
         except PlacementError as refusal:
             raise self._refusal(refusal, use, bound.second if refusal.argument == "second" else bound.input) from None
+        self.context.check_same_arguments(self.edit, instance, call)
         if instance.owner is not None:
             sizes = form.common_sizes(bound.args, instance.dims)
             self.context.check_common_sizes(instance.owner, sizes, use.span)

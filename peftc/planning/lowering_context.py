@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from peftc.addressing.sites import Site, SiteTable
 from peftc.diagnostics import Diagnostic, PeftcError, Span
+from peftc.equations.definition import TextForm
 from peftc.equations.table import FORMS
 from peftc.forms import Args, Count, Dims, Form
 from peftc.forms.form import Spot
@@ -45,6 +46,7 @@ class LoweringContext:
     groups: Mapping[str, Mapping[tuple[str, str, Shape], Sequence[str]]] = field(default_factory=dict)  # by edit
     sizes: dict[str, tuple[NamedSize, ...]] = field(default_factory=dict[str, tuple[NamedSize, ...]])
     owners: dict[str, tuple[Form, Shape, Shape | None]] = field(default_factory=dict)
+    arguments: dict[str, tuple[object, Args]] = field(default_factory=dict[str, tuple[object, Args]])  # by owner
 
     @cached_property
     def depths(self) -> Counter[str]:
@@ -72,6 +74,23 @@ class LoweringContext:
             )
             message = "sites of different sizes share parameters of these sizes"
             raise PeftcError(Diagnostic("P305", message, span, notes=notes, help="write an edit for each size"))
+
+    def check_same_arguments(self, edit: str, instance: FormInstance, call: ast.Call) -> None:
+        """Raises: P323 if sites with parameters, or a budget, in common have other arguments."""
+        form, args = instance.form, instance.args
+        limits = form.at(form.fill(args), instance.dims).budget if isinstance(form, TextForm) else None
+        if instance.owner is None and limits is None:
+            return
+        own = args if instance.owner is not None else limits
+        first, before = self.arguments.setdefault(instance.owner or f"{edit}.{instance.key}", (own, args))
+        if own == first:
+            return
+        name, keyword = next((k.name, k) for k in call.kwargs if args.get(k.name) != before.get(k.name))
+        what = "parameters" if instance.owner is not None else "a budget"
+        message = f"`{name}` of `{form.name}` differs by layer, and the sites have {what} in common"
+        notes = (f"it is {before[name]} first, and {args[name]} here",)
+        help_ = "write one value, or an edit for each value"
+        raise PeftcError(Diagnostic("P323", message, keyword.span, notes=notes, help=help_))
 
     def check_shared_shapes(self, name: str, owner: str, form: Form, dims: Dims, span: Span) -> None:
         """Raises: P305 if shared parameters need another shape than at their first use."""

@@ -4,7 +4,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from peftc.addressing.parameter_ranges import EntryChoice, RowRange, numel, weighted_numel
@@ -18,10 +18,12 @@ from peftc.planning.assignments import change_at_first, conflicts, is_identity
 from peftc.planning.expectations import evaluate
 from peftc.planning.foldability.check import Foldability, check_foldability
 from peftc.planning.ir import FrozenCall, SiteEdit
+from peftc.planning.layer_numbers import LayerNumbers, with_text
 from peftc.planning.linear_forms import linear_form_warnings
 from peftc.planning.lowering import lower_edit, unused
 from peftc.planning.lowering_context import DEFAULT_TASK, LoweringContext, count_parameters, groups_of, sharers_of
 from peftc.planning.pass_edit import PassEdit, form_of_pass, lower_pass
+from peftc.planning.report.layer_values import PlanLayerValues
 from peftc.planning.report.plan import (
     Plan,
     PlanEdit,
@@ -41,6 +43,7 @@ from peftc.planning.selection.train import TrainTarget, resolve_train
 from peftc.planning.selection.unplaced_warnings import unplaced_warnings
 from peftc.semantics.checks.equations import replacement_warnings
 from peftc.semantics.checks.spec import with_origin
+from peftc.semantics.layer_values import differs
 from peftc.syntax import ast
 
 T = TypeVar("T")
@@ -115,7 +118,13 @@ class Planner:
     @cached_property
     def representatives(self) -> Representatives:
         single = self.single or any(isinstance(s, ast.Train | PassEdit) for s in self.spec.statements)
-        return Representatives(self.table, list(self.selections.values()), single)
+        edits = [s for s in self.spec.statements if isinstance(s, ast.Edit) and differs(s.body)]
+        variants = partial(self.layers.variants, edits) if edits else None
+        return Representatives(self.table, list(self.selections.values()), single, variants)
+
+    @cached_property
+    def layers(self) -> LayerNumbers:
+        return LayerNumbers(self.table)
 
     # Resolution and lowering
 
@@ -157,18 +166,22 @@ class Planner:
         errors: dict[object, list[Diagnostic]] = defaultdict(list)
         known: dict[object, SiteEdit] = {}  # by what the equations depend on: once for each kind of layer
         for site in sites:
-            key = lowering_key(site)
-            if (same := known.get(key)) is not None:
-                site_edits.append(replace(same, site=site, count=self.representatives.count(site)))
-                continue
             try:
-                site_edit = self.lower_at(edit, site, context)
+                here = replace(edit, body=self.layers.body(edit, site)) if differs(edit.body) else edit
+                key = lowering_key(site), here.body if here is not edit else ()
+                if (same := known.get(key)) is not None:
+                    site_edits.append(replace(same, site=site, count=self.representatives.count(site)))
+                    continue
+                site_edit = self.lower_at(here, site, context)
+                site_edit = site_edit if here is edit else with_text(site_edit, edit)
                 site_edits.append(replace(site_edit, count=self.representatives.count(site)))
                 if is_independent(site_edit) and not names_modules(site_edit):
                     known[key] = site_edits[-1]
             except PeftcError as error:
+                where = (f"with the values of its layer, at `{site.path}`",) if differs(edit.body) else ()
                 for diagnostic in error.diagnostics:
-                    errors[diagnostic.code, diagnostic.span].append(diagnostic)
+                    own = replace(diagnostic, notes=(*diagnostic.notes, *where))
+                    errors[diagnostic.code, diagnostic.span].append(own)
         self.report(edit, (for_sites(diagnostics, " of this edit") for diagnostics in errors.values()))
         return site_edits
 
@@ -224,7 +237,13 @@ class Planner:
     def plan(self, edits: Lowered, trains: dict[str, TrainTarget]) -> Plan:
         foldability = check_foldability([site_edits for _, site_edits in edits], self.table)
         entries = {
-            edit.name: _edit_entry(edit, site_edits, fold, self.plan_sites(one.site for one in site_edits))
+            edit.name: _edit_entry(
+                edit,
+                site_edits,
+                fold,
+                self.plan_sites(one.site for one in site_edits),
+                self.layers.plan_values(edit, site_edits, self.representatives),
+            )
             for (edit, site_edits), fold in zip(edits, foldability, strict=True)
         }
         entries |= {name: _train_entry(target, self.plan_sites(target.sites)) for name, target in trains.items()}
@@ -324,7 +343,13 @@ def _in_lines(errors: Sequence[Diagnostic]) -> Diagnostic:
     return replace(first, notes=(*first.notes, note))
 
 
-def _edit_entry(edit: ast.Edit, site_edits: Sequence[SiteEdit], fold: Foldability, sites: PlanSites) -> PlanEdit:
+def _edit_entry(
+    edit: ast.Edit,
+    site_edits: Sequence[SiteEdit],
+    fold: Foldability,
+    sites: PlanSites,
+    by_layer: Iterable[PlanLayerValues],
+) -> PlanEdit:
     count = count_parameters(site_edits)
     return PlanEdit(
         name=edit.name,
@@ -336,6 +361,7 @@ def _edit_entry(edit: ast.Edit, site_edits: Sequence[SiteEdit], fold: Foldabilit
         foldable=fold.foldable,
         reason=fold.reason,
         identity=all(map(is_identity, site_edits)),
+        by_layer=tuple(by_layer),
     )
 
 

@@ -8,7 +8,7 @@ a module that is also used elsewhere is like no other.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -22,12 +22,19 @@ from peftc.planning.ir import SiteEdit, at_sites
 from peftc.planning.selection.module_sites import parameter_site
 from peftc.planning.selection.selectors import ordered
 
+Variants = Callable[[LayerName | None], Iterable[object]]
+
 
 class Representatives:
-    """One site for all that are alike. `single`: every site stands for itself alone."""
+    """One site for all that are alike. `single`: every site stands for itself alone. `variants`:
+    what of the edits differs by layer.
+    """
 
-    def __init__(self, table: SiteTable, selections: Sequence[Selection], single: bool = False) -> None:
+    def __init__(
+        self, table: SiteTable, selections: Sequence[Selection], single: bool = False, variants: Variants | None = None
+    ) -> None:
         self.table, self.sites, self.single = table, site_list(table), single
+        self._variants = variants
         self.modules = {site.module for selection in selections for site in selection.others.values()}
         self.members: dict[int, list[int]] = {}  # blocks, by the first that is like them
         self.networks: dict[tuple[int, int], dict[int, list[int]]] = {}  # by block and item: numbers, by the first
@@ -44,7 +51,8 @@ class Representatives:
         if self.single or self._is_unique(block):
             return block
         template, layer = self.sites.blocks[block].template, self.sites.blocks[block].layer
-        return id(template), None if layer is None else layer.runs, parts
+        variants = () if self._variants is None else tuple(self._variants(layer))
+        return id(template), None if layer is None else layer.runs, parts, variants
 
     def _add_networks(self, block: int, parts: Sequence[_Part]) -> None:
         """The networks that are alike, of each list of networks in a block."""

@@ -110,7 +110,8 @@ class Region:
 
 def equation_comment(edit: str, assign: ir.Assign) -> str:
     """`edit ffn: h += adapter(x, r=512)`, printed from the syntax tree on one line."""
-    return printable(f"edit {edit}: {print_statement(replace(assign.source, leading=(), trailing=None))}")
+    source = assign.text or assign.source
+    return printable(f"edit {edit}: {print_statement(replace(source, leading=(), trailing=None))}")
 
 
 def describe(term: ir.Term) -> object:
@@ -122,7 +123,7 @@ def describe(term: ir.Term) -> object:
             return value
         case ir.FormCall(instance=instance, inputs=values) if is_inline(instance):
             code = code_text(place_of(instance)), tuple(owners_of(instance))
-            return (instance.key, instance.form.name, code, *map(describe, values))
+            return (instance.key, instance.form.name, code, row_count(term), *map(describe, values))
         case ir.FormCall(instance=instance, inputs=values):
             arguments = sorted(instance.args.items(), key=lambda item: item[0])
             return (instance.key, instance.form.name, arguments, *map(describe, values))

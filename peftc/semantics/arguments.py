@@ -8,7 +8,6 @@ from peftc.diagnostics.suggestions import did_you_mean, join_names, nearest
 from peftc.forms.form import Argument, ArgumentValue, Form
 from peftc.semantics.substitute import constant
 from peftc.syntax import ast
-from peftc.syntax.lexer import ONE_VALUE
 from peftc.syntax.numbers import is_number
 from peftc.syntax.printer import print_expression
 
@@ -227,7 +226,5 @@ def _instead(value: ast.Expr, text: str, param: Argument) -> str | None:
             return Suggestion(f"write it without quotes: `{param.name}={word}`", text, word)
         case ast.Number(0 | 1 as number) if param.type == "bool":
             return Suggestion(f"write `{param.name}={words[1 - int(number)]}`", text, words[1 - int(number)])
-        case ast.List():
-            return ONE_VALUE
         case _:
             return None

@@ -24,6 +24,7 @@ from peftc.semantics.files import (
     collect_errors,
     folders_of,
 )
+from peftc.semantics.layer_values import check_version, differs
 from peftc.semantics.moves import moves_to
 from peftc.semantics.site_groups import bind_group, expand_selectors
 from peftc.semantics.substitute import (
@@ -88,7 +89,8 @@ def expand_valid(spec: ast.Spec, settings: Environment, folders: Folders) -> tup
 
 def _with_statements(spec: ast.Spec, statements: Iterable[ast.Statement]) -> ast.Spec:
     top = tuple(s for s in statements if isinstance(s, ast.Expanded))
-    version = 2 if any(isinstance(s, ast.Form | ast.Moved) for s in top) else spec.version
+    is_new = any(isinstance(s, ast.Form | ast.Moved) or (isinstance(s, ast.Edit) and differs(s.body)) for s in top)
+    version = 2 if is_new else spec.version
     return replace(spec, version=version, statements=top, header=(), header_trailing=None, closing=())
 
 
@@ -184,6 +186,7 @@ class Expander:
         method, scope = definition.method, definition.scope
         environment = child_environment(scope.constants)
         with collect_errors(self.errors, scope.spec):
+            check_version(replace(method, body=()), scope.spec, environment)
             self._spend(len(method.params) // _NODES_PER_STATEMENT, method.span)
             for param in method.params:
                 value = arguments.get(param.name)
@@ -209,6 +212,7 @@ class Expander:
             errors = len(self.errors)
             with collect_errors(self.errors, scope.spec):
                 statement = expand_selectors(statement, groups)
+                check_version(statement, scope.spec, inner)
                 match statement:
                     case ast.SiteGroup():
                         bind_group(statement, own, bound)

@@ -9,6 +9,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.equations.table import FORMS, forms_of
 from peftc.forms import Args, Form
 from peftc.semantics.arguments import bind
+from peftc.semantics.layer_values import variants
 from peftc.syntax import ast
 from peftc.syntax.walk import is_shared, walk
 
@@ -55,9 +56,15 @@ def _export_form(value: ast.Expr, forms: Mapping[str, Form]) -> tuple[Mapping[st
     form = forms.get(value.function) if isinstance(value, ast.Call) else None
     if form is None or not isinstance(value, ast.Call):
         return None
-    args = form.fill(bind(value, form, shared=not value.args).args)
-    saved = saved_form(form, args)
-    return None if saved is None else (form.saved_arguments(args), saved)
+    exports = list[tuple[Mapping[str, str], Form] | None]()
+    for one in variants(value):
+        args = form.fill(bind(one, form, shared=not value.args).args)
+        saved = saved_form(form, args)
+        exports.append(None if saved is None else (form.saved_arguments(args), saved))
+    if any(export != exports[0] for export in exports):
+        message = f"`{value.function}` is saved as another form at some layers"
+        raise PeftcError(Diagnostic("P528", message, help="write an edit for each of these layers"))
+    return exports[0]
 
 
 def _export_edit(edit: ast.Edit, inlined: dict[str, ast.Expr], forms: Mapping[str, Form]) -> ast.Edit:

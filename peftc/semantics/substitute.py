@@ -14,7 +14,7 @@ from peftc.syntax import ast
 from peftc.syntax.numbers import UNITS, to_python
 from peftc.syntax.printer import print_expression
 from peftc.syntax.vocabulary import EDIT_FACTS, STATES
-from peftc.syntax.walk import fits, map_children, names_in, walk
+from peftc.syntax.walk import children, differs_by_layer, fits, map_children, names_in, walk
 
 _MAX_VALUE = Decimal(10) ** 300
 Environment = Mapping[str, ast.Expr | None]  # None: a local name hides an outer one
@@ -133,7 +133,7 @@ def substitute_body(
                 errors.append(bound_twice(line))
             bound.add(line.name)
             scope[line.name] = None
-            if is_constant(value) and not (isinstance(value, ast.Name) and value.id in variables):
+            if is_constant(value) and variables.isdisjoint(names_in(value)):
                 scope[line.name] = value
                 variables.discard(line.name)
                 continue
@@ -153,7 +153,9 @@ def substitute_expectation(value: ast.Expr, environment: Environment) -> ast.Exp
 
 
 def is_constant(value: ast.Expr) -> bool:
-    """Whether `value` is a literal or a word such as `relu`, the same at every site."""
+    """Whether `value` is a literal, a word such as `relu`, or such a value for each layer."""
     if isinstance(value, ast.Name):
         return value.id not in STATES
+    if isinstance(value, ast.List) or (isinstance(value, ast.Binary | ast.Negative) and differs_by_layer(value)):
+        return all(map(is_constant, children(value)))
     return isinstance(value, ast.Boolean | ast.String) or constant(value) is not None

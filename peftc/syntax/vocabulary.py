@@ -67,6 +67,7 @@ STATES_AT: Mapping[str, tuple[str, ...]] = {
 FROZEN_MODULES = ("norm", "head")  # frozen modules of a site that equations can call
 CONCAT = "concat"
 SHARED = "shared"
+LAYER = "layer"  # as a number: that of the layer of a site
 
 PLAN_COUNTS = ("trained", "stored", "changed", "served")  # facts of `expect` about the whole plan
 PREDICATES = ("foldable", "identity")  # facts about one edit that are true or false

@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import prod
 
 from peftc.syntax import ast
-from peftc.syntax.vocabulary import EVERY_MODULE, LINEAR, SHARED, STACK_CHOICES
+from peftc.syntax.vocabulary import EVERY_MODULE, LAYER, LINEAR, SHARED, STACK_CHOICES
 
 MAX_PATHS = 100  # that one path with braces is short for
 
@@ -78,6 +78,11 @@ def fits(value: ast.Expr, depth: int, size: int, environment: Mapping[str, ast.E
             return False
         stack.extend((child, level + 1, names) for child in children(node))
     return True
+
+
+def differs_by_layer(value: ast.Expr) -> bool:
+    """Whether `value` has a list, `[4, 4, 8]`, or the number `layer`."""
+    return any(isinstance(node, ast.List) or node == ast.Name(LAYER) for node in walk(value))
 
 
 def is_shared(value: ast.Expr) -> bool:

@@ -73,6 +73,7 @@ def test_completion(folder: Path) -> None:
             assert "r=" not in arguments
             choices = await complete(client, uri, EDIT.format("layer[*].ffn { h += adapter(x, r=4, act=re¦) }"))
             assert {"relu", "gelu", "s"} <= {*choices}
+            assert "layer" in await complete(client, uri, EDIT.format("layer[*].ffn { h += adapter(x, r=¦) }"))
             own = 'peft 2\nuse twice from "forms.peft"\nedit a at embed {{ h += {}¦'
             assert "twice" in await complete(client, uri, own.format("2 * "))
             assert "factor=" in await complete(client, uri, own.format("twice(x, "))
@@ -115,6 +116,8 @@ def test_names_in_braces_and_groups(folder: Path) -> None:
             assert "both" in await complete(client, uri, GROUPS + "edit c at ¦")
             assert "both" not in await complete(client, uri, GROUPS + "edit c at layer.¦")
             assert "both" not in await complete(client, uri, GROUPS + "edit c at embed { h += ¦ }")
+            client.change(uri, "peft 2\nedit c at layer.ffn { h += adapter(x, r=2 + layer) }")
+            assert "from 0" in await hover(client, uri, "layer)")
             client.change(uri, GROUPS)
             assert "`layer[*].attn.v` on `bart.json`: 8 sites" in await hover(client, uri, "v}")
             assert "let both at" in await hover(client, uri, "both -")

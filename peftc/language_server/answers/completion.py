@@ -25,7 +25,7 @@ from peftc.semantics.form_facts import default_of
 from peftc.syntax.automaton import Tree
 from peftc.syntax.lexer import Token, keywords
 from peftc.syntax.partial import Place
-from peftc.syntax.vocabulary import CONCAT, EDIT_FACTS, FROZEN_MODULES, PARAMETERS, PLAN_COUNTS, STATES
+from peftc.syntax.vocabulary import CONCAT, EDIT_FACTS, FROZEN_MODULES, LAYER, PARAMETERS, PLAN_COUNTS, STATES
 
 Kind = types.CompletionItemKind
 _DEFINES = frozenset({"METHOD", "FORM", "EDIT", "TRAIN", "LET", "PARAM", "FIXED", "AS"})  # before a new name
@@ -222,6 +222,8 @@ class Completer:
         if call is not None and self.last == "EQUAL":
             yield from self._choices(call[0])
             yield from self._visible()
+            if self._is_inside("EDIT"):
+                yield item(LAYER, Kind.Variable, "the number of the site's layer")
             return
         if call is not None:
             yield from self._arguments(call[0])

@@ -30,7 +30,7 @@ from peftc.semantics.form_facts import default_of, form_lines
 from peftc.syntax.automaton import Tree, Value
 from peftc.syntax.lexer import Token
 from peftc.syntax.partial import is_word
-from peftc.syntax.vocabulary import STATES
+from peftc.syntax.vocabulary import LAYER, STATES
 
 _MOST_PATHS = 12  # lines of sites
 _CODE = re.compile(r"P\d{3}")
@@ -103,6 +103,8 @@ class Hover:
             yield from (words[token.text] for words in (SIZES, INITIAL_VALUES) if token.text in words)
         elif "expect" in rules and token.text in _FACTS:
             yield _FACTS[token.text]
+        elif token.text == LAYER and "edit" in rules:
+            yield "the number of the site's layer in its stack, from 0"
         elif token.text in STATES and ("edit" in rules or "train" in rules):
             yield from self._of_state(token.text)
 

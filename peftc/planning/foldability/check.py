@@ -101,8 +101,9 @@ def _foldability(folds: Sequence[_SiteFold], parameters: Parameters) -> Foldabil
     names = list(dict.fromkeys(_name(target) for _, target in targets))
     text = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
     ranks = {rank(site_edit) for site_edit, target in targets if target.side != "input"}
-    one_rank = next(iter(ranks)) if len(ranks) == 1 and len({t.side for _, t in targets}) == 1 else None
-    return Foldability(True, f"into {text}" + (f", rank {one_rank}" if one_rank else ""), changed)
+    known = {one for one in ranks if one} if len({target.side for _, target in targets}) == 1 else set[int]()
+    ends = "" if not known or known != ranks else f"{min(known)}" + f" to {max(known)}" * (len(known) > 1)
+    return Foldability(True, f"into {text}" + (f", rank {ends}" if ends else ""), changed)
 
 
 def _name(target: FoldTarget) -> str:

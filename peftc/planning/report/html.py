@@ -31,6 +31,8 @@ def _plan(plan: Plan, figure: str | None) -> Iterator[str]:
         (one.name, _places(one), f"{'yes' if one.foldable else 'no'}: {one.reason}", _first(one)) for one in plan.edits
     ]
     yield from details("sites and folds", table(("edit", "at", "folds", "at init"), edits))
+    if by_layer := [(one.name, str(values)) for one in plan.edits for values in one.by_layer]:
+        yield from table(("edit", "by layer"), by_layer)
     if plan.expectations:
         outcomes = [("holds" if one.holds else "fails", one.text) for one in plan.expectations]
         yield from table(("", "expectation"), outcomes)

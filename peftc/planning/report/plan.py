@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any, Literal
 
-from pydantic import PrivateAttr, model_validator
+from pydantic import PrivateAttr, model_serializer, model_validator
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.padding import Padding
@@ -15,6 +15,7 @@ from rich.text import Text
 from peftc.addressing.paths import compress_paths
 from peftc.addressing.sites import UntracedModule
 from peftc.planning.ir import FormInstance, SiteEdit
+from peftc.planning.report.layer_values import PlanLayerValues
 from peftc.planning.report.plan_sites import PlanSites, Record
 from peftc.planning.selection.selector_errors import reason_lines
 from peftc.syntax.vocabulary import PLAN_COUNTS
@@ -66,6 +67,7 @@ class PlanEdit(Record):
         foldable: whether it can be folded into the weights.
         reason: why it folds or does not.
         identity: whether the model is unchanged before training.
+        by_layer: what differs by layer; not in the JSON where nothing does.
     """
 
     name: str
@@ -77,6 +79,11 @@ class PlanEdit(Record):
     foldable: bool
     reason: str  # why it folds or does not
     identity: bool
+    by_layer: tuple[PlanLayerValues, ...] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, handler: Any) -> dict[str, Any]:
+        return {key: value for key, value in handler(self).items() if key != "by_layer" or value}
 
 
 class PlanTotals(Record):
@@ -313,6 +320,8 @@ def render_edit(edit: PlanEdit, site_edits: Sequence[SiteEdit]) -> RenderableTyp
         table.add_row(label, Text("\n".join(lines)))
     if shapes := dict.fromkeys(mapping_text(instance) for s in site_edits for instance in s.instances):
         table.add_row("shapes", Text("\n".join(shapes)))
+    if edit.by_layer:
+        table.add_row("by layer", Text("\n".join(map(str, edit.by_layer))))
     if shared := [s.site.uses for s in site_edits if s.site.shared_with]:
         table.add_row("once for", Text("\n".join(" and ".join(site.path for site in uses) for uses in shared)))
     table.add_row("folds", Text.assemble(("yes", "green") if edit.foldable else ("no", "yellow"), f": {edit.reason}"))

@@ -11,12 +11,15 @@ from peftc.forms.registry import entry_point
 from peftc.semantics.arguments import bind
 from peftc.semantics.checks.definitions import unused
 from peftc.semantics.checks.equations import equation_errors, presence_errors, replacement_warnings
+from peftc.semantics.layer_values import variants
+from peftc.semantics.substitute import is_constant
 from peftc.syntax import ast
 from peftc.syntax.printer import print_expression
 from peftc.syntax.vocabulary import (
     BELOW,
     CONCAT,
     FROZEN_MODULES,
+    LAYER,
     LINEAR,
     PARTS,
     SHARED,
@@ -26,7 +29,7 @@ from peftc.syntax.vocabulary import (
     STATES_AT,
     TOWERS,
 )
-from peftc.syntax.walk import above_modules, arms, children, selects_stack
+from peftc.syntax.walk import above_modules, arms, children, selects_stack, walk
 
 _WRITTEN = [name for name in STATES if name not in ("x", "res", "c")]
 _LINEAR_HELP = f"every Linear below is `**.{LINEAR}`, as in `layer[*].**.{LINEAR}`"
@@ -92,6 +95,10 @@ class _EquationChecker:
         match value:
             case ast.Name(name) if name in self._local:
                 self._used.add(name)
+            case ast.Name(name) if name == LAYER:
+                pass
+            case ast.List(items):
+                yield from (error for item in items or (value,) for error in self._item(item))
             case ast.Name(name):
                 yield from self._state(name, value.span, is_target=False)
             case ast.Call():
@@ -101,15 +108,25 @@ class _EquationChecker:
                 yield Diagnostic("P105", "`@` belongs to the equation of a form", value.span, help=help_)
             case ast.Negative() | ast.Binary():
                 yield from (error for operand in children(value) for error in self._value(operand))
-            case ast.Boolean() | ast.String() | ast.List() | ast.Pair() | ast.Item() | ast.Attribute() | ast.Binding():
+            case ast.Boolean() | ast.String() | ast.Pair() | ast.Item() | ast.Attribute() | ast.Binding():
                 message = f"expected a hidden state or a number, found `{print_expression(value)}`"
                 yield Diagnostic("P105", message, value.span)
             case ast.Number():
                 pass
 
+    def _item(self, item: ast.Expr) -> Iterator[Diagnostic]:
+        """P105 for a value of a list that is none."""
+        if isinstance(item, ast.List) or not is_constant(item):
+            message = f"expected a value for each layer, found `{print_expression(item)}`"
+            yield Diagnostic("P105", message, item.span, help="e.g. `r=[4, 4, 8]` for three layers")
+
     def _call(self, call: ast.Call) -> Iterator[Diagnostic]:
         for arg in call.args if call.function != SHARED else ():
             yield from self._value(arg)
+        lists = (part for k in call.kwargs for part in walk(k.value) if isinstance(part, ast.List))
+        if wrong := [error for part in lists for error in self._value(part)]:
+            yield from dict.fromkeys(wrong)
+            return
         if call.function in self._shared:
             yield from self._shared_call(call)
         elif call.function in self._forms:
@@ -142,10 +159,14 @@ class _EquationChecker:
 
 def bind_errors(call: ast.Call, forms: Forms, shared: bool = False) -> Iterator[Diagnostic]:
     """The errors of `bind` for a call of a form."""
-    try:
-        bind(call, forms[call.function], shared=shared)
-    except PeftcError as error:
-        yield from error.diagnostics
+    errors: dict[Diagnostic, None] = {}
+    for one in variants(call):
+        try:
+            bind(one, forms[call.function], shared=shared)
+        except PeftcError as error:
+            errors |= dict.fromkeys(error.diagnostics)
+    by_number = [k.value.span for k in call.kwargs if ast.Name(LAYER) in walk(k.value)]  # each layer has its own
+    yield from (error for error in errors if error.code != "P106" or error.span not in by_number)
 
 
 def unknown_form(call: ast.Call, shared: Shared, forms: Forms) -> Diagnostic:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.form import Args, Form
 from peftc.semantics.arguments import bind
+from peftc.semantics.layer_values import variants
 from peftc.syntax import ast
 from peftc.syntax.numbers import COMPARISONS, numeric_value
 from peftc.syntax.printer import print_expression
@@ -97,7 +98,7 @@ def presence_errors(call: ast.Call, form: Form) -> Iterator[Diagnostic]:
     if not isinstance(text, ast.Form):
         return
     try:
-        args = form.fill(bind(call, form).args)
+        args = form.fill(bind(next(variants(call)), form).args)
     except PeftcError:  # which is reported
         return
     for line in text.body:

@@ -13,7 +13,7 @@ from peftc.syntax import ast
 from peftc.syntax.numbers import is_number
 from peftc.syntax.printer import print_expression, print_selector
 from peftc.syntax.vocabulary import CONCAT, EDIT_FACTS, FROZEN_MODULES, PARAMETERS, PLAN_COUNTS, PREDICATES
-from peftc.syntax.walk import arms, children, is_shared, walk
+from peftc.syntax.walk import arms, children, differs_by_layer, is_shared, walk
 
 
 def check(spec: ast.Spec) -> list[Diagnostic]:
@@ -92,6 +92,9 @@ def _shared(let: ast.Let, forms: Forms) -> Iterator[Diagnostic]:
         yield Diagnostic("P115", "`shared` takes one form", call.span, help=help_)
     elif inner.function not in forms:
         yield unknown_form(inner, {}, forms)
+    elif by_layer := next((keyword for keyword in inner.kwargs if differs_by_layer(keyword.value)), None):
+        message = f"`{by_layer.name}` differs by layer, and `{let.name}` is shared by the layers"
+        yield Diagnostic("P323", message, by_layer.span, help="write one value")
     else:
         yield from bind_errors(inner, forms, shared=True)
 
