@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from peftc.comparison.moves import Moves
 from peftc.equations.definition import RESULT, TextForm
 from peftc.equations.table import forms_of
-from peftc.equations.words import BUFFER, NONE, criterion_of, function_of
+from peftc.equations.words import BUFFER, NONE, criterion_of, function_of, is_choice_of_numbers
 from peftc.forms import Args, Form
 from peftc.forms.arguments import DTYPE, SEED
 from peftc.forms.form import ArgumentValue
@@ -282,7 +282,8 @@ _UNKNOWN = object()
 
 def _is_drawn(line: ast.Parameter) -> bool:
     """Whether a parameter is drawn from a seed whenever a spec is compiled: no adapter has it."""
-    return line.fixed and line.value != ast.Name(BUFFER) and not criterion_of(line)
+    is_saved = line.value == ast.Name(BUFFER) or criterion_of(line) or is_choice_of_numbers(line)
+    return line.fixed and not is_saved
 
 
 def _target(line: ast.Let | ast.Equation) -> str:

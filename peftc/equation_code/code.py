@@ -336,6 +336,10 @@ class Code:
             case "logistic_noise":
                 value = operations[0]
                 return value if self.training is False else self.emit(functions.logistic_noise, value, self.training)
+            case "normal_noise":
+                value, deviation = operations
+                is_active = self.training is not False
+                return self.emit(functions.normal_noise, value, deviation, self.training) if is_active else value
             case "pruned":
                 states = self.parameter(KEPT), self.parameter(PRUNED)
                 return self.emit(functions.pruned, *operations[:2], *states)

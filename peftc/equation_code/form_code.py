@@ -13,7 +13,7 @@ from peftc.equation_code import functions
 from peftc.equation_code.code import VARIABLE, Code, Emit, Operation, emit_into
 from peftc.equation_code.functions import add_linear, add_to, linear
 from peftc.equations.analysis import Place
-from peftc.equations.words import OUT, PERMUTATION
+from peftc.equations.words import OUT, is_whole
 from peftc.syntax import ast
 
 LAYERS = "layers"  # of the code that has values of other layers
@@ -74,7 +74,7 @@ class FormCode:
     def _cast(self, name: str, value: fx.Node) -> fx.Node:
         """An input in the dtype of the parameters, heads behind tokens; ids as they are."""
         lines = self.place.parameters
-        first = next((name for name in self.place.sizes if lines[name].value != ast.Name(PERMUTATION)), None)
+        first = next((name for name in self.place.sizes if not is_whole(lines[name])), None)
         if name in self.place.heads_first:
             value = self.emit(torch.transpose, value, 1, 2)
             value.meta[VARIABLE] = name

@@ -71,6 +71,11 @@ def logistic_noise(x: Tensor, training: bool) -> Tensor:
     return u.log() - (1 - u).log() + x
 
 
+def normal_noise(x: Tensor, s: Tensor | float, training: bool) -> Tensor:
+    """x; while training, x + s e with e standard normal for each entry."""
+    return torch.randn_like(x) * s + x if training else x
+
+
 def pruned(v: Tensor, z: Tensor | float, mask: Tensor, is_pruned: Tensor) -> Tensor:
     """v z where the mask is 1, and v there once the other entries are pruned."""
     return mask * torch.where(is_pruned, 1.0, z) * v

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from peftc.equation_code.code import evaluate_all
 from peftc.equations.analysis import Place
-from peftc.equations.words import INITIAL_VALUES
+from peftc.equations.words import CHOICE, INITIAL_VALUES
 from peftc.forms.module import Draw, draw_of, has_values
 from peftc.syntax import ast
 from peftc.syntax.walk import names_in
@@ -24,11 +25,20 @@ def draw_at(place: Place, name: str) -> Draw | None:
     match value:
         case ast.Name(kind) if kind in INITIAL_VALUES:
             return draw_of(kind, size)
+        case ast.Call(kind, (count,)) if kind == CHOICE:
+            return partial(_choose, place.size(count))
         case ast.Call(kind, args) if kind in INITIAL_VALUES:
             numbers = [float(place.number(arg)) for arg in args]
             return draw_of((kind, numbers[0]) if numbers else kind, size)
         case _:
             return None
+
+
+def _choose(n: int, values: Tensor, generator: torch.Generator) -> None:
+    """Numbers below n in any order, each as often as another, or once more."""
+    some = torch.randperm(n, generator=generator)[: len(values) % n]
+    numbers = torch.cat([torch.arange(n).repeat(len(values) // n), some])
+    values.copy_(numbers[torch.randperm(len(values), generator=generator)])
 
 
 def write_initial(place: Place, base: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:

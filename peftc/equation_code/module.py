@@ -17,6 +17,7 @@ from peftc.equation_code.initial_values import draw_at, write_initial
 from peftc.equations.definition import TextForm, owner_path
 from peftc.equations.patterns import bottleneck_of, takes_rows
 from peftc.equations.primitives import ACTIVATIONS
+from peftc.equations.words import is_choice_of_numbers
 from peftc.forms.affine_module import Affine
 from peftc.forms.module import Draw, FormModule, Generators, HiddenUnits, Pair, has_values
 from peftc.forms.sequence_module import Sequence
@@ -49,7 +50,9 @@ class EquationModule(Hookable, FormModule):
         self.arity = len(place.inputs)
         tensors = self.definition.tensors(self.form_args, self.form_dims)
         lines = {name: (at.parameters[line], line in at.states) for name, (at, line) in tensors.items()}
-        self._fixed = tuple(name for name in own if lines[name][0].fixed and not lines[name][1])
+        self._fixed = tuple(
+            n for n in own if lines[n][0].fixed and (not lines[n][1] or is_choice_of_numbers(lines[n][0]))
+        )
         # Those whose first values follow from the base's weight.
         self._computed = tuple(name for name in own if name not in self._draws() and not lines[name][1])
         lines_of_others = ((n, line) for n, line in place.parameters.items() if place.tensor(n) not in own)
@@ -139,7 +142,10 @@ class EquationModule(Hookable, FormModule):
         if key not in self.place.code:
             tensors = self.definition.tensors(self.form_args, self.form_dims)
             own = ((name, *tensors[name]) for name in self.own_names())
-            draws = ((name, draw_at(at, line)) for name, at, line in own if line not in at.states)
+            drawn = (
+                one for one in own if one[2] not in one[1].states or is_choice_of_numbers(one[1].parameters[one[2]])
+            )
+            draws = ((name, draw_at(at, line)) for name, at, line in drawn)
             self.place.code[key] = {name: draw for name, draw in draws if draw is not None}
         return self.place.code[key]
 

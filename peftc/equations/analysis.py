@@ -39,6 +39,7 @@ from peftc.equations.values import (
 from peftc.equations.words import (
     BUDGET,
     BUFFER,
+    CHOICE,
     INITIAL_VALUES,
     KEPT,
     NONE,
@@ -49,6 +50,7 @@ from peftc.equations.words import (
     SELECTION,
     criterion_of,
     function_of,
+    is_choice_of_numbers,
     optional_inputs_of,
     owner_of,
 )
@@ -177,7 +179,7 @@ class Place(Operands):
     @cached_property
     def selection(self) -> Selection | None:
         """The values at selected places. Raises: FormError."""
-        calls = list(dict.fromkeys(self._calls(SCATTER)))
+        calls = [call for call in dict.fromkeys(self._calls(SCATTER)) if self._selects(call)]
         if len(calls) > 1:
             message = f"`{print_expression(calls[0])}` is another selection, and a form has one"
             raise FormError("P111", message, calls[1])
@@ -192,6 +194,11 @@ class Place(Operands):
             dimension = own.sizes.index(line.sizes[0])
             return Selection(name, places.id, criterion_of(line), dimension, units, bool(line.scope), fills)
         return None
+
+    def _selects(self, call: ast.Call) -> bool:
+        """Whether the places of `scatter(v, places, n)` are selected, and not chosen once."""
+        places = call.args[1]
+        return isinstance(places, ast.Name) and bool(criterion_of(self.parameters[places.id]))
 
     def _check_sums(self, call: ast.Call, units: int) -> None:
         """Raises: FormError P318 if the text sums up others over the sites than it selects from."""
@@ -224,7 +231,8 @@ class Place(Operands):
     @cached_property
     def states(self) -> tuple[str, ...]:
         """The names of tensors that are saved, and change in other ways than by gradients."""
-        places = (name for name, line in self.parameters.items() if criterion_of(line))
+        lines = self.parameters.items()
+        places = (name for name, line in lines if criterion_of(line) or is_choice_of_numbers(line))
         return (*self.copies, *self.buffers, *places, *(() if self.pruning is None else (KEPT, PRUNED)))
 
     def _add_loss(self, line: ast.Equation, name: str, value: ast.Expr) -> None:
@@ -311,7 +319,9 @@ class Place(Operands):
                 message = f"`{name}` is a first value of {wanted}, and `{line.name}` is {Type(sizes)}"
                 raise FormError("P318", message, node)
             for part in node.args if isinstance(node, ast.Call) and name != SELECTION else ():
-                if real(self.number(part), part) < 0:
+                if name == CHOICE:
+                    self.size(part)
+                elif real(self.number(part), part) < 0:
                     raise FormError("P106", f"`{print_expression(part)}` is a deviation or a bound, and below 0", part)
             return
         if others := [name for name in self._names(node) if name in self.sizes]:

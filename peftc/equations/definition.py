@@ -23,7 +23,6 @@ from peftc.equations.words import (
     KEPT,
     NONE,
     OVER_SITES,
-    PERMUTATION,
     POSITIONS,
     PRUNED,
     PRUNED_PARTS,
@@ -34,6 +33,7 @@ from peftc.equations.words import (
     criterion_of,
     inputs_of,
     is_of_task,
+    is_whole,
     number_of,
     optional_inputs_of,
     scope_of,
@@ -243,9 +243,7 @@ class TextForm(Form):
                     at.sizes[name],
                     scope=self.scope_at(line),
                     role="state" if name in at.states else "fixed" if line.fixed else trained,
-                    dtype="int64"
-                    if line.value == ast.Name(PERMUTATION) or criterion_of(line)
-                    else "bool" * (at.pruning is not None and name in (KEPT, PRUNED)),
+                    dtype="int64" if is_whole(line) else "bool" * (at.pruning is not None and name in (KEPT, PRUNED)),
                 )
                 for tensor, (at, name) in tensors.items()
                 for line in (at.parameters[name],)

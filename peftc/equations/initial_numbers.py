@@ -17,7 +17,7 @@ def initial_value(primitive: Primitive, operands: Sequence[Operand]) -> float | 
         numbers = [initial_number(operand) for operand in operands]
         if not primitive.torch:
             return numbers[0]
-        if primitive.name in ("*", "@", "kron", "permuted", "scatter", "pruned") and 0.0 in numbers:
+        if primitive.name in ("*", "@", "kron", "permuted", "gather", "scatter", "pruned") and 0.0 in numbers:
             return 0.0
         if primitive.name == "/" and numbers[0] == 0.0:
             return 0.0  # `_apply` refuses a divisor that is 0

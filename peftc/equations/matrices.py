@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from peftc.equations import rules
 from peftc.equations.rules import Primitive
+from peftc.equations.transforms.rows import TRANSFORMS
 from peftc.equations.values import Type
 
 _SVD, _QR = "peftc.equation_code.functions.svd", "peftc.equation_code.functions.qr"
@@ -47,36 +48,16 @@ def _under_budget(operands: rules.Types) -> Type:
     return rules.vector(operands)
 
 
-def _padded(operands: rules.Types) -> Type:
-    (own,), n = rules.vector(operands).size, operands[1]
-    if not isinstance(n, int) or isinstance(n, bool) or n < own:
-        raise rules.Mismatch(f"the vector has {own} entries, and cannot be padded to {n}", 1, "P106")
-    return Type((n,))
-
-
-def _permuted(operands: rules.Types) -> Type:
-    if rules.vector(operands) != rules.vector(operands, 1):
-        raise rules.Mismatch(f"{operands[0]} has not as many entries as its order, {operands[1]}", 1)
-    return rules.vector(operands)
-
-
 def _joined(operands: rules.Types) -> Type:
     """Vectors, one behind the other."""
     return Type((sum(rules.vector(operands, at).size[0] for at in range(len(operands))),))
-
-
-def _walsh(operands: rules.Types) -> Type:
-    (n,) = rules.vector(operands).size
-    if n & (n - 1):
-        raise rules.Mismatch(f"there is a Walsh-Hadamard transform of 1, 2, 4, 8, … entries, not of {n}", 0)
-    return rules.vector(operands)
 
 
 def _column(operands: rules.Types) -> Type:
     return Type((*rules.vector(operands).size, 1))
 
 
-MATRICES: Mapping[str, Primitive] = {
+MATRICES: Mapping[str, Primitive] = TRANSFORMS | {
     primitive.name: primitive
     for primitive in (
         Primitive(
@@ -244,26 +225,6 @@ MATRICES: Mapping[str, Primitive] = {
             operands=(2, 16),
         ),
         Primitive(
-            "pad",
-            "pad(v, n)",
-            "v with zeros behind it, a vector of n entries",
-            _padded,
-            "peftc.equation_code.functions.pad",
-            lambda x, n: 0.0 if x == 0 else None,
-            "linear",
-            operands=(2, 2),
-        ),
-        Primitive(
-            "permuted",
-            "permuted(v, order)",
-            "the entries of v in another order: `fixed order[n] = permutation`",
-            _permuted,
-            "peftc.equation_code.functions.permuted",
-            lambda x, order: x,
-            "linear",
-            operands=(2, 2),
-        ),
-        Primitive(
             "budget",
             "budget(v, target, total, warmup, cooldown, every, beta1, beta2)",
             "v; training gives up its least important entries, until there are `target` at each site",
@@ -281,26 +242,6 @@ MATRICES: Mapping[str, Primitive] = {
             "peftc.equation_code.functions.scatter",
             affinity="linear",
             operands=(3, 3),
-        ),
-        Primitive(
-            "walsh",
-            "walsh(v)",
-            "H v, H the Hadamard matrix of as many rows, a power of two: the Walsh-Hadamard transform",
-            _walsh,
-            "peftc.equation_code.functions.walsh",
-            lambda x: 0.0 if x == 0 else None,
-            "linear",
-            flops=lambda operands, result: result.entries * (result.entries.bit_length() - 1),
-        ),
-        Primitive(
-            "fourier",
-            "fourier(A)",
-            "the real part of the inverse discrete Fourier transform of a matrix, in both directions",
-            rules.matrix,
-            "peftc.equation_code.functions.fourier",
-            lambda x: 0.0 if x == 0 else None,
-            "linear",
-            flops=lambda operands, result: 5 * result.entries * max(1, result.entries.bit_length() - 1),
         ),
         Primitive(
             "inverse",

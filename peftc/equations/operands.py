@@ -8,7 +8,7 @@ from functools import cached_property
 
 from peftc.equations.initial_numbers import first_value, initial_number, initial_value, reason_against, shifts
 from peftc.equations.matrices import DECOMPOSITIONS
-from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, OPERATORS
+from peftc.equations.primitives import FUNCTIONS, OPERATORS, WORDS
 from peftc.equations.rules import Mismatch, Operand, Primitive
 from peftc.equations.values import NUMBERS_OF_SITES, FormError, Number, SiteNumbers, Type, Value, pair_of, real, shown
 from peftc.equations.words import (
@@ -194,7 +194,7 @@ class Operands:
             return self.numbers[name]
         if any(isinstance(line, ast.Let) and line.name == name for line in self.form.body):
             raise FormError("P107", f"no condition of `{name}` holds here", node)
-        if name in ACTIVATIONS:
+        if name in WORDS:
             return name
         if name in self.types:  # a weight of the base, from which a first value is computed
             return Value(self.types[name], shifted=True, first=name)
@@ -382,7 +382,8 @@ class Operands:
             when = "" if not isinstance(operands[1], Value) else " when training starts"
             raise FormError("P120", f"`{print_expression(node)}` divides by zero{when}", node)
         self.costs[id(node)] = primitive.flops(types, type_) if primitive.flops is not None else 0
-        varying = [operand for operand in operands if isinstance(operand, Value) and operand.varies]
+        own = operands[:1] if primitive.only_first else operands
+        varying = [operand for operand in own if isinstance(operand, Value) and operand.varies]
         rank = primitive.rank(operands) if primitive.rank is not None else None
         return Value(
             type_,

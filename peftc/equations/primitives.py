@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from peftc.equations import rules
 from peftc.equations.matrices import MATRICES
 from peftc.equations.rules import Primitive
+from peftc.equations.transforms.filters import WAVELETS
+from peftc.equations.values import Type
 
 
 def _gelu(value: float) -> float:
@@ -24,6 +26,13 @@ def _sigmoid(value: float) -> float:
 
 def _gelu_tanh(value: float) -> float:
     return value * (1 + math.tanh(math.sqrt(2 / math.pi) * (value + 0.044715 * value**3))) / 2
+
+
+def _noise(operands: rules.Types) -> Type:
+    """A tensor, and the deviation of each of its entries."""
+    if rules.broadcast(operands) != rules.plain(operands):
+        raise rules.Mismatch(f"{operands[1]} is no deviation for each entry of {operands[0]}", 1)
+    return rules.plain(operands)
 
 
 _F = "torch.nn.functional"
@@ -110,6 +119,8 @@ _ENTRIES: Mapping[str, Primitive] = {
 } | {"none": Primitive("none", "none(x)", "x", rules.same, "", lambda x: x, "linear", rules.own_rank, by_rows=True)}
 _NUMBERS = ("sqrt", "abs", "log", "cos", "sin")  # functions of entries that are no activations
 ACTIVATIONS: Mapping[str, Primitive] = {name: row for name, row in _ENTRIES.items() if name not in _NUMBERS}
+
+WORDS = frozenset({*ACTIVATIONS, *WAVELETS})  # what equations name besides values
 
 PAPER_NAMES = {"relu": "ReLU", "gelu": "GELU", "silu": "SiLU"}  # of activations, as papers write them
 
@@ -224,6 +235,20 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 "linear",
                 rules.own_rank,
                 by_rows=True,
+            ),
+            Primitive(
+                "normal_noise",
+                "normal_noise(x, s)",
+                "x; while training, x + s e, with e standard normal for each entry, in each forward",
+                _noise,
+                "peftc.equation_code.functions.normal_noise",
+                lambda x, s: x,
+                "linear",
+                rules.own_rank,
+                flops=rules.entries,
+                operands=(2, 2),
+                by_rows=True,
+                only_first=True,
             ),
             Primitive(
                 "frozen",

@@ -35,6 +35,7 @@ class Primitive:
         rank: the most rank of its value, of the ranks and types of its operands.
         flops: for one token, of the types of operands and value.
         operands: how many it takes, at least and at most.
+        only_first: whether it is its first operand in evaluation, whatever the others are.
         by_rows: whether it also holds for operands with a first dimension of rows, aligned from
             the right: it acts on entries, or on the last dimension.
     """
@@ -50,6 +51,7 @@ class Primitive:
     flops: Callable[[Types, Type], int] | None = None
     operands: tuple[int, int] = (1, 1)
     by_rows: bool = False
+    only_first: bool = False
 
 
 class Mismatch(Exception):

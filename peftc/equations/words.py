@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, cast
 
 from peftc.equations.primitives import ACTIVATIONS
+from peftc.equations.transforms.filters import WAVELETS
 from peftc.equations.values import TOP
 from peftc.forms.arguments import SEED
 from peftc.forms.form import Argument
@@ -21,6 +22,7 @@ from peftc.syntax.walk import children, names_in, values, walk
 NONE = "none"  # an argument without a value
 BUFFER = "buffer"  # a first value of what a command fills
 PERMUTATION = "permutation"  # a first value that is an order of entries
+CHOICE = "choice"  # `fixed places[k] = choice(n)`: k of the numbers 0, 1, … n - 1, which an adapter keeps
 BUDGET = "budget"  # `budget(v, target, total, …)`: v, of which training gives up entries
 OUT = "out"  # the name of the state that the equation writes, in sizes
 POSITIONS = "positions"  # `positions(x, first, last, token)`
@@ -34,10 +36,29 @@ SITE, LAYER = "site", "layer"
 PRUNED = "pruned"  # `pruned(v, z, n)`: v z, of which `peftc.calibrate` keeps the n largest of all sites
 KEPT = "kept"  # which entries are kept, of a site
 PRUNED_PARTS = ("values", "places")  # `pruned(v, z, n).values`: what is kept of all sites, in order
+GATHER = "gather"  # `gather(v, places)`
+WAVELET = "wavelet"  # `wavelet(A, db2)`
 RANDOM = "random"  # `let i = random(n)`: one of 0, 1, … n - 1, in each forward while training
 Ends = Literal["", "low", "high", "both"]
 _SWAPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
-_OF_WHOLE_NUMBERS = ("power", "pad", "top_k", "softmax", "corner", "svd", POSITIONS, "reshape", "narrow", SCATTER)
+_OF_WHOLE_NUMBERS = (
+    "power",
+    "pad",
+    "top_k",
+    "softmax",
+    "corner",
+    "svd",
+    POSITIONS,
+    "reshape",
+    "narrow",
+    "shuffled",
+    SCATTER,
+)
+
+
+def _whole(number: float) -> int | float:
+    return int(number) if number.is_integer() and abs(number) < 2**53 else number
+
 
 # Functions of numbers, and of the shapes of inputs and of `out`, the state that is written.
 NUMBERS: Mapping[str, Callable[..., Any]] = {
@@ -47,6 +68,7 @@ NUMBERS: Mapping[str, Callable[..., Any]] = {
     "abs": abs,
     "floor": math.floor,
     "round": round,
+    "power": lambda a, n: _whole(math.pow(a, n)),
     "log": math.log,
     OVER_SITES: lambda n: n,  # where the others are not known
     "power_of_two": lambda n: 1 << (n - 1).bit_length(),
@@ -108,6 +130,7 @@ INITIAL_VALUES: Mapping[str, str] = {
     BUFFER: "0, of a `fixed` tensor that a command fills and an adapter keeps, as `peftc.fuse` does",
     SELECTION: "of a `fixed` vector the numbers of what `peftc.calibrate` selects: selection(select)",
     PERMUTATION: "0, 1, … n - 1 in any order, of a `fixed` vector",
+    CHOICE: "of a `fixed` vector, numbers below n in any order, each as often as another, or once more: choice(n)",
 }
 
 
@@ -130,7 +153,8 @@ def words_of(form: ast.Form) -> dict[str, tuple[str, ...]]:
     """
     defaults = {param.name: param.default for param in form.params}
     words: dict[str, dict[str, None]] = {}
-    functions = {part.function for value in values(form) for part in walk(value) if isinstance(part, ast.Call)}
+    calls = [part for value in values(form) for part in walk(value) if isinstance(part, ast.Call)]
+    functions = {call.function for call in calls}
     for name, default in defaults.items():
         if isinstance(default, ast.Name) and default.id in ACTIVATIONS and name in functions:
             words[name] = dict.fromkeys(ACTIVATIONS)
@@ -140,6 +164,9 @@ def words_of(form: ast.Form) -> dict[str, tuple[str, ...]]:
     for line in form.body:
         if isinstance(line, ast.Parameter) and (name := criterion_of(line)) in defaults:
             words[name] = dict.fromkeys(OWN_CRITERIA if has_inputs else CRITERIA)
+    for call in calls:
+        if call.function == WAVELET and isinstance(name := call.args[-1], ast.Name) and name.id in defaults:
+            words[name.id] = dict.fromkeys(WAVELETS)
     for left, right in _equalities(form):
         if left.id in defaults and right.id not in defaults:
             default = defaults[left.id]
@@ -155,6 +182,16 @@ def criterion_of(line: ast.Parameter) -> str:
             return name
         case _:
             return ""
+
+
+def is_choice_of_numbers(line: ast.Parameter) -> bool:
+    """Whether a line is `fixed places[k] = choice(n)`."""
+    return isinstance(line.value, ast.Call) and line.value.function == CHOICE
+
+
+def is_whole(line: ast.Parameter) -> bool:
+    """Whether the values of a line are whole numbers."""
+    return line.value == ast.Name(PERMUTATION) or bool(criterion_of(line)) or is_choice_of_numbers(line)
 
 
 def number_of(line: ast.Parameter) -> str:
@@ -285,7 +322,7 @@ def _names_in_sizes(form: ast.Form) -> set[str]:
 def whole_numbers(node: ast.Expr) -> tuple[ast.Expr, ...]:
     """The parts of an expression that are whole numbers, whatever they are."""
     match node:
-        case ast.Binding(_, count) | ast.Call("random", (count,)):
+        case ast.Binding(_, count) | ast.Call("random" | "choice", (count,)):
             return (count,)
         case ast.Item(_, indices):
             return indices

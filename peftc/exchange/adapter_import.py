@@ -93,7 +93,9 @@ def import_adapter(
     config = PeftConfig(values)
     base = open_base_of(config.base, model, trust_remote_code)
     try:
-        return write_adapter(base, read_peft(config, tensors, base.module), path_of(output), output_name(output))
+        return write_adapter(
+            base, read_peft(config, tensors, base.module, base.matrix), path_of(output), output_name(output)
+        )
     finally:
         base.close()
 
@@ -250,6 +252,8 @@ def _fill(
             place = record.form_modules.get(f"{site_edit.edit}/{site_edit.owner_path}/{key}")
             if place is not None:
                 form = cast(FormModule, model.get_submodule(place))
+                while not hasattr(form, attribute) and form.owner_module is not None:
+                    form = form.owner_module  # what several modules have in common
                 _set(getattr(form, attribute), tensor, f"{part.module}.{name}")
         for instance in site_edit.instances if common else ():
             place = record.form_modules.get(f"{site_edit.edit}/{instance.owner}/{instance.key}")

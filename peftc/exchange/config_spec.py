@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,11 @@ from peftc.diagnostics.diagnostic import printable
 from peftc.exchange.adapter_import import misfit, statements_of
 from peftc.exchange.edited_model import open_model
 from peftc.exchange.peft_format import folder as files
-from peftc.exchange.peft_format.config import PeftConfig, matches, refusal
+from peftc.exchange.peft_format.config import PeftConfig, refusal
 from peftc.exchange.peft_format.parameters import ENDS, parameter_shapes, target_parameters
 from peftc.exchange.peft_format.reading import read_peft
 from peftc.exchange.peft_format.table import type_of
+from peftc.exchange.peft_format.targets import is_named, is_target
 from peftc.exchange.selector_text import Selectors
 from peftc.semantics.expand import expand
 from peftc.syntax.parser import parse_text
@@ -58,7 +59,7 @@ def spec_of_config(source: str | PathLike[str], model: str | None = None, trust_
             tensors = files.read_tensors(folder, files.TENSORS, files.PICKLED)
         else:
             tensors = expected_tensors(PeftConfig(values), base.module)
-        incoming = read_peft(PeftConfig(values), tensors, base.module)
+        incoming = read_peft(PeftConfig(values), tensors, base.module, base.matrix)
     finally:
         base.close()
     table = sites(name, trust_remote_code=trust_remote_code)
@@ -94,7 +95,7 @@ def expected_tensors(config: PeftConfig, model: nn.Module) -> dict[str, Tensor]:
         if value := config.values.get(key):
             raise refusal(key, value, "without tensors, the modules are known by `target_modules` alone")
     modules = dict(model.named_modules())
-    targets = [name for name, module in modules.items() if _is_target(config, name, module, model)]
+    targets = [name for name, module in modules.items() if is_target(config, name, module, model)]
     parameters = target_parameters(config, model) if config.type == "LORA" else {}
     if not targets and not parameters and make is not _nothing:
         raise refusal("target_modules", config.values.get("target_modules"), "the base has no such module")
@@ -106,25 +107,6 @@ def expected_tensors(config: PeftConfig, model: nn.Module) -> dict[str, Tensor]:
         for end, shape in zip(ENDS, parameter_shapes(config, name, model), strict=True):
             tensors[f"{files.PREFIX}{prefix}.{end}"] = _empty(*shape)
     return {**tensors, **_whole(config, model, targets)}
-
-
-def _is_target(config: PeftConfig, name: str, module: nn.Module, model: nn.Module) -> bool:
-    excluded, wanted = config.values.get("exclude_modules"), config.values.get("target_modules")
-    if not name or (excluded and _is_named(excluded, name, "exclude_modules")):
-        return False
-    if wanted == "all-linear":
-        output = getattr(model, "get_output_embeddings", lambda: None)()
-        return isinstance(module, nn.Linear | Conv1D) and module is not output
-    return bool(wanted) and _is_named(wanted, name, "target_modules")
-
-
-def _is_named(value: Any, name: str, key: str) -> bool:
-    """PEFT takes a text for a regular expression, and names of a list for ends of names."""
-    if isinstance(value, str):
-        return matches(key, value, name)
-    if not isinstance(value, list) or not all(isinstance(one, str) and one for one in cast(list[Any], value)):
-        raise refusal(key, value, "it is an array of names, or a regular expression")
-    return any(name == end or name.endswith(f".{end}") for end in cast(list[str], value))
 
 
 def _size(config: PeftConfig, name: str, module: nn.Module) -> tuple[int, int]:
@@ -152,7 +134,7 @@ def _lora(config: PeftConfig, name: str, module: nn.Module) -> Shapes:
 
 def _ia3(config: PeftConfig, name: str, module: nn.Module) -> Shapes:
     (rows, columns), inner = _size(config, name, module), config.values.get("feedforward_modules")
-    yield "ia3_l", (1, columns) if inner and _is_named(inner, name, "feedforward_modules") else (rows, 1)
+    yield "ia3_l", (1, columns) if inner and is_named(inner, name, "feedforward_modules") else (rows, 1)
 
 
 def _nothing(config: PeftConfig, name: str, module: nn.Module) -> Shapes:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from peftc.adapters.files import path_of, read_description
 from peftc.adapters.loading import load
@@ -47,6 +48,13 @@ class Base:
             value = as_matrix(value, ref.layout.order, ref.layout.rows) if ref.layout is not None else value
             value = value.t() if ref.transposed else value
             return rows_of_site(value, ref).flatten(0, 1).to(torch.float64, copy=True)
+
+    def matrix(self, module: str) -> Tensor:
+        """The weight (out, in) of a Linear without edits, in its dtype. Raises: P806."""
+        with self.values([f"{module}.weight"]):
+            owner = self.module.get_submodule(module)
+            value = dense(self.module.get_parameter(f"{module}.weight").detach()).clone()
+            return value.t() if isinstance(owner, Conv1D) else value
 
     @contextmanager
     def values(self, names: Collection[str]) -> Generator[None]:

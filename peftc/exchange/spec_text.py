@@ -19,6 +19,7 @@ class ModulePart:
 
     `place`: the selector of the place where it stands instead, whose module has no name here.
     `by_site`: the tensors by the path of a site, where the module has several.
+    `group`: equal for modules that have tensors in common, and are one edit.
     """
 
     module: str
@@ -28,6 +29,7 @@ class ModulePart:
     form: str = ""
     place: str = ""
     by_site: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict[str, Mapping[str, Tensor]])
+    group: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
@@ -46,11 +48,11 @@ class IncomingEdit:
 
 def edits_of(parts: Iterable[ModulePart], selectors: Selectors, name: str) -> list[IncomingEdit]:
     """One edit for each equation. Raises: P804 for a module that no selector selects alone."""
-    groups: dict[tuple[str, str], dict[str, ModulePart]] = {}
+    groups: dict[tuple[str, str, tuple[int, ...]], dict[str, ModulePart]] = {}
     for part in parts:
-        groups.setdefault((part.equation, part.step), {})[part.module] = part
+        groups.setdefault((part.equation, part.step, part.group), {})[part.module] = part
     edits = list[IncomingEdit]()
-    for number, ((equation, step), own) in enumerate(groups.items(), 1):
+    for number, ((equation, step, _), own) in enumerate(groups.items(), 1):
         (place, *_) = {part.place for part in own.values()}
         arms = [place] if place else _selector(selectors, list(own), step)
         edit = name if len(groups) == 1 else f"{name}_{number}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from peftc.equations.table import FORMS
 from peftc.exchange.lora_export import no_form
+from peftc.exchange.peft_format.config import PeftConfig
 from peftc.exchange.peft_format.folder import PREFIX
 from peftc.exchange.peft_format.names import target_names
 from peftc.exchange.peft_format.reading import weight_size
@@ -25,6 +26,7 @@ from peftc.exchange.selector_text import is_whole
 from peftc.folding.own_forward import base_class
 from peftc.folding.weights import Folding
 from peftc.forms.form import Form
+from peftc.forms.module import FormModule
 from peftc.planning.ir import SiteEdit
 from peftc.planning.selection.selectors import resolve
 from peftc.syntax import ast
@@ -46,9 +48,11 @@ class TypedAdapter:
     notes: list[str] = field(default_factory=list[str])
 
 
-def typed_adapter(folding: Folding) -> TypedAdapter | None:
+def typed_adapter(folding: Folding, weight_of: Callable[[str], Tensor]) -> TypedAdapter | None:
     """The edits in one of PEFT's types; None where they are not those of a type that has them as
-    they stand. Raises: P801 for edits of a type with numbers that it cannot have.
+    they stand. Raises: P801 for edits of a type with numbers that it cannot have, P806.
+
+    Args: `weight_of`: the weight (out, in) of a module of the base.
     """
     site_edits = list(folding.record.site_edits)
     rows = [_row(site_edit) for site_edit in site_edits]
@@ -61,14 +65,16 @@ def typed_adapter(folding: Folding) -> TypedAdapter | None:
     (name,) = types
     own = [(site_edit, row[1]) for site_edit, row in zip(site_edits, rows, strict=True) if row is not None]
     try:
-        return _adapter(folding, name, own)
+        return _adapter(folding, name, own, weight_of)
     except _Unfit as error:
         if TYPES[name].is_lora:
             return None
         raise no_form(error.edit, error.reason) from error
 
 
-def _adapter(folding: Folding, name: str, edits: Sequence[tuple[SiteEdit, PeftRow]]) -> TypedAdapter:
+def _adapter(
+    folding: Folding, name: str, edits: Sequence[tuple[SiteEdit, PeftRow]], weight_of: Callable[[str], Tensor]
+) -> TypedAdapter:
     """Raises: _Unfit."""
     peft_type, adapter, inputs = TYPES[name], TypedAdapter(name, {}), list[str]()
     numbers, tensors = dict[str, dict[str, Any]](), dict[str, dict[str, Tensor]]()
@@ -85,6 +91,7 @@ def _adapter(folding: Folding, name: str, edits: Sequence[tuple[SiteEdit, PeftRo
             raise _Unfit(site_edit.edit, f"`{module}`: {reason}, where PEFT computes something else")
         try:
             numbers[module] = _config(row, site_edit)
+            _check_of_base(folding, site_edit, row, PeftConfig(numbers[module]), tensors[module], weight_of)
         except NoConfig as error:
             raise _Unfit(site_edit.edit, str(error)) from error
         adapter.modules.append(module)
@@ -101,6 +108,11 @@ def _adapter(folding: Folding, name: str, edits: Sequence[tuple[SiteEdit, PeftRo
     adapter.tensors |= {f"{PREFIX}{module}.{end}": t for module, own in tensors.items() for end, t in own.items()}
     adapter.ranks = {module: own["r"] for module, own in numbers.items() if isinstance(own.get("r"), int)}
     names = [info.name for info in folding.analysis.table.modules]
+    try:
+        if peft_type.pack is not None:
+            adapter.tensors = peft_type.pack(adapter.config, adapter.tensors, names)
+    except NoConfig as error:
+        raise _Unfit(", ".join(dict.fromkeys(edit.edit for edit, _ in edits)), str(error)) from error
     adapter.config |= {"peft_type": name, "target_modules": target_names(adapter.modules, names)}
     if peft_type.has_transposition:
         classes = {base_class(folding.model.get_submodule(module)) for module in adapter.modules}
@@ -171,7 +183,7 @@ def _row(site_edit: SiteEdit) -> tuple[str, PeftRow] | None:
                 continue
             if row.form and not all(_is_form(row.form, one.form) for one in site_edit.instances):
                 continue
-            if not _parameters(site_edit) <= {*row.tensors.values(), *row.common.values()}:
+            if not _parameters(site_edit) <= {*row.tensors.values(), *row.common.values(), *row.computed}:
                 continue
             if step == row.step if row.step else is_whole(site_edit.site):
                 return name, row
@@ -197,14 +209,40 @@ def _tensors(folding: Folding, site_edit: SiteEdit, row: PeftRow) -> dict[str, T
     """By PEFT's names. Raises: NoConfig."""
     modules, own = folding.modules(site_edit), dict[str, Tensor]()
     for name in (*row.tensors.values(), *((row.places,) if row.places else ())):
-        form, _, attribute = name.partition(".")
-        own[name] = getattr(modules[form], attribute).detach()
+        own[name] = _tensor(modules, name)
     if row.write is not None:
         args = {one.form.name: one.form.fill(one.args) for one in site_edit.instances}
         return row.write(own, args, weight_size(folding.model.get_submodule(site_edit.site.module)))
     return {
         end: own[name].reshape(row.shapes[end]) if end in row.shapes else own[name] for end, name in row.tensors.items()
     }
+
+
+def _tensor(modules: Mapping[str, FormModule], name: str) -> Tensor:
+    """A tensor `form.parameter` of a site, or of those that have it in common."""
+    form, _, attribute = name.partition(".")
+    module = modules[form]
+    while not hasattr(module, attribute) and module.owner_module is not None:
+        module = module.owner_module
+    return getattr(module, attribute).detach()
+
+
+def _check_of_base(
+    folding: Folding,
+    site_edit: SiteEdit,
+    row: PeftRow,
+    config: PeftConfig,
+    tensors: Mapping[str, Tensor],
+    weight_of: Callable[[str], Tensor],
+) -> None:
+    """Raises: NoConfig where PEFT would compute other tensors of the weight than an edit has."""
+    if row.of_base is None:
+        return
+    modules, module = folding.modules(site_edit), site_edit.site.module
+    for name, tensor in row.of_base(config, tensors, weight_of(module)).items():
+        own = _tensor(modules, name)
+        if own.shape != tensor.shape or not torch.allclose(own.double(), tensor.double(), rtol=1e-4, atol=1e-5):
+            raise NoConfig(f"PEFT decomposes the weight of `{module}` anew, and its `{name}` is another one")
 
 
 def _common_tensors(folding: Folding, site_edit: SiteEdit, row: PeftRow) -> Iterator[tuple[str, Tensor]]:

@@ -54,7 +54,8 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module, name: str, folder:
     # Signs of R in DEFT depend on P: R goes first.
     for attribute in sorted({key.rpartition(".")[2] for key in values}, reverse=True):
         for key, parameter in own.items():
-            parameter.data = _SCALE * of_ours[key] if key.endswith(f".{attribute}") else values[key]
+            has_gradient = key.endswith(f".{attribute}") and bool(of_ours[key].any())  # frozen ones stay
+            parameter.data = _SCALE * of_ours[key] if has_gradient else values[key]
         peftc.export(ours, folder / attribute)
         for key, tensor in tensors(folder / attribute).items():
             if key in of_theirs and not torch.equal(tensor, trained[key]):
@@ -76,9 +77,11 @@ def assert_same_norms(ours: nn.Module, theirs: nn.Module, name: str, in_file: se
 
 
 def _key(name: str, trained: dict[str, torch.Tensor]) -> str:
-    """Of a parameter in a file; PEFT has what all modules have in common in each of them."""
+    """Of a parameter in a file; PEFT has what modules have in common in each of them."""
     key = name.replace(".default", "")
-    return key if key in trained else f"base_model.{key.rpartition('.')[2]}"
+    parts = key.split(".")
+    ends = [f"base_model.{'.'.join(parts[-count:])}" for count in (2, 1)]
+    return next((one for one in (key, *ends) if one in trained), key)
 
 
 def gradients(model: nn.Module, parameters: dict[str, nn.Parameter], inputs: Any) -> dict[str, torch.Tensor]:

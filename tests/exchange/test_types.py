@@ -79,6 +79,19 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "VeRA": ("llama", peft.VeraConfig, {"r": 4, "projection_prng_key": 7, **QV}),
     "VeRA of a Conv1D": ("gpt2", peft.VeraConfig, {"r": 4, **GPT}),
 }
+NEW={
+    "Uni-LoRA": ("llama", peft.UniLoraConfig, {"r": 2, "theta_d_length": 50, "save_indices": True, **QV}),
+    "TinyLoRA": ("llama", peft.TinyLoraConfig, {"r": 2, "u": 5, **QV}),
+    "TinyLoRA, tied": ("gpt2", peft.TinyLoraConfig, {"r": 2, "u": 5, "weight_tying": 0.5, **GPT}),
+    "WaveFT": ("llama", peft.WaveFTConfig, {"n_frequency": 60, **QV}),
+    "WaveFT, db4": ("bert", peft.WaveFTConfig, {"n_frequency": 60, "wavelet_family":"db4", "scaling":5.0,"random_loc_seed":3, **BERT}),
+    "PVeRA": ("llama", peft.PveraConfig, {"r": 4, **QV}),
+    "WaveFT, odd": ("llama", peft.WaveFTConfig, {"n_frequency": 60, "wavelet_family":"coif2", "scaling":5.0, "target_modules":["q_proj"], "n_frequency_pattern":{"q_proj":10}}),
+    "WaveFT, entries": ("gpt2", peft.WaveFTConfig, {"n_frequency": 60, "use_idwt":False, **GPT}),
+    "WaveFT, sym": ("gpt2", peft.WaveFTConfig, {"n_frequency": 60, "wavelet_family":"sym5", **GPT}),
+    "OSF": ("llama", peft.OSFConfig, {"effective_rank": 20, "rank_pattern": {"q_proj": 0.25}, **QV}),
+}
+CASES |= NEW
 # What PEFT computes in float32, whatever the dtype of the model.
 FLOAT32 = ("C3A", "DEFT", "FourierFT")
 ONE_WAY: dict[str, tuple[str, Any, dict[str, Any]]] = {

@@ -21,12 +21,13 @@ from peftc.equations.checks.states import (
 from peftc.equations.definition import RESULT
 from peftc.equations.matrices import DECOMPOSITIONS
 from peftc.equations.operands import TOKENS
-from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS
+from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, WORDS
 from peftc.equations.table import FORMS
 from peftc.equations.words import (
     BELOW,
     BUDGET,
     BUFFER,
+    CHOICE,
     INITIAL_VALUES,
     NONE,
     NUMBERS,
@@ -41,6 +42,7 @@ from peftc.equations.words import (
     criterion_of,
     function_of,
     inputs_of,
+    is_choice_of_numbers,
     number_of,
     scope_of,
     words_of,
@@ -229,7 +231,7 @@ class _FormChecker:
                     yield Diagnostic("P105", message, line.value.span, help=help_)
                 yield from (error for arg in args for error in self._expression(arg))
             case ast.Call(name, args, ()) if name in INITIAL_VALUES:
-                if len(args) > (1 if name in ("normal", "truncated", "uniform", "identity") else 0):
+                if len(args) > (1 if name in ("normal", "truncated", "uniform", "identity", CHOICE) else 0):
                     yield Diagnostic("P108", f"`{name}` is {INITIAL_VALUES[name]}", line.value.span)
                 yield from (error for arg in args for error in self._expression(arg))
             case value:
@@ -299,7 +301,7 @@ class _FormChecker:
 
     def _name(self, node: ast.Name, name: str, of_weights: bool) -> Iterator[Diagnostic]:
         self.used.add(name)
-        if name in self.names or name in ACTIVATIONS or (of_weights and name in WEIGHTS):
+        if name in self.names or name in WORDS or (of_weights and name in WEIGHTS):
             return
         known = [*self.names, *(INITIAL_VALUES if of_weights else ())]
         help_ = did_you_mean(name, known) or f"known here: {join_names(known)}"
@@ -366,16 +368,16 @@ class _FormChecker:
         text, (value, places) = f"`{print_expression(call)}`", (*call.args, None, None)[:2]
         value = value.args[0] if isinstance(value, ast.Call) and value.function == "t" and value.args else value
         v, at = (lines.get(part.id) if isinstance(part, ast.Name) else None for part in (value, places))
-        if at is None or not criterion_of(at):
+        if at is None or not (criterion_of(at) or is_choice_of_numbers(at)):
             help_ = "write `fixed places[k] = selection(select)`, and `scatter(v, places, n)`"
-            yield Diagnostic("P105", f"{text} has no places that are selected", call.span, help=help_)
+            yield Diagnostic("P105", f"{text} has no places that are selected or chosen", call.span, help=help_)
         elif v is None or v.fixed or v.scope != at.scope or at.sizes[0] not in v.sizes:
             message = f"{text} has no parameter with the dimension of `{at.name}`, and `per` the same"
             yield Diagnostic("P105", message, call.span)
         elif at.scope and (len(v.sizes) > 1 or v.value in (ast.Name("kaiming"), ast.Name("orthogonal"))):
             message = f"`{v.name}` is one vector for all sites, with a first value of each entry"
             yield Diagnostic("P105", message, call.span)
-        elif self.limited.setdefault(SCATTER, v.name) != v.name:
+        elif criterion_of(at) and self.limited.setdefault(SCATTER, v.name) != v.name:
             message = f"`{self.limited[SCATTER]}` has selected values already, and a form has one selection"
             yield Diagnostic("P111", message, call.span)
 

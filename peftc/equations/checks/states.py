@@ -14,12 +14,14 @@ from peftc.equations.words import (
     BUDGET,
     BUFFER,
     CROSS_LAYER,
+    GATHER,
     PRUNED,
     PRUNED_PARTS,
     RANDOM,
     SELECTION,
     criterion_of,
     inputs_of,
+    is_choice_of_numbers,
 )
 from peftc.forms.reserved import RESERVED_BESIDES
 from peftc.syntax import ast
@@ -99,8 +101,23 @@ def check_saved(form: ast.Form, value: ast.Expr) -> Iterator[Diagnostic]:
         yield Diagnostic("P105", message, value.span, help=help_)
 
 
+def check_choices(form: ast.Form) -> Iterator[Diagnostic]:
+    """The errors of `fixed places[k] = choice(n)`, and of `gather(v, places)`."""
+    lines = {line.name: line for line in lines_of(form) if is_choice_of_numbers(line)}
+    help_ = "write `fixed places[k] = choice(n)`, and `gather(v, places)`"
+    for line in lines.values():
+        if not line.fixed or len(line.sizes) != 1 or len(getattr(line.value, "args", ())) != 1:
+            message = f"`{line.name}` has whole numbers that are drawn once, which nothing trains"
+            yield Diagnostic("P105", message, line.value.span, help=help_)
+    for call in calls_of(form):
+        places = call.args[-1] if call.args else call
+        if call.function == GATHER and not (isinstance(places, ast.Name) and places.id in lines):
+            yield Diagnostic("P105", f"`{print_expression(call)}` has no places", places.span, help=help_)
+
+
 def check_states(form: ast.Form) -> Iterator[Diagnostic]:
-    """The errors of a form that is changed in several ways besides training."""
+    """The errors of a form that is changed in several ways besides training, and of its places."""
+    yield from check_choices(form)
     ways = {call.function for call in calls_of(form) if call.function in (RANDOM, BUDGET, PRUNED)}
     if any(line.value == ast.Name(BUFFER) for line in lines_of(form)):
         ways.add(BUFFER)

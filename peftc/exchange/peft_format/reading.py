@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -38,9 +38,16 @@ class Incoming:
     of_parameters: list[ParameterLora] = field(default_factory=list[ParameterLora])
 
 
-def read_peft(config: PeftConfig, tensors: Mapping[str, Tensor], model: nn.Module) -> Incoming:
-    """Raises: P802, P803, P804."""
+def read_peft(
+    config: PeftConfig, tensors: Mapping[str, Tensor], model: nn.Module, weight_of: Callable[[str], Tensor]
+) -> Incoming:
+    """What a file has. Raises: P802, P803, P804, P806.
+
+    Args: `weight_of`: the weight (out, in) of a module of the base.
+    """
     peft_type = type_of(config)
+    if peft_type.unpack is not None:
+        tensors = peft_type.unpack(config, tensors, model)
     if peft_type.place:
         return _at_place(config, peft_type, tensors, model)
     wrapped = target_parameters(config, model) if config.type == "LORA" else {}
@@ -78,7 +85,7 @@ def read_peft(config: PeftConfig, tensors: Mapping[str, Tensor], model: nn.Modul
         else:
             unknown.append(_unknown(key, end, name, list(modules)))
     own = {name: own[name] for name in modules if name in own and any(map(Tensor.numel, own[name].values()))}
-    incoming.parts += [_part(config, peft_type, modules[name], name, ends) for name, ends in own.items()]
+    incoming.parts += [_part(config, peft_type, modules[name], name, ends, weight_of) for name, ends in own.items()]
     incoming.common = _common(config, peft_type, own, whole, modules)
     incoming.of_parameters = parameter_loras(config, peft_type, of_parameters, model)
     if incoming.parts or incoming.of_parameters or not peft_type.rows:
@@ -177,7 +184,12 @@ def _save(incoming: Incoming, name: str, tensor: Tensor) -> None:
 
 
 def _part(
-    config: PeftConfig, peft_type: PeftType, owner: nn.Module, module: str, tensors: Mapping[str, Tensor]
+    config: PeftConfig,
+    peft_type: PeftType,
+    owner: nn.Module,
+    module: str,
+    tensors: Mapping[str, Tensor],
+    weight_of: Callable[[str], Tensor],
 ) -> ModulePart:
     row, own = peft_type.row(config, tensors), join_names(sorted(tensors))
     if row is None and any(set(tensors) < set(row.tensors) for row in peft_type.rows):
@@ -206,7 +218,11 @@ def _part(
         if row.read is None
         else row.read(config, tensors, weight_size(owner))
     )
-    return ModulePart(module, row.equation.format(**numbers), named, row.step, row.form)
+    if row.of_base is not None:
+        weight_size(owner)
+        named |= row.of_base(config, tensors, weight_of(module))
+    group = tuple(id(tensors[end]) for end in row.shared)
+    return ModulePart(module, row.equation.format(**numbers), named, row.step, row.form, group=group)
 
 
 def _unknown(key: str, end: str | None, name: str, modules: list[str]) -> Exception:

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean
 from peftc.exchange.peft_format.config import PeftConfig, refusal
-from peftc.exchange.peft_format.rows import lora, maps, places, prompts, vectors, weights
+from peftc.exchange.peft_format.rows import decompositions, lora, maps, places, prompts, random, vectors, weights
+from peftc.exchange.peft_format.rows.butterflies import BOFT
 from peftc.exchange.peft_format.rows.glora import GLORA
 from peftc.exchange.peft_format.rows.randlora import RANDLORA
+from peftc.exchange.peft_format.rows.wavelets import WAVEFT
 from peftc.exchange.peft_format.types import PeftType
 
 TYPES: Mapping[str, PeftType] = {
@@ -18,13 +20,15 @@ TYPES: Mapping[str, PeftType] = {
     **weights.TYPES,
     **maps.TYPES,
     **places.TYPES,
+    **random.TYPES,
+    **decompositions.TYPES,
+    "BOFT": BOFT,
+    "WAVEFT": WAVEFT,
     "GLORA": GLORA,
     "RANDLORA": RANDLORA,
     **prompts.TYPES,
 }
 
-_OF_BASE = "PEFT decomposes the weights of the base when it loads it, and its files do not have the result"
-_RANDOM = "it changes entries at places that torch's random numbers choose, and equations do not list places"
 _POSITIONS = "its rows are in a cache, where PEFT counts them as positions of the text"
 _TASKS = "which task an example is of is an argument of PEFT's forward"
 
@@ -33,19 +37,12 @@ WITHOUT_EQUATION: Mapping[str, str] = {
     "ADAMSS": "its matrices are of the rows that a clustering of the weights put together when PEFT made it",
     "ADAPTION_PROMPT": "its tokens pass the projections of each layer, which no state of peftc does",
     "CARTRIDGE": _POSITIONS,
-    "FROD": _OF_BASE,
     "LILY": "its router takes the mean over all examples of a batch, which no equation does",
     "MULTITASK_PROMPT_TUNING": _TASKS,
-    "OSF": _OF_BASE,
     "POLY": _TASKS,
     "PREFIX_TUNING": _POSITIONS,
-    "PSOFT": _OF_BASE,
-    "PVERA": "it draws random numbers in each call",
     "SHADOW": "a second network computes beside all layers of the base",
-    "TINYLORA": _OF_BASE,
     "TRAINABLE_TOKENS": "it replaces rows of an embedding, and equations do not list rows",
-    "UNILORA": _RANDOM,
-    "WAVEFT": _RANDOM,
     "XLORA": "what it reads is computed by a forward of its own, without its adapters",
 }
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from peftc.exchange.peft_format.config import PeftConfig
 from peftc.exchange.peft_format.names import pattern_of
@@ -15,6 +15,7 @@ Tensors = Mapping[str, Tensor]  # of one module, by the end of their names in PE
 Numbers = dict[str, Any]  # for the braces of an equation
 Size = tuple[int, int]  # of a weight (out, in)
 Sizes = Mapping[str, Size]  # by module
+Files = Mapping[str, Tensor]  # tensors of an adapter, by PEFT's names
 
 
 PLACES = "places"  # the name of the numbers of chosen entries in our forms
@@ -44,6 +45,11 @@ class PeftRow:
         read: makes our tensors of PEFT's, where they are not the same ones.
         write: makes PEFT's tensors of ours and the arguments of the forms. Raises: NoConfig.
         check: a reason why PEFT computes something else with these values; None where it does not.
+        shared: the ends of tensors that several modules may have together: where it is one tensor,
+            they are one edit.
+        computed: the names of ours of tensors that PEFT computes of the weight of the base when it
+            loads an adapter, and does not save.
+        of_base: computes these of the weight (out, in).
     """
 
     tensors: Mapping[str, str]
@@ -59,6 +65,9 @@ class PeftRow:
     read: Callable[[PeftConfig, Tensors, Size], dict[str, Tensor]] | None = None
     write: Callable[[Tensors, Mapping[str, Any], Size], dict[str, Tensor]] | None = None
     check: Callable[[Tensors], str | None] | None = None
+    shared: Collection[str] = field(default=())
+    computed: Collection[str] = field(default=())
+    of_base: Callable[[PeftConfig, Tensors, Tensor], dict[str, Tensor]] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,9 @@ class PeftType:
         place: the selector of the one place where it stands, of a type that has no modules.
         zeros: the end of the names of tensors that are zero, for parts that are not there.
         chosen: the tensors of such a type that PEFT reads.
+        unpack: the tensors of each module, where the files have them for several modules in one, or
+            not at all, and PEFT makes them when it loads an adapter. Raises: P802, P803.
+        pack: the tensors of files, of those of each module. Raises: NoConfig.
     """
 
     rows: tuple[PeftRow, ...]
@@ -95,6 +107,8 @@ class PeftType:
     place: str = ""
     zeros: str | None = None
     chosen: Callable[[PeftConfig, Tensors], dict[str, Tensor]] | None = None
+    unpack: Callable[[PeftConfig, Files, nn.Module], dict[str, Tensor]] | None = None
+    pack: Callable[[dict[str, Any], Files, Sequence[str]], dict[str, Tensor]] | None = None
 
     def row(self, config: PeftConfig, tensors: Tensors) -> PeftRow | None:
         """The row of a module with these tensors."""

@@ -64,19 +64,6 @@ form road(
 }
 """
 
-_BOFT = """
-# The inputs of a weight are rotated, block by block, and its outputs are scaled.
-# Liu et al. 2023, arXiv:2311.06243 (BOFT), with one butterfly factor
-form boft(
-    w,
-    block,  # size of one block of the rotation, in inputs; it divides them
-) {
-    param R[cols(w) / block, block, block] = 0
-    param s[rows(w)] = 1
-    f = column(s) * (w @ t(blocks(cayley((R - t(R)) / 2))))
-}
-"""
-
 _DEFT = """
 # A subspace of the outputs of a weight, which is learnt, is taken away, and what it holds is learnt anew.
 # DEFT; with `para` it is taken away alone: Chen et al. 2025 (PaRa)
@@ -120,21 +107,6 @@ def _road(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
 
 def _road_config(args: Mapping[str, Any]) -> dict[str, Any]:
     return {"variant": f"road_{args['variant']}", "group_size": args["group"]}
-
-
-def _boft(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
-    for key in ("boft_block_size", "boft_block_num", "boft_n_butterfly_factor"):
-        config.number(key, 0)  # the tensor tells
-    factors, _, block, _ = tensors["boft_R"].shape
-    if factors != 1:
-        reason = "PEFT has several factors with its CUDA extension alone, and peftc has one"
-        raise refusal("boft_n_butterfly_factor", factors, reason)
-    return {"block": block}
-
-
-def _boft_config(args: Mapping[str, Any]) -> dict[str, Any]:
-    size = {"boft_block_size": args["block"], "boft_block_num": 0, "boft_n_butterfly_factor": 1}
-    return {**size, "boft_dropout": 0.0, "bias": "none"}
 
 
 def _deft(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
@@ -254,21 +226,6 @@ TYPES: Mapping[str, PeftType] = {
             ),
         ),
         _road,
-    ),
-    "BOFT": PeftType(
-        (
-            PeftRow(
-                {"boft_R": "boft.R", "boft_s": "boft.s"},
-                "w = boft(w, block={block})",
-                _BOFT,
-                config=lambda args: _boft_config(args["boft"]),
-                linear_alone=True,
-                write=lambda own, args, size: {"boft_R": own["boft.R"][None], "boft_s": own["boft.s"][:, None]},
-            ),
-        ),
-        _boft,
-        ("boft_dropout",),
-        dimensions=4,
     ),
     "DEFT": PeftType(
         tuple(

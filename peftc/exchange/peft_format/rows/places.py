@@ -85,19 +85,19 @@ def _fourierft(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
     return {"n": n, "scale": shown(config.number("scaling", 150.0)), "seed": int(config.number("random_loc_seed", 777))}
 
 
-def _drawn(count: int, size: Size, seed: int) -> Tensor:
+def drawn(count: int, size: Size, seed: int) -> Tensor:
     """Places as PEFT draws them."""
     return torch.randperm(size[0] * size[1], generator=torch.Generator().manual_seed(seed))[:count]
 
 
 def _read_fourierft(config: PeftConfig, tensors: Tensors, size: Size) -> dict[str, Tensor]:
     spectrum, seed = tensors["fourierft_spectrum"], int(config.number("random_loc_seed", 777))
-    return {"fourierft.spectrum": spectrum, "fourierft.places": _drawn(len(spectrum), size, seed)}
+    return {"fourierft.spectrum": spectrum, "fourierft.places": drawn(len(spectrum), size, seed)}
 
 
 def _write_fourierft(own: Tensors, args: Mapping[str, Any], size: Size) -> dict[str, Tensor]:
     places, seed = own["fourierft.places"], args["fourierft"]["seed"]
-    if not torch.equal(places, _drawn(len(places), size, seed)):
+    if not torch.equal(places, drawn(len(places), size, seed)):
         raise NoConfig(f"PEFT draws the places from a seed, and these are not those of {seed}")
     return {"fourierft_spectrum": own["fourierft.spectrum"]}
 

@@ -1,0 +1,1 @@
+"""Linear transforms of vectors and matrices."""
