@@ -23,6 +23,7 @@ from peftc.equations.words import (
     PRUNED_PARTS,
     RANDOM,
     SIZES,
+    is_drawn,
     is_random,
     without_size,
     words_of,
@@ -203,7 +204,7 @@ class Operands:
     def _first(self, parameter: ast.Parameter) -> str:
         """The first value of a parameter as a function of the base's weight; empty for others."""
         value = parameter.value
-        if isinstance(value, ast.Name) or not any(name == "w" for name in names_in(value)):
+        if isinstance(value, ast.Name) or is_drawn(value) or "w" not in names_in(value):
             return ""
         operand = self.operand(value)
         return operand.first if isinstance(operand, Value) else ""
@@ -382,8 +383,7 @@ class Operands:
             when = "" if not isinstance(operands[1], Value) else " when training starts"
             raise FormError("P120", f"`{print_expression(node)}` divides by zero{when}", node)
         self.costs[id(node)] = primitive.flops(types, type_) if primitive.flops is not None else 0
-        own = operands[:1] if primitive.only_first else operands
-        varying = [operand for operand in own if isinstance(operand, Value) and operand.varies]
+        varying = [v for v in operands[: 1 if primitive.only_first else None] if isinstance(v, Value) and v.varies]
         rank = primitive.rank(operands) if primitive.rank is not None else None
         return Value(
             type_,

@@ -184,6 +184,11 @@ def criterion_of(line: ast.Parameter) -> str:
             return ""
 
 
+def is_drawn(value: ast.Expr) -> bool:
+    """Whether a first value is a call such as `normal(0.02)`."""
+    return isinstance(value, ast.Call) and value.function in INITIAL_VALUES
+
+
 def is_choice_of_numbers(line: ast.Parameter) -> bool:
     """Whether a line is `fixed places[k] = choice(n)`."""
     return isinstance(line.value, ast.Call) and line.value.function == CHOICE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module, name: str, folder:
 
 def assert_same_norms(ours: nn.Module, theirs: nn.Module, name: str, in_file: set[str]) -> None:
     """Of all gradients together, for tensors that do not go back."""
-    parameters = {n: p for n, p in theirs.named_parameters() if n.replace(".default", "") in in_file}
+    parameters = {n: p for n, p in theirs.named_parameters() if _key(n, in_file) in in_file}
     norms = [
         torch.stack(
             [gradient.square().sum() for gradient in gradients(model, own, zoo.inputs(name, ours)).values()]
@@ -76,7 +77,7 @@ def assert_same_norms(ours: nn.Module, theirs: nn.Module, name: str, in_file: se
     close(norms[0] / norms[1], torch.ones_like(norms[0]), name)
 
 
-def _key(name: str, trained: dict[str, torch.Tensor]) -> str:
+def _key(name: str, trained: Collection[str]) -> str:
     """Of a parameter in a file; PEFT has what modules have in common in each of them."""
     key = name.replace(".default", "")
     parts = key.split(".")

@@ -35,7 +35,6 @@ form butterfly(
     require block >= 2
     require factors >= 2
     let count = cols(w) / block
-    let half = block / 2
     param R[factors * count, block, block] = 0
     param s[rows(w)] = 1
     let Q = cayley((R - t(R)) / 2)

@@ -341,6 +341,7 @@ TYPES: Mapping[str, PeftType] = {
                 "w = psoft(w, r={r}{options})",
                 _PSOFT,
                 config=_psoft_config,
+                linear_alone=True,
                 computed=("psoft.A", "psoft.B"),
                 of_base=_psoft_of_base,
             )
@@ -348,7 +349,6 @@ TYPES: Mapping[str, PeftType] = {
         ),
         _psoft,
         ("psoft_dropout",),
-        has_transposition=True,
     ),
     "FROD": PeftType(
         (
