@@ -14,7 +14,7 @@ def gather(v: Tensor, places: Tensor) -> Tensor:
     return v.index_select(0, places)
 
 
-def shuffled(a: Tensor, groups: int, m: int, n: int) -> Tensor:
+def shuffle(a: Tensor, groups: int, m: int, n: int) -> Tensor:
     """Rows numbered (group, i, j, k), i below m and j below n, as (group, j, i, k)."""
     return a.reshape(groups, m, n, -1, *a.shape[1:]).transpose(1, 2).reshape(a.shape)
 

@@ -23,6 +23,7 @@ from peftc.equations.bindings import (
 )
 from peftc.equations.operands import Operands
 from peftc.equations.products import Products
+from peftc.equations.transforms.places import check_places, selects
 from peftc.equations.values import (
     Budget,
     FormError,
@@ -146,6 +147,7 @@ class Place(Operands):
         if self.result is None:
             raise FormError("P319", "no condition of its values holds here", self.form)
         read_below(self, self._parts)
+        check_places(self, self._parts)
         self.value  # noqa: B018  # raises what has no meaning
         self.product  # noqa: B018  # known before an edit is made: it may be nested too deeply
         _ = self.layer_values, self.selection, self.pruning
@@ -179,7 +181,7 @@ class Place(Operands):
     @cached_property
     def selection(self) -> Selection | None:
         """The values at selected places. Raises: FormError."""
-        calls = [call for call in dict.fromkeys(self._calls(SCATTER)) if self._selects(call)]
+        calls = [call for call in dict.fromkeys(self._calls(SCATTER)) if selects(self, call)]
         if len(calls) > 1:
             message = f"`{print_expression(calls[0])}` is another selection, and a form has one"
             raise FormError("P111", message, calls[1])
@@ -194,11 +196,6 @@ class Place(Operands):
             dimension = own.sizes.index(line.sizes[0])
             return Selection(name, places.id, criterion_of(line), dimension, units, bool(line.scope), fills)
         return None
-
-    def _selects(self, call: ast.Call) -> bool:
-        """Whether the places of `scatter(v, places, n)` are selected, and not chosen once."""
-        places = call.args[1]
-        return isinstance(places, ast.Name) and bool(criterion_of(self.parameters[places.id]))
 
     def _check_sums(self, call: ast.Call, units: int) -> None:
         """Raises: FormError P318 if the text sums up others over the sites than it selects from."""

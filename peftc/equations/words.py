@@ -51,7 +51,7 @@ _OF_WHOLE_NUMBERS = (
     POSITIONS,
     "reshape",
     "narrow",
-    "shuffled",
+    "shuffle",
     SCATTER,
 )
 

@@ -110,6 +110,8 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "clamp": lambda x, low, high: torch.where(x < low, low, torch.where(x > high, high, x)),
     "log": lambda x: torch.as_tensor(x, dtype=torch.float64).log(),
     "logistic_noise": lambda x: x,
+    "normal_noise": lambda x, s: x,
+    "gather": lambda v, places: torch.stack([v[i] for i in places.tolist()]),
     "pruned": lambda v, z, n: v * z,
     "concat": lambda *vectors: torch.stack([entry for vector in vectors for entry in vector]),
     "fourier": fourier,

@@ -110,9 +110,9 @@ class Writer:
             case "negative":
                 return f"(-{inner(n, depth - 1)})"
             case "wrapped":
-                return choice(("dropout({}, 0.1)", "frozen({})", "none({})", "logistic_noise({})")).format(
-                    inner(n, depth - 1)
-                )
+                return choice(
+                    ("dropout({}, 0.1)", "frozen({})", "none({})", "logistic_noise({})", "normal_noise({}, exp(s))")
+                ).format(inner(n, depth - 1))
             case "mean":
                 value, other = inner(n, depth - 1), inner(choice((D_IN, R)), depth - 1)
                 if self.count % 2:  # one feature instead

@@ -98,7 +98,7 @@ def rounding(case: str) -> float | None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_type_comes_and_goes_back(case: str, tmp_path: Path) -> None:
-    # PEFT's backward of C3A is not that of its forward: what it gives for x has w the wrong way round
+    # PEFT's backward of C3A is not that of its forward: for x it has w the wrong way round
     assert_comes_and_goes_back(CASES[case], tmp_path, rounding(case), has_gradients=case != "C3A")
 
 

@@ -33,7 +33,7 @@ def _gathered(operands: rules.Types) -> Type:
     return Type((*places.size, *value.size[1:]))
 
 
-def _shuffled(operands: rules.Types) -> Type:
+def _shuffle(operands: rules.Types) -> Type:
     """Rows in groups, of m n parts each."""
     value, sizes = rules.tensor(operands), operands[1:]
     numbers = [n for n in sizes if isinstance(n, int) and not isinstance(n, bool) and n > 0]
@@ -94,11 +94,11 @@ TRANSFORMS: dict[str, Primitive] = {
             operands=(2, 2),
         ),
         Primitive(
-            "shuffled",
-            "shuffled(A, groups, m, n)",
+            "shuffle",
+            "shuffle(A, groups, m, n)",
             "rows numbered (group, i, j, k) as (group, j, i, k), i below m, j below n: a permutation of a butterfly",
-            _shuffled,
-            "peftc.equation_code.transforms.shuffled",
+            _shuffle,
+            "peftc.equation_code.transforms.shuffle",
             lambda x, *sizes: x,
             "linear",
             rules.own_rank,

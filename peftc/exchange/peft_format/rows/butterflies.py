@@ -40,8 +40,8 @@ form butterfly(
     let Q = cayley((R - t(R)) / 2)
     let P = product(
         i in factors,
-        shuffled(
-            t(shuffled(blocks(narrow(Q, i * count, count)), count / power(2, i), power(2, i), 2)),
+        shuffle(
+            t(shuffle(blocks(narrow(Q, i * count, count)), count / power(2, i), power(2, i), 2)),
             count / power(2, i), power(2, i), 2
         )
     )

@@ -90,7 +90,7 @@ form psoft(
 
 _FROD = """
 # A weight is U (S + diag(l)) Vᵀ: the lengths l are trained, and few entries of S.
-# FRoD; here V has the right singular vectors of the weight, in PEFT one for the same modules of all layers
+# FRoD, as in PEFT, where V is one for the same modules of all layers; here it has the right singular vectors of each
 form frod(
     w,
     n,  # trained entries of S

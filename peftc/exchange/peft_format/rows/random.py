@@ -46,7 +46,7 @@ form unilora(
 
 _PVERA = """
 # Two random matrices, common to all sites, between two trained vectors; what is between them is drawn while training.
-# Cabannes et al. 2025, arXiv:2512.07703 (PVeRA)
+# arXiv:2512.07703 (PVeRA)
 form pvera(
     x,
     r,  # rows of A for the mean, and as many for the logarithm of the variance
