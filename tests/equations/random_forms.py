@@ -111,7 +111,7 @@ class Writer:
                 return f"(-{inner(n, depth - 1)})"
             case "wrapped":
                 return choice(
-                    ("dropout({}, 0.1)", "frozen({})", "none({})", "logistic_noise({})", "normal_noise({}, exp(s))")
+                    ("dropout({}, 0.1)", "frozen({})", "none({})", "logistic_noise({})", "normal_noise({}, 0.5)")
                 ).format(inner(n, depth - 1))
             case "mean":
                 value, other = inner(n, depth - 1), inner(choice((D_IN, R)), depth - 1)
