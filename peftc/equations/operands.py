@@ -206,8 +206,7 @@ class Operands:
         value = parameter.value
         if isinstance(value, ast.Name) or is_drawn(value) or "w" not in names_in(value):
             return ""
-        operand = self.operand(value)
-        return operand.first if isinstance(operand, Value) else ""
+        return operand.first if isinstance(operand := self.operand(value), Value) else ""
 
     def initial(self, parameter: ast.Parameter) -> float | None:
         """The number that a parameter starts as; None for other values."""

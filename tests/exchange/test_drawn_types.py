@@ -193,10 +193,11 @@ def test_what_no_equation_says(case: str, tmp_path: Path) -> None:
 
 
 def test_an_entry_of_uni_lora_with_two_scales(tmp_path: Path) -> None:
-    options = {"r": 2, "save_indices": True, "target_modules": ["q_proj"]}
+    options: dict[str, Any] = {"r": 2, "save_indices": True, "target_modules": ["q_proj"]}
     trained("llama", tmp_path / "in", type_=peft.UniLoraConfig, **options)
     key = "base_model.model.model.layers.0.self_attn.q_proj.unilora_scales_A"
-    change(tmp_path, **{key: torch.rand_like(tensors(tmp_path / "in")[key])})
+    others: dict[str, Any] = {key: torch.rand_like(tensors(tmp_path / "in")[key])}
+    change(tmp_path, **others)
     assert "several scales" in import_refused("P802", tmp_path).message
 
 
