@@ -21,12 +21,14 @@ PIECE = ENTRIES
 class Piece:
     """Some entries of a parameter, flat, from the entry `start` on.
 
-    `values`: before they are rounded. `before`: as they were, in the same precision, if known.
+    `values`: before they are rounded. `before`: as they were, in the same precision, and `change`:
+    what was added to them, if known.
     """
 
     start: int
     values: Tensor
     before: Tensor | None = None
+    change: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -55,9 +57,10 @@ class WeightSums:
         for start, value in sorted(self.changes.items(), key=lambda change: change[0]):
             yield from self._unchanged(before, at, start)
             is_sum = value.weight is not None and is_same_run(value.weight, before[start:])
-            for rows, block, weight in value.row_blocks():
-                old = weight.reshape(-1) if is_sum else None
-                yield Piece(start + rows.start * value.d_in, block.reshape(-1), old)
+            for block in value.row_blocks():
+                old, change = (block.before, block.change) if is_sum else (None, None)
+                own = (None if tensor is None else tensor.reshape(-1) for tensor in (old, change))
+                yield Piece(start + block.rows.start * value.d_in, block.values.reshape(-1), *own)
             at = start + value.d_out * value.d_in
         yield from self._unchanged(before, at, before.numel())
 
@@ -113,7 +116,7 @@ def rounded_change(
         stored = flat_new[part].copy_(exact)
         is_rounded = before.dtype != exact.dtype
         old = flat_before[part] if piece.before is None else piece.before
-        totals.add(old, exact, stored if is_rounded else None)
+        totals.add(old, exact, stored if is_rounded else None, piece.change)
     changed, entries = totals.changed, totals.entries
     weight, delta, error = totals.weight, totals.delta, totals.error
     if not math.isfinite(delta + error) and not bool(new.isfinite().all()):
@@ -144,8 +147,10 @@ class Totals:
         self.weight = self.delta = self.error = 0.0
         self.memory: Tensor | None = None
 
-    def add(self, before: Tensor, exact: Tensor, stored: Tensor | None) -> None:
-        """Adds flat entries of the three. `stored`: after rounding, where the dtypes differ."""
+    def add(self, before: Tensor, exact: Tensor, stored: Tensor | None, delta: Tensor | None) -> None:
+        """Adds flat entries. `stored`: after rounding, where the dtypes differ. `delta`: `exact` −
+        `before`, if known.
+        """
         count, dtype = exact.numel(), torch.promote_types(exact.dtype, torch.float32)
         if self.memory is None or self.memory.shape[1] < count:  # new memory costs more than the sums
             self.memory = torch.empty(2, count, dtype=dtype, device=exact.device)
@@ -153,7 +158,7 @@ class Totals:
         exact = exact.to(dtype)
         old = before if before.dtype == dtype else before.to(dtype)
         self.weight += square(old)
-        self.delta += square(torch.sub(exact, old, out=change))
+        self.delta += square(torch.sub(exact, old, out=change) if delta is None else delta)
         self.changed += differing(exact, old)
         if stored is not None:
             new = other.copy_(stored)

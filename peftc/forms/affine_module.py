@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 ENTRIES = 2**16  # of a matrix that are computed at a time on a CPU: what is computed of them stays in a cache
 LEAST_ROWS = 8  # at a time; PyTorch's product of one row has other bits than that row of a product
+
+
+class RowBlock(NamedTuple):
+    """Rows of a matrix. `before`: what the weight alone is there, in the same precision. `change`: what is added to it, if it
+    is one product.
+    """
+
+    rows: slice
+    values: Tensor
+    before: Tensor
+    change: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,15 +94,12 @@ class Affine:
     def matrix(self) -> Tensor:
         """(d_out, d_in)"""
         out = torch.empty(self.d_out, self.d_in, dtype=self.dtype, device=self.device)
-        for rows, block, _ in self.row_blocks():
-            out[rows] = block
+        for block in self.row_blocks():
+            out[block.rows] = block.values
         return out
 
-    def row_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """The matrix, some rows at a time, and what the weight alone is there, in the same precision.
-
-        Each block is in the memory of the one before it.
-        """
+    def row_blocks(self) -> Iterator[RowBlock]:
+        """The matrix, some rows at a time. Each block is in the memory of the one before it."""
         count, width = self.d_out, self.d_in
         most = ENTRIES if self.device.type == "cpu" else count * width
         blocks = max(1, count // max(LEAST_ROWS, most // max(1, width)))
@@ -98,10 +107,11 @@ class Affine:
         memory = torch.empty(3, largest, width, dtype=self.dtype, device=self.device)
         if self.weight is None:
             memory[0].zero_()
+        is_sum = self.weight is not None and self.diagonal is None and len(self.products) == 1
         for i in range(blocks):
             rows = slice(count * i // blocks, count * (i + 1) // blocks)
             before, out, product = memory[:, : rows.stop - rows.start]
-            total = before if self.weight is None else before.copy_(self.weight[rows])
+            total, added = before if self.weight is None else before.copy_(self.weight[rows]), None
             for left, right in self.products:
                 added = left[rows] if right is None else torch.mm(left[rows], right, out=product)
                 total = torch.add(total, added, out=out)
@@ -109,7 +119,7 @@ class Affine:
                 out.copy_(before)
             if self.diagonal is not None:
                 out[:, rows].diagonal().add_(self.diagonal[rows])
-            yield rows, out, before
+            yield RowBlock(rows, out, before, added if is_sum else None)
 
     @property
     def d_out(self) -> int:

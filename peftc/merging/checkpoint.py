@@ -9,7 +9,9 @@ import json
 import mmap
 import os
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -22,7 +24,7 @@ from torch import Tensor
 from peftc.adapters.base import VALUES
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.filesystem.bounded_read import check_regular, read_regular
-from peftc.folding.memory import empty
+from peftc.folding.memory import LARGEST, empty
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST_INDEX = 256_000_000  # bytes
@@ -85,6 +87,7 @@ class Checkpoint:
         self.entries = {entry.key: entry for shard in self.shards.values() for entry in shard.entries}
         self.maps: dict[str, mmap.mmap] = {}
         self.files: dict[str, int] = {}
+        self.ahead: dict[str, Future[Tensor]] = {}
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
@@ -123,11 +126,34 @@ class Checkpoint:
 
     def read(self, key: str) -> Tensor:
         """A copy of a tensor. Raises: P701 if the file has become shorter."""
+        if (ahead := self.ahead.pop(key, None)) is not None:
+            return ahead.result()
         entry = self.entries[key]
-        tensor = empty(entry.shape, DTYPES[entry.dtype])
+        return self._fill(entry, empty(entry.shape, DTYPES[entry.dtype]))
+
+    def _fill(self, entry: Entry, tensor: Tensor) -> Tensor:
         if entry.size:
             read_into(self.descriptor(entry.file), bytes_of(tensor), entry.start, entry.file)
         return tensor
+
+    @contextmanager
+    def reading_ahead(self) -> Generator[Callable[[Iterable[str]], object]]:
+        """Yields what reads tensors in a thread, for the `read` that asks for them next."""
+        with ThreadPoolExecutor(1) as pool:
+
+            def read_ahead(keys: Iterable[str]) -> None:
+                computed = self.computed()
+                for entry in (self.entries[key] for key in keys if key not in computed):
+                    if entry.size <= LARGEST and entry.key not in self.ahead:
+                        self.descriptor(entry.file)  # opened by one thread
+                        tensor = empty(entry.shape, DTYPES[entry.dtype])
+                        self.ahead[entry.key] = pool.submit(self._fill, entry, tensor)
+
+            try:
+                yield read_ahead
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+                self.ahead.clear()
 
     def read_slice(self, key: str, index: int, count: int) -> Tensor:
         """One of `count` equal parts of a tensor along its first dimension."""

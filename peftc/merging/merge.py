@@ -36,6 +36,7 @@ from peftc.merging.widening import plan_widening
 from peftc.merging.writer import MOST, Progress, Writer, background
 
 WAITING = 2  # writes; each task has one at least, so what was computed WAITING + 1 tasks ago is written
+ROUNDS = WAITING + 3  # of memory: tensors are read while the task before theirs is computed
 
 
 def merge(
@@ -242,12 +243,14 @@ class Merge:
         digests = {key: text for part in parts for key, text in part.digests.items()}
         return Part([one for part in parts for one in part.tensors], digests)
 
-    def run_steps(self, steps: Iterable[Task | Copy], writer: Writer, count: Progress) -> Part:
-        tensors = list[MergedTensor]()
-        with background(count, WAITING) as pool, one_thread(), reused(WAITING + 1):
-            for step in steps:
+    def run_steps(self, steps: Sequence[Task | Copy], writer: Writer, count: Progress) -> Part:
+        tensors, base = list[MergedTensor](), self.base.checkpoint
+        with background(count, WAITING) as pool, base.reading_ahead() as read_ahead, one_thread(), reused(ROUNDS):
+            for step, following in zip(steps, [*steps[1:], None], strict=True):
+                if isinstance(following, Task) and not following.experts:  # whose slices are read
+                    read_ahead(following.keys)
                 if isinstance(step, Copy):
-                    pool.submit(functools.partial(writer.copy, self.base.checkpoint, step))
+                    pool.submit(functools.partial(writer.copy, base, step))
                 else:
                     tensors += run(self.base, step, functools.partial(write_later, pool.submit, writer))
         return Part(tensors, writer.digests)
