@@ -1,7 +1,9 @@
 """Rounds the parameters of a fold to their dtype, once, and measures what became of the change."""
 
+from __future__ import annotations
+
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +14,7 @@ from peftc.adapters.base import dtype_name
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.folding.memory import empty
 from peftc.folding.report import Change
+from peftc.folding.threads import PARTS, in_parts
 from peftc.forms.affine_module import ENTRIES, Affine
 
 PIECE = ENTRIES
@@ -51,24 +54,18 @@ class WeightSums:
         stop = start + 1 + sum((size - 1) * stride for size, stride in zip(rows.shape, rows.stride(), strict=True))
         return any(start < at + value.d_out * value.d_in and at < stop for at, value in self.changes.items())
 
-    def pieces(self) -> Iterator[Piece]:
-        """The flat values in the precision of the sums, in order."""
+    def pieces(self, part: int = 0, parts: int = 1) -> Iterator[Piece]:
+        """The flat values in the precision of the sums, in order; of `parts`, those of one."""
         before, at = self.before.reshape(-1), 0
         for start, value in sorted(self.changes.items(), key=lambda change: change[0]):
-            yield from self._unchanged(before, at, start)
+            yield from _unchanged(before, at, start, part, parts)
             is_sum = value.weight is not None and is_same_run(value.weight, before[start:])
-            for block in value.row_blocks():
+            for block in value.row_blocks(part, parts):
                 old, change = (block.before, block.change) if is_sum else (None, None)
                 own = (None if tensor is None else tensor.reshape(-1) for tensor in (old, change))
                 yield Piece(start + block.rows.start * value.d_in, block.values.reshape(-1), *own)
             at = start + value.d_out * value.d_in
-        yield from self._unchanged(before, at, before.numel())
-
-    def _unchanged(self, before: Tensor, start: int, stop: int) -> Iterator[Piece]:
-        dtype = torch.promote_types(before.dtype, torch.float32)
-        for at in range(start, stop, PIECE):
-            values = before[at : min(at + PIECE, stop)].to(dtype)
-            yield Piece(at, values, values)
+        yield from _unchanged(before, at, before.numel(), part, parts)
 
     def tensor(self) -> Tensor:
         out = torch.empty(self.before.shape, dtype=torch.promote_types(self.before.dtype, torch.float32))
@@ -76,6 +73,13 @@ class WeightSums:
         for piece in self.pieces():
             out.view(-1)[piece.start : piece.start + piece.values.numel()] = piece.values
         return out
+
+
+def _unchanged(before: Tensor, start: int, stop: int, part: int, parts: int) -> Iterator[Piece]:
+    dtype, places = torch.promote_types(before.dtype, torch.float32), range(start, stop, PIECE)
+    for at in places[len(places) * part // parts : len(places) * (part + 1) // parts]:
+        values = before[at : min(at + PIECE, stop)].to(dtype)
+        yield Piece(at, values, values)
 
 
 def is_run_of_entries(rows: Tensor, whole: Tensor) -> bool:
@@ -107,21 +111,14 @@ def rounded_change(
 ) -> tuple[Tensor, Change]:
     """A new value in the dtype of `before`, and what became of the parameter. Raises: P530."""
     new = empty(tuple(before.shape), before.dtype, before.device)
-    flat_before, flat_new = before.reshape(-1), new.view(-1)
-    pieces = value.pieces() if isinstance(value, WeightSums) else pieces_of(value)
-    totals, is_rounded = Totals(), False
-    for piece in pieces:
-        exact = piece.values
-        part = slice(piece.start, piece.start + exact.numel())
-        stored = flat_new[part].copy_(exact)
-        is_rounded = before.dtype != exact.dtype
-        old = flat_before[part] if piece.before is None else piece.before
-        totals.add(old, exact, stored if is_rounded else None, piece.change)
-    changed, entries = totals.changed, totals.entries
-    weight, delta, error = totals.weight, totals.delta, totals.error
+    if isinstance(value, WeightSums) and before.device.type == "cpu":
+        parts = in_parts(lambda part: _round(before, value.pieces(part, PARTS), new))
+    else:
+        parts = [_round(before, value.pieces() if isinstance(value, WeightSums) else pieces_of(value), new)]
+    changed, entries = sum(part.changed for part in parts), sum(part.entries for part in parts)
+    weight, delta, error = (sum(getattr(part, name) for part in parts) for name in ("weight", "delta", "error"))
     if not math.isfinite(delta + error) and not bool(new.isfinite().all()):
         raise not_finite(name, new, edits)
-    entries = entries if is_rounded else changed
     return new, Change(
         name,
         new.numel(),
@@ -133,6 +130,18 @@ def rounded_change(
         ratio(delta, weight),
         ratio(error, delta),
     )
+
+
+@torch.no_grad()
+def _round(before: Tensor, pieces: Iterable[Piece], new: Tensor) -> Totals:
+    """Writes pieces into `new`, in its dtype."""
+    totals, flat_before, flat_new = Totals(), before.reshape(-1), new.view(-1)
+    for piece in pieces:
+        part = slice(piece.start, piece.start + piece.values.numel())
+        stored = flat_new[part].copy_(piece.values)
+        old = flat_before[part] if piece.before is None else piece.before
+        totals.add(old, piece.values, stored if before.dtype != piece.values.dtype else None, piece.change)
+    return totals
 
 
 class Totals:
@@ -159,8 +168,11 @@ class Totals:
         old = before if before.dtype == dtype else before.to(dtype)
         self.weight += square(old)
         self.delta += square(torch.sub(exact, old, out=change) if delta is None else delta)
-        self.changed += differing(exact, old)
-        if stored is not None:
+        changed = differing(exact, old)
+        self.changed += changed
+        if stored is None:
+            self.entries += changed
+        else:
             new = other.copy_(stored)
             self.error += square(torch.sub(new, exact, out=change))
             self.entries += differing(new, old)

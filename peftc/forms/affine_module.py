@@ -98,8 +98,11 @@ class Affine:
             out[block.rows] = block.values
         return out
 
-    def row_blocks(self) -> Iterator[RowBlock]:
-        """The matrix, some rows at a time. Each block is in the memory of the one before it."""
+    def row_blocks(self, part: int = 0, parts: int = 1) -> Iterator[RowBlock]:
+        """The matrix, some rows at a time: all, or those of one of `parts`.
+
+        Each block is in the memory of the one before it.
+        """
         count, width = self.d_out, self.d_in
         most = ENTRIES if self.device.type == "cpu" else count * width
         blocks = max(1, count // max(LEAST_ROWS, most // max(1, width)))
@@ -108,7 +111,7 @@ class Affine:
         if self.weight is None:
             memory[0].zero_()
         is_sum = self.weight is not None and self.diagonal is None and len(self.products) == 1
-        for i in range(blocks):
+        for i in range(blocks * part // parts, blocks * (part + 1) // parts):
             rows = slice(count * i // blocks, count * (i + 1) // blocks)
             before, out, product = memory[:, : rows.stop - rows.start]
             total, added = before if self.weight is None else before.copy_(self.weight[rows]), None

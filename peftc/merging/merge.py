@@ -17,6 +17,7 @@ from peftc.adapters.files import path_of
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.folding.ffn_width import HiddenUnits
 from peftc.folding.memory import reused
+from peftc.folding.threads import cores, threads
 from peftc.folding.unrounded_parameters import CannotFold
 from peftc.folding.weights import Folding
 from peftc.installation.record import installation_of, is_installed
@@ -245,7 +246,14 @@ class Merge:
 
     def run_steps(self, steps: Sequence[Task | Copy], writer: Writer, count: Progress) -> Part:
         tensors, base = list[MergedTensor](), self.base.checkpoint
-        with background(count, WAITING) as pool, base.reading_ahead() as read_ahead, one_thread(), reused(ROUNDS):
+        writing, reading = background(count, WAITING), base.reading_ahead()
+        with (
+            writing as pool,
+            reading as read_ahead,
+            one_thread(),
+            reused(ROUNDS),
+            threads(cores() // self.options.jobs),
+        ):
             for step, following in zip(steps, [*steps[1:], None], strict=True):
                 if isinstance(following, Task) and not following.experts:  # whose slices are read
                     read_ahead(following.keys)
