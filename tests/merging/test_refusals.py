@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import peftc
 from peftc.cli.main import main
-from peftc.merging import writer
+from peftc.merging import checkpoint, writer
 from tests.merging.checkpoints import LORA, save_adapter, save_base, tensors
 
 PREFIX = "edit p at layer[*].attn { kv = concat(prefix(len=2), kv) }\n"
@@ -226,6 +227,21 @@ def test_a_full_disk_leaves_nothing(function: str, root: Path, monkeypatch: pyte
 
     monkeypatch.setattr(writer, function, full)
     refused(root, "P704", "No space left")
+
+
+def test_a_base_that_becomes_shorter_leaves_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors are read in a thread, while those before them are computed."""
+    original, threads = checkpoint.read_into, list[bool]()
+
+    def read_into(descriptor: int, buffer: memoryview, start: int, file: str) -> None:
+        threads.append(threading.current_thread() is threading.main_thread())
+        if len(threads) == 3:
+            raise checkpoint.damaged(file, "it has become shorter while it was read")
+        original(descriptor, buffer, start, file)
+
+    monkeypatch.setattr(checkpoint, "read_into", read_into)
+    refused(root, "P701", "shorter")
+    assert not threads[2]
 
 
 def test_verification_reads_what_is_on_the_disk(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
