@@ -22,7 +22,7 @@ from tests.merging.checkpoints import LORA, same_bits, save_adapter, save_base, 
 # Where `make` and `make quantized` install them: every process that finds them imports them.
 FOLDERS = [Path(sys.prefix) / "torchao", Path(__file__).parents[2] / ".venv-quantized" / "packages"]
 PREFIX = "edit p at layer[*].attn { kv = concat(prefix(len=2), kv) }"
-WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 
 
 @pytest.fixture(name="libraries", autouse=True)
@@ -90,6 +90,22 @@ def test_bitsandbytes(kind: str, name: str, tmp_path: Path) -> None:
         if name == "gpt2" and isinstance(module, nn.Linear) and module_name != "lm_head":
             module.weight = nn.Parameter(module.weight.t().contiguous())
     check(tmp_path, cls, dense, torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", BITSANDBYTES)
+@pytest.mark.filterwarnings("ignore")
+def test_bitsandbytes_in_memory_is_refused_with_the_way_out(kind: str, tmp_path: Path) -> None:
+    require("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    cls = adapter_of_plain(tmp_path, "llama", torch.bfloat16, **WIDE)
+    config = BitsAndBytesConfig(**BITSANDBYTES[kind])
+    base = cls.from_pretrained(tmp_path / "plain", quantization_config=config, dtype="auto").eval()
+    way_out = r"q_proj.weight` is packed as u?int8 by Linear[48]bit\w*: quantise the base by torchao"
+    with pytest.raises(peftc.PeftcError, match=rf"P509[\s\S]*{way_out}"):
+        peftc.compile(f"peft 2\n{LORA}", base)
+    with pytest.raises(peftc.PeftcError, match=rf"P5(09|23|25)[\s\S]*{way_out}"):
+        peftc.load(tmp_path / "adapter", base)
 
 
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "IntxWeightOnlyConfig"])
