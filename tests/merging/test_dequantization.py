@@ -66,7 +66,7 @@ def adapter_of_plain(root: Path, name: str, dtype: torch.dtype, spec: str = LORA
 
 
 # Bases as transformers quantises and saves them.
-BITSANDBYTES = {
+BITSANDBYTES: dict[str, dict[str, Any]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
     "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
     "int8": {"load_in_8bit": True},
@@ -80,7 +80,7 @@ def test_bitsandbytes(kind: str, name: str, tmp_path: Path) -> None:
     require("bitsandbytes")
     from transformers import BitsAndBytesConfig
 
-    options = WIDE if name == "llama" else {"n_embd": 64, "n_inner": 128}
+    options: dict[str, Any] = WIDE if name == "llama" else {"n_embd": 64, "n_inner": 128}
     cls = adapter_of_plain(tmp_path, name, torch.bfloat16, **options)
     config = BitsAndBytesConfig(**BITSANDBYTES[kind])
     base = cls.from_pretrained(tmp_path / "plain", quantization_config=config, dtype="auto")
