@@ -13,7 +13,7 @@ from peftc.folding.report import Change
 from peftc.folding.rounding import WeightSums, rounded_change
 from peftc.forms.affine_module import ENTRIES, Affine
 
-ROWS, COLUMNS = 700, 400  # several blocks for each thread
+ROWS, COLUMNS = 2700, 400  # several blocks for each thread
 assert ROWS * COLUMNS > 4 * ENTRIES
 
 
@@ -29,7 +29,7 @@ def change(first: int = 0) -> tuple[Tensor, Change, Tensor]:
     return *rounded_change("w", weight, sums, ("e",)), expected.bfloat16()
 
 
-@pytest.mark.parametrize("first", [0, 500])
+@pytest.mark.parametrize("first", [0, 1500])
 def test_the_bits_and_the_report_are_those_of_one_thread(first: int) -> None:
     one, report, expected = change(first)
     with threads.threads(2):
