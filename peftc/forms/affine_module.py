@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ENTRIES = 2**18  # of a matrix that are computed at a time on a CPU: they stay in a cache
+ENTRIES = 2**17  # of a matrix that are computed at a time on a CPU: they stay in a cache
 LEAST_ROWS = 8  # at a time; PyTorch's product of one row has other bits than that row of a product
 
 
