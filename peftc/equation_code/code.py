@@ -16,19 +16,20 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from peftc.equation_code import functions
+from peftc.equation_code import attention, functions
 from peftc.equations.analysis import Place
 from peftc.equations.matrices import DECOMPOSED, DECOMPOSITIONS
 from peftc.equations.operands import TOKENS
 from peftc.equations.primitives import FUNCTIONS, OPERATORS
 from peftc.equations.rules import Primitive
 from peftc.equations.values import Type, Value
-from peftc.equations.words import BELOW, HISTORY, KEPT, NONE, POSITIONS, PRUNED
+from peftc.equations.words import ATTENTION, BELOW, HISTORY, KEPT, NONE, POSITIONS, PRUNED
 from peftc.syntax import ast
 from peftc.syntax.walk import children
 
 VALUE = "f"  # the name of a value without one
 SEQUENCE = "sequence"  # the attribute of a module with the positions of tokens
+CACHE_NAME = "_cache_name"  # the attribute of a module under which a cache has its keys and values
 ROUTE = "route"  # the attribute of a module with its random numbers
 SIZE = "size"  # in a node's meta: the size of a tensor that is the same for all tokens
 VARIABLE = "variable"  # in a node's meta: the name of its value in the text of the form
@@ -321,6 +322,10 @@ class Code:
     def _call(self, primitive: Primitive, args: Sequence[ast.Expr]) -> Operation:
         if primitive.name == POSITIONS:
             return self._positions(args[0], args[1:])
+        if primitive.name == ATTENTION:
+            assert self.attribute is not None
+            of_site = self.attribute(SEQUENCE), self.attribute(CACHE_NAME)
+            return self.emit(attention.attention_with_past, *map(self.operation, args), *of_site)
         if primitive.name == "frozen" and isinstance(args[0], ast.Call | ast.Binary | ast.Negative):
             return self.frozen.operation(args[0])
         if not primitive.torch:

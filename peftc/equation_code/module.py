@@ -44,6 +44,7 @@ class EquationModule(Hookable, FormModule):
     definition: TextForm
     _common_attributes = (PLACE, PLACES)
     sequence: Sequence | None = None  # of a form that selects positions
+    _cache_name: str = ""  # under which a cache has what a form keeps of its tokens
 
     def setup(self) -> None:
         place, own = self.place, self.own_names()

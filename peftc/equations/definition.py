@@ -12,7 +12,7 @@ from peftc.diagnostics import Related, Source, Span
 from peftc.equations.analysis import Place, place_of
 from peftc.equations.bindings import check_sites, is_written_out
 from peftc.equations.common_tensors import CommonTensors, Tensors, common_tensors, dims_at, size_refusal
-from peftc.equations.exports import Export, are_alternatives, check_export, export_of, may_hold
+from peftc.equations.exports import Export, are_alternatives, check_export, export_of, has_ends, may_hold
 from peftc.equations.patterns import bottleneck_of
 from peftc.equations.values import NUMBERS_OF_SITES, TOP, FormError, SiteNumbers, Value, numbers_of, shape_of
 from peftc.equations.words import (
@@ -21,9 +21,7 @@ from peftc.equations.words import (
     CROSS_LAYER,
     HISTORY,
     KEPT,
-    NONE,
     OVER_SITES,
-    POSITIONS,
     PRUNED,
     PRUNED_PARTS,
     RANDOM,
@@ -32,6 +30,7 @@ from peftc.equations.words import (
     arguments_of,
     criterion_of,
     inputs_of,
+    is_attention,
     is_of_task,
     is_whole,
     number_of,
@@ -80,6 +79,7 @@ class TextForm(Form):
         parts = [part for value in values(form) for part in walk(value)]
         self._calls = [part for part in parts if isinstance(part, ast.Call)]
         functions = {call.function for call in self._calls}
+        self._attentions = [line for line in form.body if any(map(is_attention, values(line)))]
         values_at_first = {line.value.id for line in self._lines() if isinstance(line.value, ast.Name)}
         selection = next((line for line in self._lines() if criterion_of(line)), None)
         words = functions | values_at_first
@@ -179,12 +179,7 @@ class TextForm(Form):
         return names
 
     def selects_positions(self, args: Args) -> bool:
-        return any(
-            end != ast.Name(NONE) and not (isinstance(end, ast.Name) and args.get(end.id, end) is None)
-            for call in self._calls
-            if call.function == POSITIONS
-            for end in call.args[1:]
-        )
+        return any(may_hold(line.condition, args) for line in self._attentions) or has_ends(self._calls, args)
 
     def shape(self, args: Args, dims: Dims) -> Shape:
         if self.gives_pair and not isinstance(dims.target, KeyValue):

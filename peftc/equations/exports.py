@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from peftc.diagnostics.record import record
 from peftc.equations.analysis import Place
 from peftc.equations.table import FORMS
 from peftc.equations.values import FormError
-from peftc.equations.words import NONE
+from peftc.equations.words import NONE, POSITIONS
 from peftc.forms.form import Args, Dims, Form, PlacementError
 from peftc.syntax import ast
 
@@ -100,3 +100,13 @@ def _exclude(one: ast.Condition | None, other: ast.Condition | None) -> bool:
     if one is None or other is None or one.right is None or other.right is None:
         return False
     return (one.left, one.right) == (other.left, other.right) and _OPPOSITES.get(one.op) == other.op
+
+
+def has_ends(calls: Iterable[ast.Call], args: Args) -> bool:
+    """Whether a call of `positions` has an end or a token, with these arguments."""
+    return any(
+        end != ast.Name(NONE) and not (isinstance(end, ast.Name) and args.get(end.id, end) is None)
+        for call in calls
+        if call.function == POSITIONS
+        for end in call.args[1:]
+    )

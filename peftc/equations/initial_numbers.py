@@ -115,6 +115,8 @@ def reason_against(primitive: Primitive, operands: Sequence[Operand], text: str,
             return f"`{text}` divides by a value that depends on the input" if varying[1] else None
         case "nonlinear" if primitive.name == "positions":
             return "it acts on some positions only"
+        case "nonlinear" if primitive.name == "causal_attention":
+            return "it depends on the states of other tokens"
         case "nonlinear" if primitive.name == "history":
             return "it depends on the states of all layers"
         case "nonlinear":

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from peftc.equations import rules
 from peftc.equations.matrices import MATRICES
-from peftc.equations.rules import Primitive
+from peftc.equations.rules import Primitive, Types
 from peftc.equations.transforms.filters import WAVELETS
 from peftc.equations.values import Type
 
@@ -33,6 +33,29 @@ def _noise(operands: rules.Types) -> Type:
     if rules.broadcast(operands) != rules.plain(operands):
         raise rules.Mismatch(f"{operands[1]} is no deviation for each entry of {operands[0]}", 1)
     return rules.plain(operands)
+
+
+def _attention(operands: Types) -> Type:
+    """Features of each token, of which each head has a part."""
+    for at in range(3):
+        type_ = rules.plain(operands, at)
+        if type_.batch != "tokens" or len(type_.size) != 1:
+            raise rules.Mismatch(f"expected features of each token, found {type_}", at)
+    q, k, v = (rules.tensor(operands, at) for at in range(3))
+    heads = operands[3]
+    if q != k:
+        raise rules.Mismatch(f"queries are {q} and keys {k}, and they have the same features", 1)
+    if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
+        raise rules.Mismatch(f"expected a number of heads, found {heads}", 3, "P106")
+    for type_ in (q, v):
+        if type_.size[0] % heads:
+            raise rules.Mismatch(f"{type_.size[0]} features have no {heads} equal parts, one for each head", 3, "P106")
+    return v
+
+
+def _attention_flops(operands: Types, result: Type) -> int:
+    """Of one token that sees itself alone."""
+    return 2 * rules.tensor(operands).size[0] + 2 * result.entries
 
 
 _F = "torch.nn.functional"
@@ -283,6 +306,15 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 rank=rules.own_rank,
                 operands=(3, 4),
                 by_rows=True,
+            ),
+            Primitive(
+                "causal_attention",
+                "causal_attention(q, k, v, heads)",
+                "softmax(q kᵀ / √e) v in each head, of e features, over the tokens of a sequence up to each one",
+                _attention,
+                "peftc.equation_code.attention.attention_with_past",
+                flops=_attention_flops,
+                operands=(4, 4),
             ),
             Primitive(
                 "history",

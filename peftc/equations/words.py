@@ -26,6 +26,7 @@ CHOICE = "choice"  # `fixed places[k] = choice(n)`: k of the numbers 0, 1, … n
 BUDGET = "budget"  # `budget(v, target, total, …)`: v, of which training gives up entries
 OUT = "out"  # the name of the state that the equation writes, in sizes
 POSITIONS = "positions"  # `positions(x, first, last, token)`
+ATTENTION = "causal_attention"  # `causal_attention(q, k, v, heads)`
 OVER_SITES = "over_sites"  # `over_sites(n)`: the sum of n over the sites that have parameters in common
 SELECTION, SCATTER = "selection", "scatter"  # `fixed places[k] = selection(select)`, and values at these places
 # By what rows or entries are selected: of weights that a form changes, or of its own parameters.
@@ -333,10 +334,17 @@ def whole_numbers(node: ast.Expr) -> tuple[ast.Expr, ...]:
             return indices
         case ast.Call(function, (_, *numbers)) if function == BUDGET:
             return tuple(numbers[:5])
+        case ast.Call(function, (_, _, _, heads)) if function == ATTENTION:
+            return (heads,)
         case ast.Call(function, (_, *numbers)) if function in _OF_WHOLE_NUMBERS:
             return tuple(numbers)
         case _:
             return ()
+
+
+def is_attention(value: ast.Expr) -> bool:
+    """Whether a part of a value reads other tokens, which have a place in a cache."""
+    return any(isinstance(part, ast.Call) and part.function == ATTENTION for part in walk(value))
 
 
 def names_of_whole(node: ast.Expr) -> set[str]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms.past_module import Past
 
 PADDING = -1  # in the place of an id
 
@@ -52,18 +53,20 @@ class Where:
 
     `ahead`: how many tokens of the sequence come before, those of a cache too; negative for padding on the left. `behind`: how
     many come after; negative for padding on the right; None where the call has a cache, since more are to come. `ids`: of the
-    tokens, or why they are unknown.
+    tokens, or why they are unknown. `past`: what attentions of forms know of the tokens in a cache, or why it is unknown.
     """
 
     ahead: Tensor
     behind: Tensor | None
     ids: Ids | str
+    past: Past | str
 
     def of(self, rows: slice | Tensor) -> Where:
         """Those of some rows of the batch."""
         ahead, behind = (p if p is None or len(p) == 1 else p[rows] for p in (self.ahead, self.behind))
         assert ahead is not None
-        return Where(ahead, behind, self.ids if isinstance(self.ids, str) else self.ids.of(rows))
+        ids = self.ids if isinstance(self.ids, str) else self.ids.of(rows)
+        return Where(ahead, behind, ids, self.past if isinstance(self.past, str) else self.past.of(rows))
 
 
 class Sequence:
@@ -88,6 +91,30 @@ class Sequence:
             self.present = before
 
 
+def past_of(sequence: Sequence | None, h: Tensor) -> Past:
+    """What is known of the cache of a call that computes h (batch, tokens, d).
+
+    Raises: P423 outside of a call of the stack, for tokens that are not the stack's, and where the cache is unknown.
+    """
+    past = present_at(sequence, h).past
+    if isinstance(past, str):
+        raise unknown(f"an attention of an edit does not know the tokens of the cache: {past}")
+    return past
+
+
+def present_at(sequence: Sequence | None, h: Tensor) -> Where:
+    """The places of the tokens of h. Raises: P423 outside of a call of the stack, for tokens that are not the stack's."""
+    where = None if sequence is None else sequence.present
+    if where is None:
+        raise unknown(
+            "the layer is run outside of a call of its stack",
+            "gradient checkpointing does so; train without it, or edit all positions",
+        )
+    if h.ndim != 3 or h.shape[1] != where.ahead.shape[1]:
+        raise unknown(f"the site has the shape {tuple(h.shape)}, and the stack {where.ahead.shape[1]} tokens")
+    return where
+
+
 def selected(first: int | None, last: int | None, token: int | None, sequence: Sequence | None, h: Tensor) -> Tensor:
     """Which tokens of h (batch, tokens, d) are among the first or the last of their sequence, or from `token` on: (batch or 1, tokens, 1).
 
@@ -104,14 +131,7 @@ def selected(first: int | None, last: int | None, token: int | None, sequence: S
     Raises: P423 outside of a call of the stack, for tokens that are not the stack's, for `last` with a cache, and for `token`
     where ids are unknown, or where only some rows of the cache have it.
     """
-    where = None if sequence is None else sequence.present
-    if where is None:
-        raise unknown(
-            "the layer is run outside of a call of its stack",
-            "gradient checkpointing does so; train without it, or edit all positions",
-        )
-    if h.ndim != 3 or h.shape[1] != where.ahead.shape[1]:
-        raise unknown(f"the site has the shape {tuple(h.shape)}, and the stack {where.ahead.shape[1]} tokens")
+    where = present_at(sequence, h)
     keep = torch.zeros_like(where.ahead, dtype=torch.bool)
     if first is not None:
         keep = keep | ((where.ahead >= 0) & (where.ahead < first))

@@ -25,7 +25,7 @@ from peftc.planning import ir
 from peftc.rewriting.edits import CONTAINER, SHARED, Region, empty_container, module_name
 from peftc.rewriting.form_copies import FormCopies, FormCopy, container_copy
 from peftc.rewriting.legality.preconditions import check_forwards, check_loaded, check_parents
-from peftc.rewriting.prompts import SEQUENCE
+from peftc.rewriting.prompts import CACHE_NAME, SEQUENCE
 from peftc.rewriting.region_list import RegionList
 from peftc.specialization.generated_class import ClassKey, GeneratedClass, class_key, names_pattern
 from peftc.tracing.bytecode import reachable_code
@@ -296,18 +296,19 @@ class InstallationBuilder:
         if owner is not None and not at.instance.has_site_parameters:
             self.attach_sequence(owner, at)
             own = Member(owner, at.instance.index)
-            self.attach_sequence(own, at)
+            self.attach_sequence(own, at, name)
             return own
         form = present or self.new_form(build, name, at, at.site_edit.owner_path)
-        self.attach_sequence(form, at)
+        self.attach_sequence(form, at, name)
         if owner is not None:
             form.join(owner, at.instance.index, task)
         return form
 
-    def attach_sequence(self, form: FormModule, at: FormSite) -> None:
+    def attach_sequence(self, form: FormModule, at: FormSite, name: str = "") -> None:
         """Shows a form that selects positions the calls of its stack."""
         if at.instance.selects_positions:
             vars(form)[SEQUENCE] = self.sequences[at.site_edit.edit, at.site_edit.owner_path]
+            vars(form)[CACHE_NAME] = name or at.saved_name
 
     def shared_form(self, owner: str, at: FormSite) -> FormModule:
         """The parameters that several sites share."""

@@ -25,6 +25,7 @@ CONTEXT, CONTEXT_MASK = "encoder_hidden_states", "encoder_attention_mask"
 KIND = "positions"  # of the anchor
 NAME = "<positions>"  # in place of an edit's name
 SEQUENCE = "sequence"  # in a region's container, the record of positions that its forms read
+CACHE_NAME = "_cache_name"  # in a form, under which a cache has what it keeps of its tokens
 
 
 def prompt_regions(site_edit: ir.SiteEdit, structure: ModelStructure) -> Iterator[Region]:

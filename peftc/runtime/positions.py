@@ -10,11 +10,17 @@ from torch import Tensor, nn
 from peftc.diagnostics import PeftcError
 from peftc.forms.module import has_values
 from peftc.forms.sequence_module import PADDING, Ids, Sequence, Where, unknown
+from peftc.runtime.cached_states import (
+    CACHES,
+    STATES,
+    cache_after,
+    cache_of,
+    cached_past,
+    last_keys,
+    record_states,
+)
 
-CACHES = ("past_key_values", "cache_params")
-STATES = ("state",)  # tensors of a recurrence; a call without a past has none. Seen in: RWKV
 CACHED = "peftc_ids"  # the attribute of a cache
-OTHERS = ("mems", "past_buckets_states")  # Seen in: XLNet, Reformer
 
 
 def tokens_of(arguments: Mapping[str, Any]) -> Any:
@@ -31,12 +37,6 @@ def starts_of(mask: Tensor) -> Tensor:
 def mask_format(mask: object) -> str:
     """How a mask that is not (batch, tokens) differs from that, for messages."""
     return f"{mask.ndim} dimensions" if isinstance(mask, Tensor) else f"the type {type(mask).__name__}"
-
-
-def cache_of(arguments: dict[str, Any]) -> tuple[str, Any] | None:
-    """The name and value of the cache among the arguments of a call."""
-    names = (*CACHES, *STATES, *OTHERS)
-    return next(((name, arguments[name]) for name in names if arguments.get(name) is not None), None)
 
 
 def past_of(arguments: dict[str, Any], error: Callable[[str], PeftcError]) -> Any:
@@ -77,6 +77,8 @@ def forward_with_positions(base: type[nn.Module], module: Any, named: dict[str, 
         result = base.forward(module, **arguments)
         if sequence.tokens and sequence.present is not None:
             record_ids(sequence.present, sequence.tokens, arguments, result)
+        if sequence.present is not None:
+            record_states(sequence.present.past, arguments, result)
         return result
     finally:
         sequence.present = before
@@ -119,15 +121,6 @@ class CachedIds:
         return has if bool((has != has_not).all()) else None
 
 
-def last_keys(cache: Any, length: int) -> Tensor | None:
-    """The keys of the last of so many tokens in the last layer of a cache, (rows, features)."""
-    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
-    keys = next((k for layer in reversed(layers) if isinstance(k := getattr(layer, "keys", None), Tensor)), None)
-    if keys is None or keys.ndim != 4 or not keys.shape[2]:
-        return None
-    return keys[:, :, min(length, keys.shape[2]) - 1].flatten(1)
-
-
 def ids_of(arguments: dict[str, Any], past: Any) -> Ids | str:
     """The ids of a call and of its cache, of `past` tokens; else why they are unknown."""
     ids, mask, cache = arguments.get("input_ids"), arguments.get("attention_mask"), cache_of(arguments)
@@ -149,7 +142,7 @@ def ids_of(arguments: dict[str, Any], past: Any) -> Ids | str:
 def record_ids(where: Where, tokens: Iterable[int], arguments: dict[str, Any], result: Any) -> None:
     """Records which `tokens` rows of a cache have, as its attribute, which copies keep."""
     ids = where.ids
-    _, cache = cache_of(arguments) or cache_of({name: getattr(result, name, None) for name in CACHES}) or ("", None)
+    cache = cache_after(arguments, result)
     if isinstance(ids, str) or cache is None or torch.compiler.is_compiling() or not hasattr(cache, "get_seq_length"):
         return
     known = [token for token in tokens if ids.begun is None or ids.begun.get(token) is not None]
@@ -178,13 +171,13 @@ def positions_of(arguments: dict[str, Any]) -> Where | None:
         if known is not None and bool((known.diff(dim=1) != 1).any()):
             message = "the position ids are not those of one sequence a row"
             raise unknown(message, "pass an attention mask (batch, tokens)")
-        return Where(columns, None if cache is not None else count - 1 - columns, ids_of(arguments, past))
+        behind = None if cache is not None else count - 1 - columns
+        return Where(columns, behind, ids_of(arguments, past), cached_past(arguments, past, None))
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         message = f"an attention mask with {mask_format(mask)} does not show which tokens are padding"
         raise unknown(message, "pass it as (batch, tokens); for a static cache, `generate` makes another")
     if (cache is None and mask.shape[1] != count) or (isinstance(past, int) and mask.shape[1] < past + count):
         raise unknown(f"the attention mask is for {mask.shape[1]} tokens, and cache and call have {past + count}")
     first = starts_of(mask)
-    if cache is not None:
-        return Where(columns - first, None, ids_of(arguments, past))
-    return Where(columns - first, count - 1 - starts_of(mask.flip(1)) - columns, ids_of(arguments, past))
+    behind = None if cache is not None else count - 1 - starts_of(mask.flip(1)) - columns
+    return Where(columns - first, behind, ids_of(arguments, past), cached_past(arguments, past, mask != 0))
