@@ -19,11 +19,10 @@ from torch.nn import functional as F
 from peftc.equation_code import attention, functions
 from peftc.equations.analysis import Place
 from peftc.equations.matrices import DECOMPOSED, DECOMPOSITIONS
-from peftc.equations.operands import TOKENS
 from peftc.equations.primitives import FUNCTIONS, OPERATORS
 from peftc.equations.rules import Primitive
 from peftc.equations.values import Type, Value
-from peftc.equations.words import ATTENTION, BELOW, HISTORY, KEPT, NONE, POSITIONS, PRUNED
+from peftc.equations.words import ATTENTION, BELOW, HISTORY, KEPT, MEANS, NONE, POSITIONS, PRUNED, mean_over
 from peftc.syntax import ast
 from peftc.syntax.walk import children
 
@@ -165,9 +164,9 @@ class Code:
             case ast.Call("below" | "history"):
                 return self._of_layers(node)
             case ast.Call(function, args):
-                is_over_tokens = function == "mean" and len(args) == 2 and args[1] == ast.Name(TOKENS)
-                own = "token_mean" if is_over_tokens else place.function(function)
-                return self._call(FUNCTIONS[own], args[:1] if is_over_tokens else args)
+                over = mean_over(node)
+                own = MEANS[over] if over else place.function(function)
+                return self._call(FUNCTIONS[own], args[:1] if over else args)
             case ast.Attribute(ast.Call(function, args), part):
                 return self._part(function, tuple(map(self.operation, args)), part)
             case ast.Pair(keys, values):
@@ -332,8 +331,9 @@ class Code:
             return self.operation(args[0])
         operations = tuple(map(self.operation, args))
         match primitive.name:
-            case "token_mean":
-                return self.emit(functions.token_mean, operations[0], len(self.place.type_of(args[0]).size))
+            case "token_mean" | "batch_mean":
+                function = function_named(primitive.torch)
+                return self.emit(function, operations[0], len(self.place.type_of(args[0]).size))
             case "reshape" if self.place.type_of(args[0]).batch:
                 return self.emit(
                     functions.reshape_features, operations[0], len(self.place.type_of(args[0]).size), operations[1:]

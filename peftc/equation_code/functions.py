@@ -151,6 +151,11 @@ def token_mean(x: Tensor, dimensions: int) -> Tensor:
     return x.mean(1, keepdim=True) if x.ndim > dimensions + 1 else x
 
 
+def batch_mean(x: Tensor, dimensions: int) -> Tensor:
+    """The mean over the tokens of all examples: (batch, tokens, *size) to size."""
+    return x.flatten(0, -dimensions - 1).mean(0)
+
+
 def kron(a: Tensor, b: Tensor) -> Tensor:
     """The Kronecker product. torch's takes contiguous tensors alone."""
     return torch.kron(a.contiguous(), b.contiguous())
@@ -282,8 +287,7 @@ def upcast(a: Tensor) -> Tensor:
 
 def cayley(q: Tensor) -> Tensor:
     """(I - Q) (I + Q)⁻¹ of square matrices (…, n, n)."""
-    wide = upcast(q)
-    one = eye(wide)
+    one = eye(wide := upcast(q))
     return torch.linalg.solve(one + wide, one - wide, left=False).to(q.dtype)
 
 

@@ -207,3 +207,8 @@ class EquationModule(Hookable, FormModule):
         assert up is not None
         factor = bottleneck.factor
         return down, down_bias, factor * up, None if up_bias is None else factor * up_bias, bottleneck.act
+
+
+def tensor_named(form: EquationModule, name: str) -> Tensor:
+    """The parameter or fixed value with this name in the text, also a common one."""
+    return form._tensor(form.place.tensor(name))  # pyright: ignore[reportPrivateUsage]  # names of methods are reserved in forms

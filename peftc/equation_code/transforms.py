@@ -6,12 +6,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from peftc.equation_code.functions import scatter
 from peftc.equations.transforms.filters import WAVELETS
 
 
 def gather(v: Tensor, places: Tensor) -> Tensor:
     """The rows of a tensor, or entries of a vector, at places (k,): (n, …) to (k, …)."""
     return v.index_select(0, places)
+
+
+def rows_at(a: Tensor, places: Tensor) -> Tensor:
+    """The rows, or entries, at some places, and 0 for the others."""
+    return a * scatter(a.new_ones(len(places)), places, len(a)).view(-1, *[1] * (a.ndim - 1))
 
 
 def shuffle(a: Tensor, groups: int, m: int, n: int) -> Tensor:

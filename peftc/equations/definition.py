@@ -18,6 +18,7 @@ from peftc.equations.values import NUMBERS_OF_SITES, TOP, FormError, SiteNumbers
 from peftc.equations.words import (
     BUDGET,
     BUFFER,
+    COUNTED,
     CROSS_LAYER,
     HISTORY,
     KEPT,
@@ -80,9 +81,9 @@ class TextForm(Form):
         self._calls = [part for part in parts if isinstance(part, ast.Call)]
         functions = {call.function for call in self._calls}
         self._attentions = [line for line in form.body if any(map(is_attention, values(line)))]
-        values_at_first = {line.value.id for line in self._lines() if isinstance(line.value, ast.Name)}
         selection = next((line for line in self._lines() if criterion_of(line)), None)
-        words = functions | values_at_first
+        words = functions | {line.value.id for line in self._lines() if isinstance(line.value, ast.Name)}
+        self.counts_rows = COUNTED in functions
         self.is_cross_layer = not functions.isdisjoint(CROSS_LAYER)
         self.mixes_shapes = self.is_cross_layer or (scopes != {"site"} and not are_alternatives(self._lines()))
         has_tasks = any(map(is_of_task, self._lines()))
@@ -131,10 +132,9 @@ class TextForm(Form):
     def at(self, args: Args, dims: Dims) -> Place:
         """The form at a place. Raises: PlacementError, with the part of the text that is wrong."""
         try:
-            shapes = (dims.target, dims.input, dims.second)
             return self.place(
                 tuple(sorted(args.items(), key=lambda item: item[0])),
-                shapes,
+                (dims.target, dims.input, dims.second),
                 numbers_of(dims, self._asked, self._is_wide),
             )
         except FormError as error:

@@ -21,6 +21,21 @@ def _scattered(operands: rules.Types) -> Type:
     return Type((n, *value.size[1:]))
 
 
+def _at_places(operands: rules.Types) -> Type:
+    value, places = rules.tensor(operands), rules.vector(operands, 1)
+    if value.batch or not value.size or value.size[0] < places.size[0]:
+        raise rules.Mismatch(f"{value} has not as many rows as there are places, {places}")
+    return value
+
+
+def _rows(operands: rules.Types) -> Type:
+    """Rows of keys, of each head."""
+    type_ = rules.tensor(operands)
+    if type_.batch or len(type_.size) != 3:
+        raise rules.Mismatch(f"expected rows of keys [heads, rows, features], found {type_}", 0)
+    return type_
+
+
 def _circulant(operands: rules.Types) -> Type:
     """Of one vector (b,), or of each of m × n blocks (m, n, b)."""
     c = rules.tensor(operands)
@@ -242,6 +257,27 @@ MATRICES: Mapping[str, Primitive] = TRANSFORMS | {
             "peftc.equation_code.functions.scatter",
             affinity="linear",
             operands=(3, 3),
+        ),
+        Primitive(
+            "rows_at",
+            "rows_at(a, places)",
+            "a at the rows, or entries, of these places, and 0 at the others",
+            _at_places,
+            "peftc.equation_code.transforms.rows_at",
+            lambda a, places: 0.0 if a == 0 else None,
+            "linear",
+            flops=rules.entries,
+            operands=(2, 2),
+        ),
+        Primitive(
+            "counted",
+            "counted(rows)",
+            "rows of keys that positions count: the first token has the number of rows as its position",
+            _rows,
+            "",
+            lambda x: x,
+            "linear",
+            rules.own_rank,
         ),
         Primitive(
             "inverse",

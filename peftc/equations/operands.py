@@ -13,6 +13,7 @@ from peftc.equations.rules import Mismatch, Operand, Primitive
 from peftc.equations.values import NUMBERS_OF_SITES, FormError, Number, SiteNumbers, Type, Value, pair_of, real, shown
 from peftc.equations.words import (
     BELOW,
+    MEANS,
     NONE,
     NUMBERS,
     OUT,
@@ -25,6 +26,7 @@ from peftc.equations.words import (
     SIZES,
     is_drawn,
     is_random,
+    mean_over,
     without_size,
     words_of,
 )
@@ -34,7 +36,6 @@ from peftc.syntax.numbers import ARITHMETIC, numeric_value
 from peftc.syntax.printer import print_expression
 from peftc.syntax.walk import children, names_in
 
-TOKENS = "tokens"  # `mean(x, tokens)`
 _MOST = 2**40  # of a size
 
 
@@ -255,8 +256,8 @@ class Operands:
         if function == POSITIONS and len(node.args) in (3, 4):
             value, *ends = node.args
             return self._positions(node, self.operand(value), [self.argument(end) for end in ends])
-        if function == "mean" and len(node.args) == 2 and node.args[1] == ast.Name(TOKENS):
-            return self._apply(FUNCTIONS["token_mean"], (self.operand(node.args[0]),), node)
+        if over := mean_over(node):
+            return self._apply(FUNCTIONS[MEANS[over]], (self.operand(node.args[0]),), node)
         operands = tuple(map(self.operand, node.args))
         if function in NUMBERS and not any(isinstance(value, Value) for value in operands):
             numbers = [real(value, arg) for value, arg in zip(operands, node.args, strict=True)]
@@ -266,8 +267,7 @@ class Operands:
                 raise FormError("P120", f"`{print_expression(node)}` cannot be computed", node) from None
         if function in NUMBERS and function not in FUNCTIONS:
             raise FormError("P105", f"`{function}` is a function of numbers", node)
-        primitive = FUNCTIONS.get(function)
-        if primitive is None:
+        if (primitive := FUNCTIONS.get(function)) is None:
             raise FormError("P101", f"there is no function `{function}`", node)
         least, most = primitive.operands
         if not least <= len(operands) <= most:

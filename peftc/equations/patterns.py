@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from peftc.diagnostics.record import record
 from peftc.equations.analysis import Place
-from peftc.equations.operands import TOKENS
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, PAPER_NAMES
 from peftc.equations.values import Value
+from peftc.equations.words import MEANS, mean_over
 from peftc.syntax import ast
 from peftc.syntax.walk import children
 
@@ -104,8 +104,9 @@ def _is_of_rows(place: Place, node: ast.Expr) -> bool:
             fits = sizes in ((2, 1), (3, 2)) if source.batch == "tokens" else sizes == (2, 2) and not source.batch
             return fits and not _varies(place, left) and all(_is_of_rows(place, part) for part in (left, right))
         case ast.Call(function, args):
-            parts = args[:1] if function == "mean" and args[1:] == (ast.Name(TOKENS),) else args
-            return FUNCTIONS[place.function(function)].by_rows and all(_is_of_rows(place, part) for part in parts)
+            over = mean_over(node)
+            own, parts = (MEANS[over], args[:1]) if over else (place.function(function), args)
+            return FUNCTIONS[own].by_rows and all(_is_of_rows(place, part) for part in parts)
         case ast.Binary() | ast.Negative() | ast.Pair():
             return all(_is_of_rows(place, part) for part in children(node))
         case _:

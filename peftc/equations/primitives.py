@@ -58,6 +58,13 @@ def _attention_flops(operands: Types, result: Type) -> int:
     return 2 * rules.tensor(operands).size[0] + 2 * result.entries
 
 
+def _over_batch(operands: rules.Types) -> Type:
+    type_ = rules.plain(operands)
+    if not type_.batch:
+        raise rules.Mismatch(f"{type_} is the same for the whole batch", 0)
+    return Type(type_.size)
+
+
 _F = "torch.nn.functional"
 OPERATORS: Mapping[str, Primitive] = {
     "@": Primitive(
@@ -210,6 +217,16 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 "the mean over the tokens of each example",
                 rules.over_tokens,
                 "peftc.equation_code.functions.token_mean",
+                lambda x: x,
+                flops=rules.entries,
+                by_rows=True,
+            ),
+            Primitive(
+                "batch_mean",
+                "mean(x, batch)",
+                "the mean over the tokens of all examples of the batch",
+                _over_batch,
+                "peftc.equation_code.functions.batch_mean",
                 lambda x: x,
                 flops=rules.entries,
             ),

@@ -29,6 +29,8 @@ POSITIONS = "positions"  # `positions(x, first, last, token)`
 ATTENTION = "causal_attention"  # `causal_attention(q, k, v, heads)`
 OVER_SITES = "over_sites"  # `over_sites(n)`: the sum of n over the sites that have parameters in common
 SELECTION, SCATTER = "selection", "scatter"  # `fixed places[k] = selection(select)`, and values at these places
+ROWS_AT = "rows_at"  # `rows_at(w, places)`: what these places have
+MEANS = {"tokens": "token_mean", "batch": "batch_mean"}  # primitives of `mean(x, tokens)`, and of `mean(x, batch)`
 # By what rows or entries are selected: of weights that a form changes, or of its own parameters.
 CRITERIA, OWN_CRITERIA = ("fisher", "change", "magnitude", "random"), ("snip", "magnitude", "random")
 BELOW, HISTORY = "below", "history"  # a value at the site below, and the values up to this site
@@ -39,6 +41,7 @@ KEPT = "kept"  # which entries are kept, of a site
 PRUNED_PARTS = ("values", "places")  # `pruned(v, z, n).values`: what is kept of all sites, in order
 GATHER = "gather"  # `gather(v, places)`
 WAVELET = "wavelet"  # `wavelet(A, db2)`
+COUNTED = "counted"  # `counted(rows)`: keys that positions of the text count
 RANDOM = "random"  # `let i = random(n)`: one of 0, 1, … n - 1, in each forward while training
 Ends = Literal["", "low", "high", "both"]
 _SWAPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
@@ -106,6 +109,15 @@ PLACES: Mapping[str, str] = {  # where a form that asks for a size belongs
     **dict.fromkeys(("d", "widest"), "it changes hidden states, as in `h += lora(x, r=8)`"),
     **dict.fromkeys(("rows", "cols"), "it changes weights of Linears: `w += lowrank(r=8)` at `layer[*].attn.q`"),
 }
+
+
+def mean_over(call: ast.Call) -> str:
+    """`tokens` or `batch`, which a mean is over; empty for other calls."""
+    match call:
+        case ast.Call("mean", (_, ast.Name(word))) if word in MEANS:
+            return word
+        case _:
+            return ""
 
 
 def owner_of(name: str) -> str:

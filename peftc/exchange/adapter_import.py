@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -18,6 +18,7 @@ from peftc.adapters.files import path_of
 from peftc.adapters.loading import check_tensors, notify_forms
 from peftc.adapters.saving import save_as
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.equation_code.module import EquationModule, tensor_named
 from peftc.exchange.adapterhub import folder as hub_folder
 from peftc.exchange.adapterhub.folder import HubAdapter
 from peftc.exchange.adapterhub.reading import read_parts
@@ -29,10 +30,11 @@ from peftc.exchange.peft_format.parameters import parameter_parts
 from peftc.exchange.peft_format.reading import Incoming, read_peft
 from peftc.exchange.selector_text import Selectors
 from peftc.exchange.spec_text import IncomingEdit, ModulePart, edits_of, trained_text, unfit
-from peftc.forms.module import FormModule
+from peftc.forms.tasked_module import Tasked
 from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed
 from peftc.models.names import error_summary
+from peftc.planning.ir import SiteEdit
 from peftc.semantics.expand import expand
 from peftc.syntax.parser import parse_text
 
@@ -160,7 +162,7 @@ def write_adapter(base: Base, incoming: Incoming, target: Path, name: str) -> Im
     count = sum(part.count for edit in edits for part in edit.parts.values())
     count += len(incoming.common) + len(incoming.saved)
     finish = partial(_fill, edits=edits, saved=incoming.saved, common=incoming.common)
-    return write_text(base, compiled, texts, finish, target, name, count)
+    return write_text(base, compiled, texts, finish, target, name, count, incoming.tasks)
 
 
 def statements_of(incoming: Incoming, selectors: Selectors) -> list[str]:
@@ -169,11 +171,13 @@ def statements_of(incoming: Incoming, selectors: Selectors) -> list[str]:
 
 
 def _parts(incoming: Incoming, selectors: Selectors) -> list[ModulePart]:
-    return [*incoming.parts, *parameter_parts(incoming.of_parameters, selectors.table)]
+    at_sites = [] if incoming.at_sites is None else incoming.at_sites(selectors.table)
+    return [*incoming.parts, *parameter_parts(incoming.of_parameters, selectors.table), *at_sites]
 
 
 def _texts(incoming: Incoming, edits: list[IncomingEdit], selectors: Selectors) -> list[str]:
-    forms = dict.fromkeys(part.form.strip() for part in incoming.parts if part.form)
+    parts = (part for edit in edits for part in edit.parts.values())
+    forms = dict.fromkeys(part.form.strip() for part in parts if part.form)
     trained = trained_text(list(incoming.saved), selectors, "saved")
     return [*(f"{form}\n" for form in forms), *(edit.text for edit in edits), *trained]
 
@@ -186,14 +190,15 @@ def write_text(
     target: Path,
     name: str,
     count: int,
+    tasks: tuple[str, ...] = (),
 ) -> ImportedAdapter:
     """Compiles statements onto the base, lets `finish` fill `count` tensors, and saves them."""
     text = "\n".join(["peft 2", "", *texts, ""])
     try:
         spec = expand(parse_text(text), include=None)
-        planned = compiled.plan(spec, ())
+        planned = compiled.plan(spec, tasks)
         installed = InstalledSpec(name, spec, planned.plan, 0)
-        compiled.add(installed, planned, tasks=(), finish=finish, draw=False)
+        compiled.add(installed, planned, tasks=tasks, finish=finish, draw=False)
     except PeftcError as error:
         raise misfit(error) from error
     try:
@@ -240,6 +245,7 @@ def _fill(
     record = installation_of(model)
     by_name = {edit.name: edit for edit in edits}
     left = {(edit.name, module) for edit in edits for module in edit.parts}
+    filled = dict[int, Tensor]()  # by what they are for, which several sites may have in common
     for site_edit in record.site_edits:
         parts = by_name[site_edit.edit].parts
         module = "" if "" in parts else site_edit.site.module
@@ -247,14 +253,11 @@ def _fill(
         if part is None:
             raise unfit(f"`{site_edit.edit}` is at `{site_edit.site.module}`, for which the adapter has no tensors")
         left.discard((site_edit.edit, module))
-        for name, tensor in part.by_site.get(site_edit.site.path, part.tensors).items():
-            key, _, attribute = name.partition(".")
-            place = record.form_modules.get(f"{site_edit.edit}/{site_edit.owner_path}/{key}")
-            if place is not None:
-                form = cast(FormModule, model.get_submodule(place))
-                while not hasattr(form, attribute) and form.owner_module is not None:
-                    form = form.owner_module  # what several modules have in common
-                _set(getattr(form, attribute), tensor, f"{part.module}.{name}")
+        for name, parameter, tensor in _values(model, record, site_edit, part):
+            before = filled.setdefault(id(parameter), tensor)
+            if before is not tensor and not before.equal(tensor):
+                raise unfit(f"`{part.module}.{name}` has other values than the same tensor of other modules")
+            _set(parameter, tensor, f"{part.module}.{name}")
         for instance in site_edit.instances if common else ():
             place = record.form_modules.get(f"{site_edit.edit}/{instance.owner}/{instance.key}")
             for name, tensor in common.items() if place is not None else ():
@@ -263,6 +266,27 @@ def _fill(
         raise unfit(f"`{min(left)[1]}` is not among the modules that the edits change")
     _fill_saved(model, saved)
     notify_forms(model)
+
+
+def _values(
+    model: nn.Module, record: Installation, site_edit: SiteEdit, part: ModulePart
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The parameters of a site, and tensors for them, with the names of the tensors."""
+    for instance in site_edit.instances:
+        places = (f"{site_edit.edit}/{owner}/{instance.key}" for owner in (site_edit.owner_path, instance.owner))
+        place = next((record.form_modules[one] for one in places if one in record.form_modules), None)
+        form = None if place is None else model.get_submodule(place)
+        tensors = part.by_site.get(site_edit.site.path, part.tensors)
+        for name, tensor in tensors.items() if form is not None else ():
+            key, _, attribute = name.partition(".")
+            if key != instance.key:
+                continue
+            if not isinstance(form, Tasked):
+                yield name, tensor_named(cast(EquationModule, form), attribute), tensor
+                continue
+            for number, task in enumerate(form.tasks):
+                own = tensor[number] if name in part.by_task else tensor
+                yield name, tensor_named(cast(EquationModule, form.form(task)), attribute), own
 
 
 @torch.no_grad()

@@ -170,8 +170,9 @@ def typed_export(base: Base, folding: Folding) -> tuple[dict[str, Any], dict[str
     if typed is None:
         return None
     modules = [info.name for info in folding.analysis.table.modules]
-    if saved and typed.type == "PROMPT_TUNING":
-        raise no_form(", ".join(saved), "PEFT has no modules that are saved whole beside a prompt of a language model")
+    if saved and typed.type in ("PROMPT_TUNING", "TRAINABLE_TOKENS"):
+        beside = "a prompt of a language model" if typed.type == "PROMPT_TUNING" else "trained tokens"
+        raise no_form(", ".join(saved), f"PEFT has no modules that are saved whole beside {beside}")
     config = common_config(base, typed.config, list(saved), modules)
     tensors = typed.tensors | {f"{PREFIX}{n}": t for own in saved.values() for n, t in own.items()}
     tensors |= bias_tensors(config, biases, typed.modules)
@@ -239,6 +240,6 @@ def common_config(base: Base, config: dict[str, Any], saved: list[str], modules:
         "auto_mapping": None if task else mapping,
         "task_type": task,
         "inference_mode": True,
-        "modules_to_save": names or None,
+        **({"modules_to_save": names} if names else {}),
         **config,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -19,7 +19,8 @@ class ModulePart:
 
     `place`: the selector of the place where it stands instead, whose module has no name here.
     `by_site`: the tensors by the path of a site, where the module has several.
-    `group`: equal for modules that have tensors in common, and are one edit.
+    `group`: of parts that are one edit, where others have the same equation. `tasks`: how many have
+    parameters of their own, which are the first dimension of the tensors `by_task`.
     """
 
     module: str
@@ -29,7 +30,9 @@ class ModulePart:
     form: str = ""
     place: str = ""
     by_site: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict[str, Mapping[str, Tensor]])
-    group: tuple[int, ...] = ()
+    group: tuple[Hashable, ...] = ()
+    tasks: int = 0
+    by_task: Collection[str] = ()
 
     @property
     def count(self) -> int:
@@ -48,15 +51,16 @@ class IncomingEdit:
 
 def edits_of(parts: Iterable[ModulePart], selectors: Selectors, name: str) -> list[IncomingEdit]:
     """One edit for each equation. Raises: P804 for a module that no selector selects alone."""
-    groups: dict[tuple[str, str, tuple[int, ...]], dict[str, ModulePart]] = {}
+    groups: dict[tuple[str, str, tuple[Hashable, ...]], dict[str, ModulePart]] = {}
     for part in parts:
         groups.setdefault((part.equation, part.step, part.group), {})[part.module] = part
     edits = list[IncomingEdit]()
     for number, ((equation, step, _), own) in enumerate(groups.items(), 1):
         (place, *_) = {part.place for part in own.values()}
+        head = " per task" if any(part.tasks for part in own.values()) else ""
         arms = [place] if place else _selector(selectors, list(own), step)
         edit = name if len(groups) == 1 else f"{name}_{number}"
-        edits.append(IncomingEdit(edit, statement(f"edit {edit} at ", arms, f" {{ {equation} }}"), own))
+        edits.append(IncomingEdit(edit, statement(f"edit {edit} at ", arms, f"{head} {{ {equation} }}"), own))
     return edits
 
 

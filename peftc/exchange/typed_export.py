@@ -6,18 +6,31 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from peftc.equation_code.module import EquationModule, tensor_named
 from peftc.equations.table import FORMS
 from peftc.exchange.lora_export import no_form
 from peftc.exchange.peft_format.config import PeftConfig
 from peftc.exchange.peft_format.folder import PREFIX
 from peftc.exchange.peft_format.names import target_names
-from peftc.exchange.peft_format.reading import weight_size
+from peftc.exchange.peft_format.reading import tied_bias, tied_with_input, weight_size
+from peftc.exchange.peft_format.rows.cached import (
+    CACHED,
+    PREFIX_FORM,
+    SINK,
+    SINK_FORM,
+    attentions,
+    cached_config,
+    pool_of,
+    positions_refusal,
+)
+from peftc.exchange.peft_format.rows.cached import TASK as CACHED_TASK
+from peftc.exchange.peft_format.rows.places import DELTA, TOKENS_FORM
 from peftc.exchange.peft_format.rows.prompts import PROMPT, TASKS, prompt_config
 from peftc.exchange.peft_format.table import TYPES
 from peftc.exchange.peft_format.task_types import task_type
@@ -55,6 +68,10 @@ def typed_adapter(folding: Folding, weight_of: Callable[[str], Tensor]) -> Typed
     Args: `weight_of`: the weight (out, in) of a module of the base.
     """
     site_edits = list(folding.record.site_edits)
+    if site_edits and all(map(_replaces_rows, site_edits)):
+        return tokens_adapter(folding)
+    if site_edits and all(map(_joins_cached_rows, site_edits)):
+        return cached_adapter(folding)
     rows = [_row(site_edit) for site_edit in site_edits]
     types = {row[0] for row in rows if row is not None}
     modules = [site_edit.site.module for site_edit in site_edits]
@@ -158,6 +175,92 @@ def prompt_adapter(folding: Folding, is_encoder_decoder: bool) -> TypedAdapter |
     if not torch.equal(tokens.float().to(tokens.dtype), tokens):
         adapter.notes.append("PEFT keeps the rows of a prompt in float32, which rounds them")
     return adapter
+
+
+def tokens_adapter(folding: Folding) -> TypedAdapter:
+    """Rows of embeddings in the place of the base's. Raises: P801."""
+    adapter, places = TypedAdapter("TRAINABLE_TOKENS", {}), list[int]()
+    forms = {
+        edit.site.module: (edit.edit, *(form.owner_module or form for form in folding.modules(edit).values()))
+        for edit in folding.record.site_edits
+    }
+    left = dict(forms)
+    for module, (edit, form) in forms.items():
+        if module not in left:
+            continue
+        tied = tied_with_input(folding.model, module)
+        if len(tied) > 1 and (reason := tied_bias(folding.model, tied)):
+            raise no_form(edit, reason)
+        if any(other not in left or left[other][1] is not form for other in tied):
+            reason = f"PEFT changes `{tied[0]}` and `{tied[1]}`, which are tied, together"
+            raise no_form(edit, reason, "write `let tokens = shared(trainable_tokens(n=…))`, and `tokens(w)` at both")
+        own = form.get_buffer("places").tolist()
+        if places not in ([], own):
+            raise no_form(edit, f"PEFT has the same rows for all modules, and `{module}` has others")
+        places = own
+        for other in tied:
+            del left[other]
+            adapter.tensors[f"{PREFIX}{other}.{DELTA}"] = form.get_parameter("values").detach()
+        adapter.modules.append(module)
+    names = [info.name for info in folding.analysis.table.modules]
+    adapter.config = {
+        "peft_type": adapter.type,
+        "target_modules": target_names(adapter.modules, names),
+        "token_indices": places,
+    }
+    return adapter
+
+
+def _replaces_rows(site_edit: SiteEdit) -> bool:
+    """Whether an edit is `w = trainable_tokens(w, …)` of an embedding, or of a head."""
+    if len(site_edit.assigns) != 1 or len(site_edit.instances) != 1 or not is_whole(site_edit.site):
+        return False
+    (form,), source = site_edit.instances, site_edit.assigns[0].source
+    is_call = isinstance(source.value, ast.Call) and source.value.args[:1] == (ast.Name("w"),)
+    is_own = form.form.name == "trainable_tokens" and _is_form(TOKENS_FORM, form.form) and not form.tasks
+    return is_own and is_call and (source.target, source.op) == ("w", "=")
+
+
+def cached_adapter(folding: Folding) -> TypedAdapter:
+    """Rows before the keys and values of all attentions, which positions count. Raises: P801."""
+    edits = {edit.site.path: edit for edit in folding.record.site_edits}
+    name, cls = next(iter(edits.values())).edit, base_class(folding.model)
+    sites = [site.path for site in attentions(folding.analysis.table)]
+    if set(sites) != set(edits) or len(edits) != len(folding.record.site_edits):
+        raise no_form(name, f"PEFT has rows at all attentions alike, as at `{next(iter(sites))}`")
+    if task_type(cls, ()) != CACHED_TASK:
+        raise no_form(name, f"PEFT reads the result of a {cls.__name__} at another place")
+    if reason := positions_refusal(folding.model):
+        raise no_form(name, reason)
+    rows, frozen = list[tuple[Tensor, Tensor]](), list[int]()
+    for path in sites:
+        forms = [form.owner_module or form for form in folding.modules(edits[path]).values()]
+        own = [tuple(tensor_named(cast(EquationModule, form), name) for name in ("key", "value")) for form in forms]
+        rows.append((torch.cat([key for key, _ in own], 1), torch.cat([value for _, value in own], 1)))
+        frozen.append(own[0][0].shape[1] if forms[0].definition.name == SINK else 0)
+    if len({(*key.shape, *value.shape, sink) for (key, value), sink in zip(rows, frozen, strict=True)}) > 1:
+        raise no_form(name, "PEFT has as many rows, of one size, at all attentions")
+    if rows[0][0].shape != rows[0][1].shape:
+        raise no_form(name, "PEFT has keys and values of one size")
+    has_sink = any(one.form.name == SINK for one in edits[sites[0]].instances)
+    config = cached_config(rows[0][0].shape[1], frozen[0] if has_sink else None)
+    adapter = TypedAdapter(config["peft_type"], config, {PROMPT: pool_of(rows).detach()})
+    adapter.modules += [edit.site.module for edit in edits.values()]
+    if not torch.equal(adapter.tensors[PROMPT].float().to(rows[0][0].dtype), adapter.tensors[PROMPT]):
+        adapter.notes.append("PEFT keeps the rows of a prefix in float32, which rounds them")
+    return adapter
+
+
+def _joins_cached_rows(site_edit: SiteEdit) -> bool:
+    """Whether an edit is `kv = concat(cached_sink(…), cached_prefix(…), kv)`, or of one of them."""
+    texts, forms = {SINK: SINK_FORM, CACHED: PREFIX_FORM}, site_edit.instances
+    names = [one.form.name for one in forms]
+    if len(site_edit.assigns) != 1 or names not in ([SINK, CACHED], [CACHED], [SINK]):
+        return False
+    calls = tuple(ast.Call(name, ()) for name in names)
+    source = site_edit.assigns[0].source
+    own = ast.Equation("kv", "=", ast.Call("concat", (*calls, ast.Name("kv"))))
+    return _is_same(own, source) and all(_is_form(texts[one.form.name], one.form) and not one.tasks for one in forms)
 
 
 def norms_adapter(folding: Folding, saved: dict[str, dict[str, Tensor]]) -> TypedAdapter:

@@ -32,7 +32,7 @@ def vllm_config(
         raise _no_form(f"it takes LoRA of Linears, and `{parameters[0]}` is a parameter of several experts")
     for name in tensors:
         _check_name(name)
-    for module in config["modules_to_save"] or ():
+    for module in config.get("modules_to_save") or ():
         if module not in _HEADS:
             raise _no_form(f"it loads no whole modules but `classifier` and `score`, and `{module}` is trained")
     return dict(config), f"start vLLM with --enable-lora --max-lora-rank {served}"

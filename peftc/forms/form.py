@@ -253,6 +253,8 @@ class Form:
         """The arguments of a call that the simpler form takes, too, with their names there."""
         return {argument.name: argument.name for argument in self.arguments}
 
+    counts_rows: bool = False  # whether positions of the text count the rows that it joins to keys
+
     def selects_positions(self, args: Args) -> bool:
         """Whether it acts at some positions, of which its stack tells it."""
         return False

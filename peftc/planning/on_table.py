@@ -24,7 +24,7 @@ def plan_on_table(table: SiteTable, spec: ast.Spec, tasks: tuple[str, ...] = ())
 def needs_graphs(site_edits: SiteEdits) -> bool:
     """Whether the graphs decide if the edits can stand: those of prompts and of positions."""
     edits = site_edits.representatives
-    return any(is_prompt(one) or any(i.selects_positions for i in one.instances) for one in edits)
+    return any(is_prompt(one) or any(i.selects_positions or i.form.counts_rows for i in one.instances) for one in edits)
 
 
 def is_prompt(site_edit: ir.SiteEdit) -> bool:

@@ -59,6 +59,9 @@ class Ordinal:
         return f"{self.index + 1} of {len(self.occurrences)}, at {self.position}"
 
 
+Kind = Literal["in", "out", "node", "ids", "operand", "product", "argument", "tokens", "context", "positions", "offset"]
+
+
 @dataclass(frozen=True)
 class Anchor:
     """A code position in `module`. What `key` is depends on `kind`:
@@ -73,10 +76,11 @@ class Anchor:
     - `argument`: (operation, ordinal, name, *(operation, ordinal)), the q, k, v or kv of an
       attention call, and of further calls that read the same value;
     - `tokens`: (embedding, whether the result keeps the prompt), the input of a stack;
-    - `context`: the states that a stack attends to; `positions`: the positions of a stack's tokens.
+    - `context`: the states that a stack attends to; `positions`: the positions of a stack's tokens;
+    - `offset`: (rows,), the position ids of a stack, which rows of its keys come before.
     """
 
-    kind: Literal["in", "out", "node", "ids", "operand", "product", "argument", "tokens", "context", "positions"]
+    kind: Kind
     module: str
     key: tuple[Any, ...] = ()
 

@@ -24,7 +24,7 @@ from peftc.rewriting.legality.bypasses import (
     parents,
 )
 from peftc.rewriting.module_regions import module_region
-from peftc.rewriting.prompts import position_regions, prompt_regions
+from peftc.rewriting.prompts import offset_regions, position_regions, prompt_regions
 from peftc.rewriting.region_list import RegionBlock, RegionList, RegionTemplate
 from peftc.rewriting.regions import LayerRegions
 
@@ -34,7 +34,7 @@ def regions_of(site_edits: Iterable[ir.SiteEdit], structure: ModelStructure) -> 
     if isinstance(site_edits, SiteEdits) and (blocks := alike_regions(site_edits, structure)) is not None:
         return RegionList(blocks)
     site_edits = tuple(site_edits)
-    regions = position_regions(site_edits, structure)
+    regions = position_regions(site_edits, structure) + offset_regions(site_edits, structure)
     for p in filter(is_prompt, site_edits):
         regions += prompt_regions(p, structure)
     regions += chain(*regions_by_root(site_edits, structure).values())

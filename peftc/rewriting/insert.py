@@ -34,7 +34,7 @@ from peftc.rewriting.edits import (
     row_count,
 )
 from peftc.rewriting.node_builder import NodeBuilder, StackedWeight
-from peftc.rewriting.prompts import prepend_tokens, prompted_call, provides_positions
+from peftc.rewriting.prompts import prepend_tokens, prompted_call, stack_call
 from peftc.rewriting.states import PASS, REPLACES, StateLookup, copy_operands_of_edits, copy_value
 from peftc.rewriting.weight_products import OWN_DTYPE
 from peftc.runtime.layouts import (
@@ -46,7 +46,6 @@ from peftc.runtime.layouts import (
     unflatten_tokens,
 )
 from peftc.runtime.parameters import as_matrix, as_stored, full_precision, stored_as
-from peftc.runtime.positions import forward_with_positions
 from peftc.runtime.prompts import batch_like
 from peftc.syntax.numbers import ARITHMETIC
 from peftc.tracing.region_trace import RegionTrace
@@ -64,9 +63,9 @@ class Inserter:
     def insert(self, edit: RegionEdit) -> None:
         """Raises: P403 where this trace has no such state, P404, P405, P415."""
         memo: dict[int, Any] = {}
-        if provides_positions(edit):
-            call = wrap_base_call(self.graph, forward_with_positions)
-            call.meta[EQUATIONS] = ("tells the edits inside the positions of the tokens",)
+        if (own := stack_call(edit)) is not None:
+            call = wrap_base_call(self.graph, own.function, *own.arguments)
+            call.meta[EQUATIONS] = (own.comment,)
         for i, assign in enumerate(edit.assigns):
             lets = [term for before, term in edit.lets if before == i]
             EquationInserter(self, edit, assign, memo, lets).insert()

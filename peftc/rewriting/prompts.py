@@ -1,7 +1,9 @@
 """Edits of the modules that take embedded tokens: prompts, and forms that act at some positions."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 from transformers.utils.generic import ModelOutput
@@ -17,12 +19,14 @@ from peftc.recognition.layers import ModelStructure, Stack
 from peftc.recognition.non_layer_sites import enclosing
 from peftc.rewriting.anchors import Anchor, contains, relative
 from peftc.rewriting.boundary import wrap_base_call
-from peftc.rewriting.edits import Region, RegionEdit, RegionState
+from peftc.rewriting.edits import Region, RegionEdit, RegionState, row_count
+from peftc.runtime.positions import forward_with_offset, forward_with_positions
 from peftc.runtime.prompts import cannot_prepend, forward_with_prompt
 from peftc.tracing.module_calls import forward_signature
 
 CONTEXT, CONTEXT_MASK = "encoder_hidden_states", "encoder_attention_mask"
-KIND = "positions"  # of the anchor
+KIND, OFFSET = "positions", "offset"  # of anchors
+POSITION_IDS = "position_ids"
 NAME = "<positions>"  # in place of an edit's name
 SEQUENCE = "sequence"  # in a region's container, the record of positions that its forms read
 CACHE_NAME = "_cache_name"  # in a form, under which a cache has what it keeps of its tokens
@@ -127,6 +131,11 @@ def prompt_and_position_errors(
                 yield from ((p.edit, diagnostic) for diagnostic in error.diagnostics)
         elif any(p.site.states[assign.state].weight is None for assign in p.assigns):
             conflicts.setdefault(p.site.root, (p.edit, "changes the input or the result of the stack that counts them"))
+    for p in site_edits:
+        if any(i.selects_positions for i in p.instances) and (module := position_source(p, structure)) is not None:
+            conflicts.setdefault(f"{OFFSET} {module}", (p.edit, "selects tokens by their positions"))
+    beside = {name.removeprefix(f"{OFFSET} "): conflict for name, conflict in conflicts.items()}
+    yield from offset_errors(site_edits, structure, beside)
     sources: dict[str, str] = {}  # of each shared form
     refused = set[str]()
     for p in site_edits:
@@ -189,6 +198,80 @@ def position_source(site_edit: ir.SiteEdit, structure: ModelStructure) -> str | 
     return None if module is None or any(contains(module, s.layers[0]) for s in others) else module
 
 
-def provides_positions(edit: RegionEdit) -> bool:
-    """Whether the edit stands for a stack that provides the positions of its tokens."""
-    return any(state.anchor is not None and state.anchor.kind == KIND for state in edit.states.values())
+def counted_rows(site_edit: ir.SiteEdit) -> int:
+    """How many rows of keys the positions of tokens count at a site."""
+    calls = (term for term in site_edit.terms() if isinstance(term, ir.FormCall))
+    return sum(row_count(call) for call in calls if call.instance.form.counts_rows)
+
+
+def offset_errors(
+    site_edits: Sequence[ir.SiteEdit], structure: ModelStructure, conflicts: Mapping[str, tuple[str, str]]
+) -> Iterator[tuple[str, Diagnostic]]:
+    """P422 where position ids cannot count rows, by name of the edit.
+
+    Args: `conflicts`: for each module, an edit of its input or result, and what it does.
+    """
+    counts = defaultdict[str, dict[str, int]](dict)
+    for p in (one for one in site_edits if counted_rows(one)):
+        module = position_source(p, structure) if p.site.steps[-1][0] != "cross" else None
+        if module is None or POSITION_IDS not in forward_signature(submodule(structure.model, module)).parameters:
+            message = f"positions cannot count the rows at `{p.site.path}`"
+            note = f"they can where a module around it takes `{POSITION_IDS}`, and for the tokens of its own stack"
+            yield p.edit, Diagnostic("P422", message, span_of(p), notes=(note,), help="leave out `counted`")
+            return
+        if module in conflicts:
+            edit, action = conflicts[module]
+            message = f"positions count the rows of `{p.edit}`, and `{edit}` {action}"
+            yield p.edit, Diagnostic("P422", message, span_of(p), help=f"leave out `counted`, or `{edit}`")
+            return
+        sites = counts[module]
+        sites[p.site.path] = sites.get(p.site.path, 0) + counted_rows(p)
+    for sites in counts.values():
+        if len(set(sites.values())) > 1:
+            (first, rows), (other, others) = sorted(sites.items(), key=lambda item: item[1])[:: len(sites) - 1]
+            message = f"positions count the rows of keys, {rows} at `{first}` and {others} at `{other}`"
+            p = next(one for one in site_edits if one.site.path == other and counted_rows(one))
+            yield p.edit, Diagnostic("P422", message, span_of(p), help="join as many rows at all attentions")
+
+
+def span_of(site_edit: ir.SiteEdit) -> Span:
+    return next(iter(site_edit.assigns)).source.span
+
+
+def offset_regions(site_edits: Iterable[ir.SiteEdit], structure: ModelStructure) -> list[Region]:
+    """The stacks whose positions count rows, once each."""
+    regions: dict[str, Region] = {}
+    rows: dict[tuple[str, str], int] = {}
+    for p in (one for one in site_edits if counted_rows(one)):
+        module = position_source(p, structure)
+        assert module is not None, p.site.path  # else `offset_errors` refuses the edit
+        rows[module, p.site.path] = rows.get((module, p.site.path), 0) + counted_rows(p)
+        state = RegionState(anchor=Anchor(OFFSET, "", (rows[module, p.site.path],)))
+        edit = RegionEdit(NAME, OFFSET, (), {OFFSET: state}, {}, ())
+        if module not in regions or rows[module, p.site.path] > counted_of(regions[module]):
+            regions[module] = Region(module, frozenset(), [edit], [replace(p, instances=())])
+    return list(regions.values())
+
+
+def counted_of(region: Region) -> int:
+    (state,) = region.edits[0].states.values()
+    assert state.anchor is not None
+    return state.anchor.key[0]
+
+
+class StackCall(NamedTuple):
+    """A call of a stack's own forward by another function: with these arguments, and a comment."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    comment: str
+
+
+def stack_call(edit: RegionEdit) -> StackCall | None:
+    """How an edit that stands for a stack calls it; None for other edits."""
+    for state in edit.states.values():
+        if state.anchor is not None and state.anchor.kind == KIND:
+            return StackCall(forward_with_positions, (), "tells the edits inside the positions of the tokens")
+        if state.anchor is not None and state.anchor.kind == OFFSET:
+            return StackCall(forward_with_offset, state.anchor.key, "positions count the rows joined to the keys")
+    return None

@@ -84,6 +84,26 @@ def forward_with_positions(base: type[nn.Module], module: Any, named: dict[str, 
         sequence.present = before
 
 
+def forward_with_offset(
+    base: type[nn.Module], module: Any, named: dict[str, Any], rest: dict[str, Any], count: int
+) -> Any:
+    """The forward of `base` with positions that count `count` rows before the tokens.
+
+    Position ids are those of the call, or count the tokens of each row from the first visible one.
+    Raises: P423 where the number of tokens in the cache is unknown.
+    """
+    arguments = {**named, **rest}
+    if (tokens := tokens_of(arguments)) is None:  # the base raises its own error
+        return base.forward(module, **arguments)
+    ids = arguments.get("position_ids")
+    if ids is None:
+        mask, past = arguments.get("attention_mask"), past_of(arguments, unknown)
+        ids = torch.arange(tokens.shape[1], device=tokens.device)[None] + (0 if past is None else past)
+        if isinstance(mask, Tensor) and mask.ndim == 2:
+            ids = (ids - starts_of(mask)).clamp(min=0)
+    return base.forward(module, **{**arguments, "position_ids": ids + count})
+
+
 @dataclass(frozen=True)
 class CachedIds:
     """What is recorded at a cache of `length` tokens: by id, which of its rows have it, (rows,).

@@ -191,3 +191,32 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
     result = logits(model.to(dtype))
     assert result.dtype == dtype
     assert bool(result.isfinite().all())
+
+
+def test_a_mean_over_the_batch_is_that_of_all_tokens() -> None:
+    text = """form centred(x) {
+    param A[d(out), d(x)] = kaiming
+    let mean = mean(A @ x, batch)
+    f = A @ x - mean
+}
+edit e at layer[*].ffn { h += centred(x) }"""
+    model = shaken(compiled(text.replace("let mean", "let centre").replace("- mean", "- centre")))
+    forms: list[Any] = [m for name, m in model.named_modules() if name.endswith("centred")]
+    x = torch.randn(2, 3, forms[0].A.shape[-1], dtype=torch.float64)
+    values = (x @ forms[0].A.T).reshape(6, -1)
+    expected = (values - values.mean(0)).reshape(2, 3, -1)
+    torch.testing.assert_close(forms[0](x), expected, rtol=0, atol=TOLERANCE)
+    both = logits(model)
+    inputs = zoo.inputs("bert", model)
+    alone = model(**{name: value[:1] for name, value in inputs.items()}).logits
+    assert (both[:1] - alone).abs().max() > 1e-3  # examples depend on each other
+    assert "P301" in code_of(
+        "form f1(w) { param a[rows(w), cols(w)] = 0 f = mean(a, batch) } edit e at head { w += f1(w) }"
+    )
+
+
+def test_rows_at_places_need_places_of_the_site() -> None:
+    line = "param v[2, cols(w)] = 0\n param n[2] = 0\n f = w - rows_at(w, {}) + scatter(v, here, rows(w))"
+    for places, scope in (("n", ""), ("here", " per edit")):
+        form = f"form g(w, select = random) {{\n fixed here[2]{scope} = selection(select)\n {line.format(places)}\n}}"
+        assert "P105" in code_of(f"{form}\nedit e at layer[*].attn.q {{ w = g(w) }}")

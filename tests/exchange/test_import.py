@@ -179,7 +179,7 @@ def import_refused(code: str, folder: Path, model: nn.Module | None = None) -> p
 
 KEYS: dict[str, Any] = {
     "lora_aplha": 16,
-    "peft_type": "POLY",
+    "peft_type": "UNKNOWN",
     "use_qalora": True,
     "layer_replication": [[0, 2]],
     "alora_invocation_tokens": [1],

@@ -8,6 +8,7 @@ from peftc.diagnostics import Diagnostic, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.equations.analysis import LOSS
 from peftc.equations.bindings import BINDERS, INITIAL, layer_call_errors, mean_over_sites
+from peftc.equations.checks.selections import check_rows_at, check_scatter
 from peftc.equations.checks.states import (
     WEIGHTS,
     check_numbered,
@@ -20,7 +21,6 @@ from peftc.equations.checks.states import (
 )
 from peftc.equations.definition import RESULT
 from peftc.equations.matrices import DECOMPOSITIONS
-from peftc.equations.operands import TOKENS
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, WORDS
 from peftc.equations.table import FORMS
 from peftc.equations.words import (
@@ -29,6 +29,7 @@ from peftc.equations.words import (
     BUFFER,
     CHOICE,
     INITIAL_VALUES,
+    MEANS,
     NONE,
     NUMBERS,
     OUT,
@@ -36,13 +37,14 @@ from peftc.equations.words import (
     POSITIONS,
     PRUNED,
     RANDOM,
+    ROWS_AT,
     SCATTER,
     SELECTION,
     SIZES,
     criterion_of,
     function_of,
     inputs_of,
-    is_choice_of_numbers,
+    mean_over,
     number_of,
     scope_of,
     words_of,
@@ -182,7 +184,7 @@ class _FormChecker:
                 yield from self._expression(side)
 
     def _define(self, name: str, at: Span, condition: ast.Condition | None = None) -> Iterator[Diagnostic]:
-        if name in (OUT, RESULT) or (name == TOKENS and self._names_tokens()):
+        if name in (OUT, RESULT) or (name in MEANS and name in self._means()):
             yield Diagnostic("P121", f"`{name}` is reserved in a form", at, help="use another name")
         elif name in self.names and not self._may_define_again(name, condition) and not is_first_value(self.form, name):
             yield Diagnostic("P111", f"`{name}` is defined twice in `{self.form.name}`", at, help="use another name")
@@ -190,10 +192,10 @@ class _FormChecker:
             self.conditional.add(name)
         self.names.setdefault(name, at)
 
-    def _names_tokens(self) -> bool:
-        """Whether `mean(x, tokens)` has the word for the tokens of the input."""
+    def _means(self) -> set[str]:
+        """The words of `mean(x, tokens)` and `mean(x, batch)`."""
         parts = (part for value in values(self.form) for part in walk(value) if isinstance(part, ast.Call))
-        return any(call.function == "mean" and call.args[1:] == (ast.Name(TOKENS),) for call in parts)
+        return {mean_over(call) for call in parts}
 
     def _may_define_again(self, name: str, condition: ast.Condition | None) -> bool:
         """Whether several lines define a name, or a parameter is there if its argument says so."""
@@ -285,7 +287,7 @@ class _FormChecker:
         match call.args:
             case (ast.Binding(name, count, name_span=at), term) if not call.kwargs:
                 yield from self._expression(count, of_weights)
-                if name in self.names or name in (OUT, TOKENS, RESULT) or name in STATES:
+                if name in self.names or name in (OUT, *MEANS, RESULT) or name in STATES:
                     yield Diagnostic("P111", f"`{name}` has a meaning here already", at, help="use another name")
                     return
                 self.names[name] = at
@@ -314,8 +316,9 @@ class _FormChecker:
         if is_choice:
             self.used.add(function)
         if is_choice or function in FUNCTIONS or function in NUMBERS or function in SIZES:
-            if function == "token_mean":
-                yield Diagnostic("P101", "write `mean(x, tokens)`", call.function_span)
+            if function in MEANS.values():
+                over = next(word for word, name in MEANS.items() if name == function)
+                yield Diagnostic("P101", f"write `mean(x, {over})`", call.function_span)
             return
         known = [*FUNCTIONS, *NUMBERS, *SIZES, *BINDERS, INITIAL, RANDOM, BELOW]
         sizes = f"sizes are {join_names(SIZES)}; the language reference lists the functions"
@@ -338,15 +341,16 @@ class _FormChecker:
         if function == "permuted" and not (isinstance(args[-1], ast.Name) and args[-1].id in self.orders):
             help_ = "write `fixed order[n] = permutation`, and `permuted(v, order)`"
             yield Diagnostic("P105", f"`{print_expression(args[-1])}` is no permutation", args[-1].span, help=help_)
-        over_tokens = function == "mean" and len(args) == 2 and args[1] == ast.Name(TOKENS)
         if function == BUDGET:
             yield from self._budget(call)
         if function == SCATTER:
-            yield from self._scatter(call)
+            yield from check_scatter(self.form, call, self.limited)
+        if function == ROWS_AT:
+            yield from check_rows_at(self.form, call)
         if function == PRUNED:
             yield from check_pruned(self.form, call)
         ends = [ast.Name(NONE)] if function == POSITIONS else []
-        for arg in args[:1] if over_tokens else [arg for arg in args if arg not in ends]:
+        for arg in args[:1] if mean_over(call) else [arg for arg in args if arg not in ends]:
             yield from self._expression(arg, of_weights)
 
     def _budget(self, call: ast.Call) -> Iterator[Diagnostic]:
@@ -360,25 +364,6 @@ class _FormChecker:
             )
         if self.limited.setdefault(BUDGET, name) != name:
             message = f"`{self.limited[BUDGET]}` has a budget already, and a form has one"
-            yield Diagnostic("P111", message, call.span)
-
-    def _scatter(self, call: ast.Call) -> Iterator[Diagnostic]:
-        """The errors of `scatter(v, places, n)`: v is a parameter, or its transpose."""
-        lines = {line.name: line for line in self.form.body if isinstance(line, ast.Parameter)}
-        text, (value, places) = f"`{print_expression(call)}`", (*call.args, None, None)[:2]
-        value = value.args[0] if isinstance(value, ast.Call) and value.function == "t" and value.args else value
-        v, at = (lines.get(part.id) if isinstance(part, ast.Name) else None for part in (value, places))
-        if at is None or not (criterion_of(at) or is_choice_of_numbers(at)):
-            help_ = "write `fixed places[k] = selection(select)`, and `scatter(v, places, n)`"
-            yield Diagnostic("P105", f"{text} has no places that are selected or chosen", call.span, help=help_)
-        elif v is None or v.fixed or v.scope != at.scope or at.sizes[0] not in v.sizes:
-            message = f"{text} has no parameter with the dimension of `{at.name}`, and `per` the same"
-            yield Diagnostic("P105", message, call.span)
-        elif at.scope and (len(v.sizes) > 1 or v.value in (ast.Name("kaiming"), ast.Name("orthogonal"))):
-            message = f"`{v.name}` is one vector for all sites, with a first value of each entry"
-            yield Diagnostic("P105", message, call.span)
-        elif criterion_of(at) and self.limited.setdefault(SCATTER, v.name) != v.name:
-            message = f"`{self.limited[SCATTER]}` has selected values already, and a form has one selection"
             yield Diagnostic("P111", message, call.span)
 
     def _unused(self) -> Iterator[Diagnostic]:

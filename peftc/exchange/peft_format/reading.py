@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from peftc.addressing.sites import SiteTable
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.exchange.peft_format.config import PeftConfig
@@ -28,6 +30,7 @@ class Incoming:
     Attributes:
         saved: parameters of the base that it replaces, by name.
         common: tensors that all modules have in common, by `form.parameter`.
+        at_sites: its other parts, where the sites of the model tell what they are.
         of_parameters: LoRA of parameters, whose sites the table of the model has.
     """
 
@@ -36,6 +39,13 @@ class Incoming:
     saved: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     common: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     of_parameters: list[ParameterLora] = field(default_factory=list[ParameterLora])
+
+    at_sites: Callable[[SiteTable], list[ModulePart]] | None = None
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The names of tasks, which PEFT numbers."""
+        return tuple(f"task_{number}" for number in range(max((part.tasks for part in self.parts), default=0)))
 
 
 def read_peft(
@@ -48,6 +58,8 @@ def read_peft(
     peft_type = type_of(config)
     if peft_type.unpack is not None:
         tensors = peft_type.unpack(config, tensors, model)
+    if peft_type.sites is not None:
+        return Incoming(config.type.lower(), at_sites=partial(_at_sites, config, peft_type, tensors, model))
     if peft_type.place:
         return _at_place(config, peft_type, tensors, model)
     wrapped = target_parameters(config, model) if config.type == "LORA" else {}
@@ -85,7 +97,18 @@ def read_peft(
         else:
             unknown.append(_unknown(key, end, name, list(modules)))
     own = {name: own[name] for name in modules if name in own and any(map(Tensor.numel, own[name].values()))}
-    incoming.parts += [_part(config, peft_type, modules[name], name, ends, weight_of) for name, ends in own.items()]
+    groups = dict[str, str]()
+    if peft_type.groups is not None:
+        groups = dict(peft_type.groups(config, own, {name: weight_size(modules[name]) for name in own}))
+    for name, ends in own.items():
+        if any(part.module == name for part in incoming.parts):  # tied with one before
+            continue
+        part = _part(config, peft_type, modules[name], name, ends, weight_of, groups.get(name, ""))
+        incoming.parts += _tied_parts(part, config, peft_type, ends, model)
+    for part in incoming.parts if any(row.tied for row in peft_type.rows) else ():
+        for end, tensor in own.get(part.module, {}).items():
+            if not any(one.equal(tensor) for one in part.tensors.values()):
+                raise unfit(f"`{part.module}.{end}` has other values than that of a module that is tied with it")
     incoming.common = _common(config, peft_type, own, whole, modules)
     incoming.of_parameters = parameter_loras(config, peft_type, of_parameters, model)
     if incoming.parts or incoming.of_parameters or not peft_type.rows:
@@ -99,6 +122,16 @@ def read_peft(
     return incoming
 
 
+def _at_sites(
+    config: PeftConfig, peft_type: PeftType, tensors: Mapping[str, Tensor], model: nn.Module, table: SiteTable
+) -> list[ModulePart]:
+    """The parts of an adapter whose tensors are of no modules. Raises: P802, P803, P804."""
+    assert peft_type.sites is not None
+    parts = peft_type.sites(config, tensors, table, model)
+    config.finish(peft_type.ignored)
+    return parts
+
+
 def _at_place(config: PeftConfig, peft_type: PeftType, tensors: Mapping[str, Tensor], model: nn.Module) -> Incoming:
     """An adapter that stands at one place of the model. Raises: P802, P803, P804."""
     (row,) = peft_type.rows
@@ -106,7 +139,7 @@ def _at_place(config: PeftConfig, peft_type: PeftType, tensors: Mapping[str, Ten
         raise _unknown(others[0], None, others[0], [])
     if lack := [name for name in row.tensors if name not in tensors]:
         raise damaged(f"the adapter has no tensor `{lack[0]}`")
-    if any(not tensor.is_floating_point() or tensor.ndim != 2 for tensor in tensors.values()):
+    if any(not one.is_floating_point() or not 2 <= one.ndim <= peft_type.dimensions for one in tensors.values()):
         raise damaged("its tensors are no matrices of numbers with a point")
     numbers = peft_type.numbers(config, "", tensors)
     task, known = config.read("task_type", None), getattr(getattr(model, "config", None), "is_encoder_decoder", False)
@@ -115,7 +148,15 @@ def _at_place(config: PeftConfig, peft_type: PeftType, tensors: Mapping[str, Ten
     own = tensors if peft_type.chosen is None else peft_type.chosen(config, tensors)
     named = {row.tensors[end]: tensor for end, tensor in own.items()}
     config.finish(peft_type.ignored)
-    part = ModulePart("", row.equation.format(**numbers), named, form=row.form, place=peft_type.place)
+    part = ModulePart(
+        module="",
+        equation=row.equation.format(**numbers),
+        tensors=named,
+        form=row.form,
+        place=peft_type.place,
+        tasks=numbers.get("tasks", 0),
+        by_task=row.by_task,
+    )
     return Incoming(config.type.lower(), [part])
 
 
@@ -190,6 +231,7 @@ def _part(
     module: str,
     tensors: Mapping[str, Tensor],
     weight_of: Callable[[str], Tensor],
+    group: str,
 ) -> ModulePart:
     row, own = peft_type.row(config, tensors), join_names(sorted(tensors))
     if row is None and any(set(tensors) < set(row.tensors) for row in peft_type.rows):
@@ -221,8 +263,38 @@ def _part(
     if row.of_base is not None:
         weight_size(owner)
         named |= row.of_base(config, tensors, weight_of(module))
-    group = tuple(id(tensors[end]) for end in row.shared)
-    return ModulePart(module, row.equation.format(**numbers), named, row.step, row.form, group=group)
+    own = (group, *(id(tensors[end]) for end in row.shared))
+    equation, tasks = row.equation.format(**numbers), numbers.get("tasks", 0)
+    return ModulePart(module, equation, named, row.step, row.form, group=own, tasks=tasks, by_task=row.by_task)
+
+
+def tied_with_input(model: nn.Module, module: str) -> list[str]:
+    """The modules that PEFT changes together: the input embedding and those tied with it."""
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    if model.get_submodule(module) is not embedding or not getattr(model.config, "tie_word_embeddings", False):
+        return [module]
+    return [name.removesuffix(".weight") for name in aliases(model, f"{module}.weight")]
+
+
+def tied_bias(model: nn.Module, names: Collection[str]) -> str | None:
+    """Why PEFT computes something else at tied modules: it leaves out the bias of a head."""
+    biased = (name for name in names if getattr(model.get_submodule(name), "bias", None) is not None)
+    name = next(biased, None)
+    return None if name is None else f"`{name}` has a bias, which PEFT leaves out beside a tied embedding"
+
+
+def _tied_parts(
+    part: ModulePart, config: PeftConfig, peft_type: PeftType, tensors: Mapping[str, Tensor], model: nn.Module
+) -> list[ModulePart]:
+    """Of a module, and of those that are tied with it, if PEFT changes them together."""
+    row = peft_type.row(config, tensors)
+    if row is None or not row.tied or len(names := tied_with_input(model, part.module)) == 1:
+        return [part]
+    if reason := tied_bias(model, names):
+        raise PeftcError(Diagnostic("P802", f"{reason}: no equation says that"))
+    let, equation = row.tied
+    form = f"{part.form.strip()}\n\n{let.format(**peft_type.numbers(config, part.module, tensors))}"
+    return [replace(part, module=name, form=form, equation=equation) for name in names]
 
 
 def _unknown(key: str, end: str | None, name: str, modules: list[str]) -> Exception:

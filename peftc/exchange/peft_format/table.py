@@ -7,7 +7,18 @@ from collections.abc import Mapping
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean
 from peftc.exchange.peft_format.config import PeftConfig, refusal
-from peftc.exchange.peft_format.rows import decompositions, lora, maps, places, prompts, random, vectors, weights
+from peftc.exchange.peft_format.rows import (
+    cached,
+    decompositions,
+    lora,
+    maps,
+    places,
+    prompts,
+    random,
+    routed,
+    vectors,
+    weights,
+)
 from peftc.exchange.peft_format.rows.butterflies import BOFT
 from peftc.exchange.peft_format.rows.glora import GLORA
 from peftc.exchange.peft_format.rows.randlora import RANDLORA
@@ -27,22 +38,16 @@ TYPES: Mapping[str, PeftType] = {
     "GLORA": GLORA,
     "RANDLORA": RANDLORA,
     **prompts.TYPES,
+    **routed.TYPES,
+    **cached.TYPES,
 }
 
-_POSITIONS = "its rows are in a cache, where PEFT counts them as positions of the text"
-_TASKS = "which task an example is of is an argument of PEFT's forward"
 
 # Why no equation says what PEFT computes.
 WITHOUT_EQUATION: Mapping[str, str] = {
     "ADAMSS": "its matrices are of the rows that a clustering of the weights put together when PEFT made it",
     "ADAPTION_PROMPT": "its tokens pass the projections of each layer, which no state of peftc does",
-    "CARTRIDGE": _POSITIONS,
-    "LILY": "its router takes the mean over all examples of a batch, which no equation does",
-    "MULTITASK_PROMPT_TUNING": _TASKS,
-    "POLY": _TASKS,
-    "PREFIX_TUNING": _POSITIONS,
-    "SHADOW": "a second network computes beside all layers of the base",
-    "TRAINABLE_TOKENS": "it replaces rows of an embedding, and equations do not list rows",
+    "SHADOW": "its first state is computed by a model of its own, with layers, attention and a cache",
     "XLORA": "what it reads is computed by a forward of its own, without its adapters",
 }
 

@@ -8,11 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from peftc.addressing.sites import SiteTable
 from peftc.exchange.peft_format.config import PeftConfig
 from peftc.exchange.peft_format.names import pattern_of
+from peftc.exchange.spec_text import ModulePart
 
 Tensors = Mapping[str, Tensor]  # of one module, by the end of their names in PEFT
-Numbers = dict[str, Any]  # for the braces of an equation
+Numbers = dict[str, Any]  # for the braces of an equation; `tasks` is their number
 Size = tuple[int, int]  # of a weight (out, in)
 Sizes = Mapping[str, Size]  # by module
 Files = Mapping[str, Tensor]  # tensors of an adapter, by PEFT's names
@@ -44,6 +46,9 @@ class PeftRow:
         places: the name of ours of places that PEFT's files do not have.
         read: makes our tensors of PEFT's, where they are not the same ones.
         write: makes PEFT's tensors of ours and the arguments of the forms. Raises: NoConfig.
+        tied: a `let`, and the equation with its name, where PEFT changes modules that are tied with
+            the input embedding together; empty where it changes each alone.
+        by_task: the names of ours of tensors whose first dimension are tasks.
         check: a reason why PEFT computes something else with these values; None where it does not.
         shared: the ends of tensors that several modules may have together: where it is one tensor,
             they are one edit.
@@ -64,6 +69,8 @@ class PeftRow:
     places: str = ""
     read: Callable[[PeftConfig, Tensors, Size], dict[str, Tensor]] | None = None
     write: Callable[[Tensors, Mapping[str, Any], Size], dict[str, Tensor]] | None = None
+    tied: tuple[str, str] | tuple[()] = ()
+    by_task: Collection[str] = ()
     check: Callable[[Tensors], str | None] | None = None
     shared: Collection[str] = field(default=())
     computed: Collection[str] = field(default=())
@@ -92,6 +99,9 @@ class PeftType:
         unpack: the tensors of each module, where the files have them for several modules in one, or
             not at all, and PEFT makes them when it loads an adapter. Raises: P802, P803.
         pack: the tensors of files, of those of each module. Raises: NoConfig.
+        sites: the parts of an adapter whose tensors are of no modules. Raises: P802, P803, P804.
+        groups: the modules that have tensors in common, of types of which some have: the name of a
+            group for each. Raises: P802, P804.
     """
 
     rows: tuple[PeftRow, ...]
@@ -109,6 +119,8 @@ class PeftType:
     chosen: Callable[[PeftConfig, Tensors], dict[str, Tensor]] | None = None
     unpack: Callable[[PeftConfig, Files, nn.Module], dict[str, Tensor]] | None = None
     pack: Callable[[dict[str, Any], Files, Sequence[str]], dict[str, Tensor]] | None = None
+    sites: Callable[[PeftConfig, Tensors, SiteTable, nn.Module], list[ModulePart]] | None = None
+    groups: Callable[[PeftConfig, Mapping[str, Tensors], Sizes], Mapping[str, str]] | None = None
 
     def row(self, config: PeftConfig, tensors: Tensors) -> PeftRow | None:
         """The row of a module with these tensors."""

@@ -1,14 +1,14 @@
-"""Types of PEFT that change entries of a weight, or of its spectrum, at chosen places."""
+"""Types of PEFT that change entries or rows of a weight, or of its spectrum, at chosen places."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from peftc.exchange.peft_format.config import PeftConfig
+from peftc.exchange.peft_format.config import PeftConfig, refusal
 from peftc.exchange.peft_format.types import NoConfig, Numbers, PeftRow, PeftType, Size, Tensors, shown, whole
 
 _SHIRA = """
@@ -149,6 +149,44 @@ _SUPERTUNING_ROW = {
     "supertuning_lora_B.weight": "lowrank.B",
 }
 
+TOKENS_FORM = """
+# Rows of an embedding with trained values in their place.
+# TrainableTokens of PEFT
+form trainable_tokens(
+    w,
+    n,  # how many rows
+    select = random,  # which rows: fisher, change, magnitude or random
+) {
+    require n <= rows(w)
+    param values[n, cols(w)] = normal(0.02)
+    fixed places[n] = selection(select)
+    f = w - rows_at(w, places) + scatter(values, places, rows(w))
+}
+"""
+DELTA = "trainable_tokens_delta"
+VALUES, NUMBERS = "trainable_tokens.values", "trainable_tokens.places"
+
+
+def _tokens(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
+    return {"n": len(token_indices(config))}
+
+
+def token_indices(config: PeftConfig) -> list[int]:
+    """Raises: P802 for what are no different numbers from 0 on."""
+    value = config.read("token_indices", [])
+    numbers = cast(Sequence[Any], value) if isinstance(value, list) else [None]
+    if not numbers or any(type(one) is not int or one < 0 for one in numbers) or len(set(numbers)) < len(numbers):
+        raise refusal("token_indices", value, "it is an array of different numbers of tokens")
+    return list(numbers)
+
+
+def _read_tokens(config: PeftConfig, tensors: Tensors, size: Size) -> dict[str, Tensor]:
+    places = token_indices(config)
+    if max(places) >= size[0]:
+        raise refusal("token_indices", max(places), f"the embedding has {size[0]} rows")
+    return {VALUES: tensors[DELTA], NUMBERS: torch.tensor(places)}
+
+
 TYPES: Mapping[str, PeftType] = {
     "SHIRA": PeftType(
         (
@@ -198,5 +236,18 @@ TYPES: Mapping[str, PeftType] = {
         ),
         _supertuning,
         ("lora_dropout",),
+    ),
+    "TRAINABLE_TOKENS": PeftType(
+        (
+            PeftRow(
+                {DELTA: VALUES},
+                "w = trainable_tokens(w, n={n})",
+                TOKENS_FORM,
+                config=lambda args: {},
+                tied=("let tokens = shared(trainable_tokens(n={n}))", "w = tokens(w)"),
+                read=_read_tokens,
+            ),
+        ),
+        _tokens,
     ),
 }

@@ -11,9 +11,22 @@ from peftc.exchange.peft_format.config import PeftConfig, refusal
 from peftc.exchange.peft_format.types import Numbers, PeftRow, PeftType, Tensors
 
 PROMPT = "prompt_embeddings"
+_MULTITASK = """
+# A prompt that all tasks have in common, times a low-rank matrix of each task.
+# Wang et al. 2023, arXiv:2303.02861 (multitask prompt tuning)
+form multitask_prompt(
+    len,  # rows added before the tokens of the input
+    r,  # rank of the matrices
+) {
+    param tokens[len, d(out)] per edit common = normal
+    param columns[len, r] = normal(0.02)
+    param rows[r, d(out)] = normal(0.02)
+    f = tokens * (columns @ rows)
+}
+"""
 TASKS = {False: "CAUSAL_LM", True: "SEQ_2_SEQ_LM"}  # by whether a model has an encoder and a decoder
 # PEFT takes them from the configuration of the base.
-_OF_BASE = ("token_dim", "num_attention_heads", "num_layers", "num_transformer_submodules")
+OF_BASE = ("token_dim", "num_attention_heads", "num_layers", "num_transformer_submodules")
 
 
 def _prompt(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
@@ -23,6 +36,13 @@ def _prompt(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
     if tensors[PROMPT].shape[0] % rows:
         raise refusal("num_virtual_tokens", rows, f"there are {tensors[PROMPT].shape[0]} rows")
     return {"rows": rows}
+
+
+def _multitask(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
+    numbers = _prompt(config, module, tensors)
+    if tensors[PROMPT].shape[0] != numbers["rows"]:
+        raise refusal("num_transformer_submodules", 2, "PEFT puts rows before the tokens of the decoder, too")
+    return {**numbers, "r": config.whole("num_ranks", 1), "tasks": config.whole("num_tasks", 1)}
 
 
 def rows_of_encoder(config: PeftConfig, tensors: Tensors) -> dict[str, Tensor]:
@@ -37,7 +57,7 @@ def prompt_config(rows: int, is_encoder_decoder: bool) -> dict[str, Any]:
 
 
 def _type(*ignored: str, row: PeftRow) -> PeftType:
-    return PeftType((row,), _prompt, (*_OF_BASE, *ignored), place="input.embed", chosen=rows_of_encoder)
+    return PeftType((row,), _prompt, (*OF_BASE, *ignored), place="input.embed", chosen=rows_of_encoder)
 
 
 _ROW = {PROMPT: "prompt.tokens"}
@@ -48,6 +68,24 @@ _ENCODER = ("reparameterization_type", "hidden_size", "num_layers", "dropout")
 TYPES: Mapping[str, PeftType] = {
     "PROMPT_TUNING": _type(*_INIT, row=PeftRow(_ROW, _EQUATION, config=lambda args: {})),
     "P_TUNING": _type(*(f"encoder_{key}" for key in _ENCODER), row=PeftRow(_ROW, _EQUATION)),
+    "MULTITASK_PROMPT_TUNING": PeftType(
+        (
+            PeftRow(
+                {
+                    PROMPT: "multitask_prompt.tokens",
+                    "prefix_task_cols": "multitask_prompt.columns",
+                    "prefix_task_rows": "multitask_prompt.rows",
+                },
+                "h = concat(multitask_prompt(len={rows}, r={r}), h)",
+                _MULTITASK,
+                by_task=("multitask_prompt.columns", "multitask_prompt.rows"),
+            ),
+        ),
+        _multitask,
+        (*OF_BASE, *_INIT, "prompt_tuning_init_state_dict_path", "prompt_tuning_init_task"),
+        place="input.embed",
+        dimensions=3,
+    ),
     "CPT": _type(
         *("cpt_token_ids", "cpt_mask", "cpt_tokens_type_mask", "cpt_prompt_init", "tokenizer_name_or_path"),
         *("opt_weighted_loss_type", "opt_loss_decay_factor", "opt_projection_epsilon"),
