@@ -37,6 +37,7 @@ _HOMES = {
     "peftc.training.steps": ("StepCallback", "losses", "step"),
     "peftc.verification": ("verify",),
     "peftc.adapters": ("from_pretrained", "fuse", "load", "push", "save", "warm_start"),
+    "peftc.attachment": ("activate", "adapter", "attach", "attached", "detach", "swap"),
     "peftc.exchange": ("convert", "export", "import_adapter", "inspect"),
     "peftc.folding": ("fold",),
     "peftc.illustration": ("show",),

@@ -45,6 +45,7 @@ STAGES = (
     "peftc.installation",
     "peftc.compiler",
     "peftc.adapters",
+    "peftc.attachment",
     "peftc.explore",
     "peftc.passes",
     "peftc.illustration",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -36,13 +36,13 @@ from peftc.adapters.files import path_of, write
 from peftc.adapters.hub import upload
 from peftc.adapters.loading import check_tensors, notify_forms
 from peftc.adapters.metadata import METADATA, Adapter
-from peftc.adapters.saving import describe
+from peftc.adapters.saving import describe, require_one
 from peftc.comparison.moves import Moves
 from peftc.concurrency.context import ALL
 from peftc.diagnostics import Diagnostic, PeftcError, warn
 from peftc.filesystem.atomic import replace_text
 from peftc.installation.completeness import complete_installation
-from peftc.installation.contents import parameters, states
+from peftc.installation.contents import names_on_model, parameters, states
 from peftc.installation.journal import transaction
 from peftc.installation.record import Installation, InstalledSpec, joint_spec
 from peftc.semantics.export_forms import without_expectations
@@ -75,15 +75,15 @@ def save_checkpoint(
     """
     target = path_of(directory)
     record = complete_installation(model)
-    parts = acting_specs(record)
-    edits = {edit for part in parts for edit in part.edits}
-    trained = {saved: p for saved, p in parameters(model).items() if saved.partition("/")[0] in edits}
-    own = trained | {saved: t for saved, t in states(model).items() if saved.partition("/")[0] in edits}
+    parts = require_one(record, acting_specs(record))
+    trained = {saved: p for part in parts for saved, p in parameters(model, part.name).items()}
+    own = trained | {saved: t for part in parts for saved, t in states(model, part.name).items()}
+    names = {saved: on_model for part in parts for saved, on_model in names_on_model(model, part.name).items()}
     _check_base(model, record)
     if state_dict is None:
         require_values(own.items())
     tensors = {
-        n: whole(t.detach()) for n, t in (own if state_dict is None else state_values(record, own, state_dict)).items()
+        n: whole(t.detach()) for n, t in (own if state_dict is None else state_values(record, names, state_dict)).items()
     }
     require_finite(tensors.items())
     base = base_of(model, record, state_dict)
@@ -124,12 +124,15 @@ def save_pretrained(model: nn.Module, arguments: Mapping[str, Any]) -> None:
 def acting_specs(record: Installation) -> tuple[InstalledSpec, ...]:
     """The specs of a model that are not switched off in the present context."""
     off = record.choice.get().off
-    return tuple(part for part in record.specs if ALL not in off and not off.issuperset(part.edits))
+    parts = tuple(part for part in record.specs if not part.adapters and not off.issuperset(part.edits))
+    adapter = record.choice.get().adapter
+    attached = (record.adapter_alone(adapter),) if adapter and isinstance(adapter, str) else ()
+    return () if ALL in off else (*parts, *attached)
 
 
-def state_values(record: Installation, own: Iterable[str], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The values that a state dict has for saved names. Raises: P580 where it has none."""
-    names = {saved: state_name(record, saved) for saved in own}
+def state_values(record: Installation, names: Mapping[str, str], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The values that a state dict has for saved names, of which `names` has those on the model. Raises: P580."""
+    names = {saved: state_name(record, on_model) for saved, on_model in names.items()}
     if missing := [name for name in names.values() if name not in state]:
         message = f"the state dict has no values for {len(missing)} parameters of edits, such as `{missing[0]}`"
         help_ = "pass the state dict of the whole model, or none"
@@ -158,8 +161,10 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Names are those that the specs of the model say that they had (`moved`). Raises: P525 for an
     adapter of other edits, P561 for values that are not finite.
     """
-    own = {**parameters(model), **states(model)}
-    for part in complete_installation(model).specs:
+    record = complete_installation(model)
+    parts = acting_specs(record) if record.adapter.names else record.specs
+    own = {n: t for part in parts for n, t in {**parameters(model, part.name), **states(model, part.name)}.items()}
+    for part in require_one(record, parts):
         names = Moves.of(part.spec).renamed(tensors, own)
         tensors = {names[name]: tensor for name, tensor in tensors.items()}
     help_ = "compile the spec that the checkpoint was saved with: `peftc.specs(model)` is that of the model"

@@ -6,7 +6,7 @@ an adapter or a sparse change in their place.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from peftc.adapters.base import base_of, digest_of, elect_writer, other_gradients, require_finite, require_values, whole
 from peftc.adapters.files import listing, path_of, write
 from peftc.adapters.metadata import Adapter, Base, PythonForm, format_of, tensors_name
-from peftc.diagnostics import PeftcError, warn
+from peftc.diagnostics import Diagnostic, PeftcError, warn
+from peftc.diagnostics.suggestions import join_names
 from peftc.equations.table import built_in_texts, registered_forms
 from peftc.forms.module import FormModule
 from peftc.forms.registry import class_path
@@ -47,13 +48,14 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
     Args:
         model: a compiled model.
         directory: a new or empty one, or one with an adapter, which is replaced.
-        name: saves one spec of the model alone; by default all specs are saved as one.
+        name: saves one spec of the model alone, or an attached adapter; by default all specs are saved
+            as one, or, in a model without specs, the adapter that is active.
 
     Returns:
         The path of the directory.
 
     Raises:
-        PeftcError: P410 (not compiled), P413 (no spec of that name), P526 (cannot be written), P527
+        PeftcError: P410 (not compiled), P413 (no spec of that name), P549 (which adapter), P526 (cannot be written), P527
             (no weights), P528 (prefix without rows), P529 (switched off), P540 (not calibrated),
             P543 (not pruned), P544 (no adapters to mix), P561 (infinite or NaN values). A
             `PeftcWarning` (P583) tells of other parameters that require gradients.
@@ -64,14 +66,14 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
 def save_as(model: nn.Module, target: Path, name: str | None = None, description: Base | None = None) -> Path:
     """As `save`. `description`: of the base, if it is not that of the model."""
     record = active_installation(model)
-    parts = record.selected(name)
-    trained = parameters(model, name)
+    parts = parts_to_save(record, name)
+    trained = {key: value for part in parts for key, value in parameters(model, part.name).items()}
     require_values(trained.items())
-    for edit in dict.fromkeys(edit for part in parts for edit in part.edits):
+    for edit in dict.fromkeys(edit for part in parts for edit in record.edits_of(part)):
         _require_initialized(model, record, edit)
     spec = stored_statements(joint_spec(part.spec for part in parts))
     base = base_of(model, record) if description is None else description
-    tensors = {key: whole(tensor) for key, tensor in stored_tensors(model, record, name).items()}
+    tensors = {key: whole(tensor) for key, tensor in stored_tensors(model, record, parts).items()}
     require_finite(tensors.items())
     if others := other_gradients(model, record):
         warn(others)
@@ -92,7 +94,7 @@ def describe(
     """The description of an adapter with these tensors, the parameters of the spec `stored`."""
     forms, registered = built_in_texts(stored), registered_forms(stored)
     python_forms = {n: PythonForm(path=class_path(f), version=f.version) for n, f in registered.items()}
-    edits = {edit for part in parts for edit in part.edits}
+    edits = {edit for part in parts for edit in record.edits_of(part)}
     own = [p for p in record.site_edits if p.edit in edits]
     passes = tuple(name for part in parts for name in part.passes)
     return Adapter(
@@ -107,7 +109,7 @@ def describe(
         base=base,
         weights_digest=digest_of(base.tensors),
         seed=parts[0].seed,
-        tasks=record.task.names,
+        tasks=record.task.names if all(part in record.specs for part in parts) else (),
         tensors=listing(tensors),
         file=tensors_name(sha256),
         sha256=sha256,
@@ -141,13 +143,38 @@ class Export(NamedTuple):
     position: int  # of the site among those that share the module
 
 
-def stored_tensors(model: nn.Module, record: Installation, name: str | None = None) -> dict[str, Tensor]:
-    """The trained parameters of a spec (of all without `name`) and their states, by saved name."""
-    edits = {edit for spec in record.selected(name) for edit in spec.edits}
+def parts_to_save(record: Installation, name: str | None = None) -> tuple[InstalledSpec, ...]:
+    """The specs that are saved as one: that of a name, or the attached adapter; by default those that are compiled,
+    or the active adapter. Raises: P413, P549 where several are meant.
+    """
+    if name is not None:
+        return (record.adapter_alone(name),) if name in record.adapter.names else record.selected(name)
+    parts = tuple(spec for spec in record.specs if not spec.adapters)
+    if not record.adapter.names:
+        return parts
+    active = record.choice.get().adapter
+    if active and isinstance(active, str):
+        parts = (*parts, record.adapter_alone(active))
+    return require_one(record, parts)
+
+
+def require_one(record: Installation, parts: tuple[InstalledSpec, ...]) -> tuple[InstalledSpec, ...]:
+    """Raises: P549 for other than one spec of a model with attached adapters."""
+    if len(parts) == 1 or not record.adapter.names:
+        return parts
+    names = [*(spec.name for spec in record.specs if not spec.adapters), *record.adapter.names]
+    message = f"the model has attached adapters, and one file has one of {join_names(names)}"
+    raise PeftcError(Diagnostic("P549", message, help='peftc.save(model, directory, name="…")'))
+
+
+def stored_tensors(model: nn.Module, record: Installation, parts: Iterable[InstalledSpec]) -> dict[str, Tensor]:
+    """The trained parameters of some specs and their states, by saved name."""
+    parts = tuple(parts)
+    edits = {edit for spec in parts for edit in spec.edits}
     site_edits = [site_edit for site_edit in record.site_edits if site_edit.edit in edits]
     exports = [export for site_edit in site_edits for export in _exports(record, site_edit)]
     prefixes = tuple(export.prefix for export in exports)
-    values = {**parameters(model, name), **states(model, name)}
+    values = {k: v for part in parts for k, v in {**parameters(model, part.name), **states(model, part.name)}.items()}
     names = {old: new for site_edit in site_edits for old, new in _saved_names(site_edit).items()}
     tensors: dict[str, Tensor] = {}
     for saved, parameter in values.items():

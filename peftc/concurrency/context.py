@@ -1,4 +1,4 @@
-"""What a context (thread or coroutine) chooses for a model: disabled edits, and the task.
+"""What a context (thread or coroutine) chooses for a model: disabled edits, the task, the adapter.
 
 Eager code reads a `ContextVar`. Dynamo cannot trace one, so code under `torch.compile` reads an
 attribute of the module `DYNAMO_VIEW`. Dynamo guards on it, and each evaluation of the guard reads
@@ -12,7 +12,7 @@ import types
 import weakref
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, wraps
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from peftc.concurrency.interrupts import Shielded
 from peftc.diagnostics import Diagnostic, PeftcError
 
 ALL = "*"  # instead of names: all edits, including those of later specs
+NO_ADAPTER = ""  # the name of the base among attached adapters
 CHOICE = "peftc_choice"  # the module attribute that holds a `ChoiceVar`
 
 T = TypeVar("T")
@@ -31,31 +32,49 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The index of the task of each row (batch,), into `names`.
+    """The index of the task, or of the adapter, of each row (batch,), into `names`.
 
-    `groups` caches what follows from the numbers, so that no site of a forward sorts rows again.
+    `present` are the names that rows have; of adapters, `NO_ADAPTER` is the last name. `groups`
+    caches what follows from the numbers, so that no site of a forward sorts rows again.
     """
 
     numbers: Tensor
     names: tuple[str, ...]
-    groups: dict[int, Any] = field(default_factory=dict[int, Any])
+    present: tuple[str, ...]
+    groups: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """The names of the disabled edits (or `ALL`), and the task of the batch or of each row."""
+    """The names of the disabled edits (or `ALL`), and the task and adapter of the batch or of each
+    row; None where they are not chosen.
+
+    Args: `attached`: the edits of each attached adapter. They act where it, or another one that has
+    them, is chosen.
+    """
 
     off: frozenset[str] = frozenset()
     task: str | Rows | None = None
-    key: str = field(init=False)  # identifies `off`; empty if no edit is disabled
+    adapter: str | Rows | None = None
+    attached: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
+    key: str = field(init=False)  # identifies what does not act; empty if all edits do
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "key", ALL if ALL in self.off else " ".join(sorted(self.off)))
+        off = self.off | self.idle if self.attached else self.off
+        object.__setattr__(self, "key", ALL if ALL in off else " ".join(sorted(off)))
+
+    @property
+    def idle(self) -> frozenset[str]:
+        """The edits of adapters that are not chosen."""
+        adapters = self.adapter.present if isinstance(self.adapter, Rows) else (self.adapter,)
+        edits = frozenset[str]().union(*self.attached.values())
+        return edits.difference(*(self.attached.get(name or NO_ADAPTER, ()) for name in adapters))
 
     def then(self, *inner: Choice) -> Choice:
         """This choice with those of inner blocks applied."""
         task = next((choice.task for choice in reversed(inner) if choice.task is not None), self.task)
-        return Choice(self.off.union(*(choice.off for choice in inner)), task)
+        adapter = next((choice.adapter for choice in reversed(inner) if choice.adapter is not None), self.adapter)
+        return replace(self, off=self.off.union(*(choice.off for choice in inner)), task=task, adapter=adapter)
 
 
 NO_CHOICE = Choice()
@@ -81,14 +100,16 @@ class ChoiceVar:
     def __init__(self, default: Choice = NO_CHOICE) -> None:
         self.default = default
         self.number = next(_count)
-        self.off_name, self.task_name = f"off_{self.number}", f"task_{self.number}"
+        self.off_name = f"off_{self.number}"
+        self.task_name, self.adapter_name = f"task_{self.number}", f"adapter_{self.number}"
         _variables[self.number] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChoiceVar:
         return ChoiceVar(self.default)
 
     def __reduce__(self) -> Any:
-        return (_unpickle, (self.default.off, self.default.task))
+        default = self.default
+        return (_unpickle, (default.off, default.task, default.adapter, default.attached))
 
     def get(self) -> Choice:
         """The choice of the current context. Not traceable by `torch.compile`."""
@@ -111,9 +132,18 @@ class ChoiceVar:
             return getattr(DYNAMO_VIEW, self.task_name)
         return self.get().task
 
+    @property
+    def adapter(self) -> str | Rows | None:
+        if is_dynamo_compiling():
+            return getattr(DYNAMO_VIEW, self.adapter_name)
+        return self.get().adapter
+
     def is_off(self, edit: str) -> bool:
         off = self.off
         return bool(off) and (off == ALL or edit in off.split(" "))
+
+    def set_default(self, default: Choice) -> None:
+        self.default = default
 
     def blocks(self) -> tuple[Choice, ...]:
         """The open blocks of the current context."""
@@ -130,17 +160,17 @@ class ChoiceVar:
         return ChoiceVar(self.get())
 
 
-def _unpickle(off: frozenset[str], task: str | None) -> ChoiceVar:
-    return ChoiceVar(Choice(off, task))
+def _unpickle(*parts: Any) -> ChoiceVar:
+    return ChoiceVar(Choice(*parts))
 
 
 def _view(name: str) -> Any:
     kind, _, number = name.rpartition("_")
     variable = _variables.get(int(number)) if number.isdigit() else None
-    if variable is None or kind not in ("off", "task"):
+    if variable is None or kind not in ("off", "task", "adapter"):
         raise AttributeError(name)
     choice = variable.get()
-    return choice.key if kind == "off" else choice.task
+    return choice.key if kind == "off" else getattr(choice, kind)
 
 
 DYNAMO_VIEW = types.ModuleType("peftc.concurrency.context.view", "The current choices as attributes, for dynamo.")

@@ -22,16 +22,35 @@ COPIED_ON_ACCELERATORS = 1 << 22
 
 
 class Groups:
-    """The rows of each task of a batch."""
+    """The rows of each task, or adapter, of a batch.
 
-    def __init__(self, tasks: Sequence[int], names: Sequence[str]) -> None:
-        self.tasks = tasks  # of each row, by number
-        self.names = [names[task] for task in tasks]
-        self.by_task: dict[int, list[int]] = {}
-        for row, task in enumerate(tasks):
-            self.by_task.setdefault(task, []).append(row)
+    Args: `names`: of each row's. `own`: those that an edit has; it does not act on `others`, which are computed with its first one.
+    """
+
+    def __init__(self, names: Sequence[str], own: Sequence[str]) -> None:
+        is_own = set(own).__contains__
+        first = next(filter(is_own, names), own[0])
+        self.names = [name if is_own(name) else first for name in names]
+        self.others = [row for row, name in enumerate(names) if not is_own(name)]
+        self.by_task: dict[str, list[int]] = {}
+        for row, name in enumerate(self.names):
+            self.by_task.setdefault(name, []).append(row)
         self.order = [row for rows in self.by_task.values() for row in rows]
         self.indices: dict[torch.device, tuple[tuple[Where, ...], Tensor | None]] = {}
+        self.masks: dict[torch.device, Tensor] = {}
+
+    def acts_on(self, like: Tensor) -> Tensor | None:
+        """Which rows the edit acts on, (rows, 1, …); None where it acts on all."""
+        if not self.others:
+            return None
+        mask = self.masks.get(like.device)
+        if mask is None:
+            with torch.inference_mode(False):
+                rows = set(self.others)
+                mask = torch.tensor([row not in rows for row in range(len(self.names))], device=like.device)
+            if type(mask) is Tensor:  # not of a mode that makes fake tensors
+                self.masks[like.device] = mask
+        return mask.view(-1, *[1] * (like.ndim - 1))
 
     def on(self, like: Tensor) -> tuple[tuple[Where, ...], Tensor | None]:
         """Indices of the rows of each task, and of all rows in what is joined of these; None where they are in order."""
@@ -51,11 +70,15 @@ class Groups:
             return where, torch.tensor(places, device=device)
 
 
-def groups_of(rows: Rows, repeats: int) -> Groups:
-    """The groups of a batch that has each row as often. Computed once, for all sites and forwards."""
-    if repeats not in rows.groups:
-        rows.groups[repeats] = Groups([task for task in rows.numbers.tolist() for _ in range(repeats)], rows.names)
-    return rows.groups[repeats]
+def groups_of(rows: Rows, repeats: int, own: tuple[str, ...]) -> Groups:
+    """The groups of a batch that has each row as often, for edits with these tasks or adapters. Computed once, for all
+    sites and forwards.
+    """
+    key = repeats, own
+    if key not in rows.groups:
+        names = [rows.names[number] for number in rows.numbers.tolist() for _ in range(repeats)]
+        rows.groups[key] = Groups(names, own)
+    return rows.groups[key]
 
 
 @dataclass(frozen=True)
@@ -83,7 +106,7 @@ class StackedForms:
 
     def is_cheap(self, groups: Groups, like: Tensor) -> bool:
         """Whether copying parameters for each row costs less than a call for each task: in time, and in memory."""
-        copied = len(groups.tasks) * self.size
+        copied = len(groups.names) * self.size
         if copied <= like.numel():
             return True
         return copied <= len(groups.by_task) * COPIED.get(like.device.type, COPIED_ON_ACCELERATORS)

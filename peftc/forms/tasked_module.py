@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,26 +16,30 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms.module import FormModule, Pair, has_values
 from peftc.forms.sequence_module import Sequence as Positions
-from peftc.forms.shapes import Vector, Weight
+from peftc.forms.shapes import KeyValue, Prompt, Vector, Weight
 from peftc.forms.stacked_module import Groups, StackedForms, Where, groups_of, owners_of_values
 from peftc.modules.form_hooks import Hookable
 
+Axis = Literal["task", "adapter"]
 
 @dataclass
 class Chosen:
-    """The tasks of a model, and what the present context has chosen among them. Held by all forms of the model that have
-    parameters for each task.
+    """The tasks of a model, or the adapters attached to it, and what the present context has chosen among them. Held by all
+    forms of the model that have parameters for each.
     """
 
     names: tuple[str, ...]
     variable: ChoiceVar = field(default_factory=ChoiceVar)
+    axis: Axis = "task"
 
     @property
     def present(self) -> str | Rows | None:
-        """The task of the present batch, or of each of its rows.
+        """The task or adapter of the present batch, or of each of its rows.
 
         Raises: P534 for a task that has been dropped since it was chosen, P535 for rows numbered by other tasks.
         """
+        if self.axis == "adapter":
+            return self.variable.adapter or None
         task = self.variable.task
         if isinstance(task, Rows):
             if task.names is not self.names and task.names != self.names[: len(task.names)]:
@@ -76,7 +80,8 @@ class Chosen:
         if wrong is not None:
             numbered = join_names([f"{i} ({name})" for i, name in enumerate(self.names)])
             raise PeftcError(Diagnostic("P535", f"there is no task number {wrong}", help=f"the tasks are {numbered}"))
-        return Rows(tasks.long(), self.names)
+        present = dict.fromkeys(self.names[number] for number in tasks.tolist())
+        return Rows(tasks.long(), self.names, tuple(present))
 
 
 class Tasked(Hookable, FormModule):
@@ -92,9 +97,11 @@ class Tasked(Hookable, FormModule):
         for form in forms.values():
             form.prepare()
         self.__dict__["chosen"] = chosen
+        self.__dict__["names"] = tuple(forms)
         self.stacked = StackedForms.of(forms)
 
     chosen: Chosen
+    names: tuple[str, ...]
     sequence: Positions | None = None  # where the forms pick positions
 
     def _replicate_for_data_parallel(self) -> Any:
@@ -121,35 +128,53 @@ class Tasked(Hookable, FormModule):
         present, like = self.chosen.present, inputs[0]
         if not isinstance(present, Rows):
             return self.of_task(present, like).added_to(h, *inputs)
-        groups = groups_of(present, self.repeats(present, like))
+        groups = groups_of(present, self.repeats(present, like), self.names)
         form = self.of_rows(groups, like)
         return h + cast(Tensor, self.task_by_task(groups, *inputs)) if form is None else form.added_to(h, *inputs)
 
     def of_task(self, present: str | None, like: Tensor) -> FormModule:
         """The form of the present task."""
         if present is None and len(self.tasks) > 1 and has_values(like):
-            help_ = f'with peftc.task(model, "{self.chosen.names[0]}"): …'
-            message = f"the model has parameters for {len(self.tasks)} tasks, and none is chosen"
+            axis = self.chosen.axis
+            help_ = f'with peftc.{axis}(model, "{self.names[0]}"): …'
+            message = f"the model has parameters for {len(self.tasks)} {axis}s, and none is chosen"
             raise PeftcError(Diagnostic("P533", message, help=help_))
-        return self.form(present or self.chosen.names[0])
+        return self.form(present or self.names[0])
 
     def mixed(self, rows: Rows, like: Tensor, *second: Tensor) -> Tensor | Pair:
         """The value of rows of different tasks."""
         repeats = self.repeats(rows, like)
         if is_dynamo_compiling():
             return self.mixed_in_graph(rows, repeats, like, *second)
-        groups = groups_of(rows, repeats)
+        groups = groups_of(rows, repeats, self.names)
         form = self.of_rows(groups, like)
         return self.task_by_task(groups, like, *second) if form is None else form(like, *second)
+
+    def own_rows(self, new: Tensor, old: Tensor) -> Tensor:
+        """`new` in the rows whose adapter has this edit, `old` in the others."""
+        rows = self.chosen.present
+        if not isinstance(rows, Rows) or all(name in self.names for name in rows.present):
+            return new
+        repeats = self.repeats(rows, new)
+        if is_dynamo_compiling():
+            acts = torch.tensor([name in self.names for name in rows.names], device=new.device)
+            mask = acts[rows.numbers.to(new.device).repeat_interleave(repeats)].view(-1, *[1] * (new.ndim - 1))
+        else:
+            mask = groups_of(rows, repeats, self.names).acts_on(new)
+        return new if mask is None else torch.where(mask, new, old)
 
     def repeats(self, rows: Rows, like: Tensor) -> int:
         """How often the batch has each example.
 
-        Raises: P536 for a batch of other examples, or where the edit is of a weight.
+        Raises: P536 for a batch of other examples, or where the edit is of a weight, or adds keys or tokens to some rows.
         """
+        axis = self.chosen.axis
         if isinstance(self.form_dims.target, Weight | Vector):
-            message = "a batch of several tasks has one weight: an edit of `w` or `b` cannot differ between its rows"
-            raise PeftcError(Diagnostic("P536", message, help="choose one task for the batch, or edit `h`"))
+            message = f"a batch of several {axis}s has one weight: an edit of `w` or `b` cannot differ between its rows"
+            raise PeftcError(Diagnostic("P536", message, help=f"choose one {axis} for the batch, or edit `h`"))
+        if isinstance(self.form_dims.target, KeyValue | Prompt) and any(name not in self.names for name in rows.present):
+            message = "keys or tokens are added to all rows of a batch, and some rows have another adapter"
+            raise PeftcError(Diagnostic("P536", message, help="put rows with this adapter into a batch of their own"))
         count = rows.numbers.shape[0]
         if not count or like.shape[0] % count:
             message = f"task_ids are for {count} examples, and the batch has {like.shape[0]}"
@@ -170,10 +195,13 @@ class Tasked(Hookable, FormModule):
 
     def mixed_in_graph(self, rows: Rows, repeats: int, like: Tensor, *second: Tensor) -> Tensor | Pair:
         """The same under `torch.compile`. A graph should serve all batches: it takes the tasks of the rows as a tensor."""
-        forms = [self.form(name) for name in self.chosen.names]
+        forms = [self.form(name) for name in self.names]
         if self.stacked is None or not self.stacked.applies(owners_of_values(forms), like):
             return task_by_task(self, rows, repeats, like, *second)
         numbers = rows.numbers.to(like.device).repeat_interleave(repeats)
+        if rows.names != self.names:
+            own = [self.names.index(name) if name in self.names else 0 for name in rows.names]
+            numbers = torch.tensor(own, device=like.device)[numbers]
         return self.stacked.gather(forms, numbers, like)
 
     def task_by_task(self, groups: Groups, like: Tensor, *second: Tensor) -> Tensor | Pair:
@@ -183,7 +211,7 @@ class Tasked(Hookable, FormModule):
         for (task, rows), where in zip(groups.by_task.items(), places, strict=True):
             with self.at_rows(where):
                 inputs = [one[where] for one in (like, *second)]
-                values.append((len(rows), self.form(self.chosen.names[task])(*inputs)))
+                values.append((len(rows), self.form(task)(*inputs)))
         if isinstance(values[0][1], tuple):
             key, value = (self.joined([(count, part[i]) for count, part in values], order, 4) for i in (0, 1))
             return key, value
@@ -210,4 +238,4 @@ class Tasked(Hookable, FormModule):
 )
 def task_by_task(form: Tasked, rows: Rows, repeats: int, like: Tensor, *second: Tensor) -> Tensor | Pair:
     """`Tasked.task_by_task`, called by compiled code."""
-    return form.task_by_task(groups_of(rows, repeats), like, *second)
+    return form.task_by_task(groups_of(rows, repeats, form.names), like, *second)

@@ -285,7 +285,8 @@ class InstallationBuilder:
             for task, suffix in at.instance.task_suffixes()
             if task is not None
         }
-        tasked = Tasked(self.installation.task, forms)
+        record = self.installation
+        tasked = Tasked(record.adapter if at.instance.are_adapters else record.task, forms)
         self.attach_sequence(tasked, at)
         return tasked
 

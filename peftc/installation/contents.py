@@ -1,8 +1,9 @@
 """What is on a compiled model: its specs, parameters, states and generated code."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import fx, nn
@@ -23,7 +24,9 @@ def specs(model: nn.Module) -> dict[str, str]:
     Raises:
         PeftcError: P410 (not compiled).
     """
-    return {spec.name: spec.text for spec in installation_of(model).specs}
+    record = installation_of(model)
+    own = {spec.name: spec.text for spec in record.specs if spec.alone is None}
+    return own | {name: spec.alone.text for spec in record.specs if spec.alone for name in spec.adapters}
 
 
 def parameters(model: nn.Module, name: str | None = None) -> dict[str, nn.Parameter]:
@@ -34,13 +37,17 @@ def parameters(model: nn.Module, name: str | None = None) -> dict[str, nn.Parame
 
     Args:
         model: a compiled model.
-        name: of one spec, for its parameters alone.
+        name: of one spec or attached adapter, for its parameters alone.
 
     Raises:
         PeftcError: P410 (not compiled), P413 (no spec of that name), P436 (an edited module was
             replaced), P566 (weights are offloaded).
     """
-    record, edits = complete_installation(model), _edits(model, name)
+    record = complete_installation(model)
+    if name is not None and name in record.adapter.names:
+        group = record.group(name).name
+        return names_alone(name, group, parameters(model, group))
+    edits = _edits(model, name)
     trained = {f"{saved}.{n}": p for saved, form in _forms(model) for n, p in form.named_parameters()}
     trained |= {saved: true_parameter(model, place) for saved, place in record.trained.items()}
     chosen = {saved: p for saved, p in trained.items() if saved.partition("/")[0] in edits}
@@ -50,9 +57,30 @@ def parameters(model: nn.Module, name: str | None = None) -> dict[str, nn.Parame
 
 def states(model: nn.Module, name: str | None = None) -> dict[str, torch.Tensor]:
     """What forms save beside `parameters`, under such names: which entries are trained."""
+    record = complete_installation(model)
+    if name is not None and name in record.adapter.names:
+        group = record.group(name).name
+        return names_alone(name, group, states(model, group))
     edits = _edits(model, name)
     forms = [(saved, form) for saved, form in _forms(model) if saved.partition("/")[0] in edits]
     return {f"{saved}.{buffer}": form.get_buffer(buffer) for saved, form in forms for buffer in form.states()}
+
+
+T = TypeVar("T")
+
+
+def names_on_model(model: nn.Module, name: str) -> dict[str, str]:
+    """The saved names of a spec's, or an attached adapter's, parameters and states, with those on the model."""
+    record = installation_of(model)
+    spec = record.group(name).name if name in record.adapter.names else name
+    names = {saved: saved for saved in (*parameters(model, spec), *states(model, spec))}
+    return names if spec == name else names_alone(name, spec, names)
+
+
+def names_alone(adapter: str, group: str, values: Mapping[str, T]) -> dict[str, T]:
+    """What a group has for one of its attached adapters, by the names in the adapter's file."""
+    own, prefix = re.compile(rf"\.tasks\.{re.escape(adapter)}(?=[./])"), re.compile(rf"(^|/){group}\.")
+    return {prefix.sub(r"\1", own.sub("", name)): value for name, value in values.items() if own.search(name)}
 
 
 def _edits(model: nn.Module, name: str | None) -> set[str]:

@@ -1,5 +1,7 @@
 """What was done to a model: the specs on it, and enough to undo each. Kept in the model."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,12 +27,18 @@ RECORD = "_peftc"
 
 @dataclass(frozen=True)
 class InstalledSpec:
-    """One expanded spec on a model, its own plan, and the seed of its initial values."""
+    """One expanded spec on a model, its own plan, and the seed of its initial values.
+
+    `adapters` are those attached to the model with this spec, with their seeds: `spec` has each in
+    its edits, and `alone` is the spec of one, as its file has it.
+    """
 
     name: str
     spec: ast.Spec
     plan: Plan
     seed: int
+    adapters: Mapping[str, int] = field(default_factory=dict[str, int])
+    alone: InstalledSpec | None = None
 
     @property
     def text(self) -> str:
@@ -59,6 +67,7 @@ class Installation:
     originals: dict[str, torch.Tensor]  # the first values of trained base parameters
     form_modules: dict[str, str]  # from saved names, without the parameter, to dotted names of forms
     task: Chosen  # the tasks; its `variable`: which is at work, and which edits do not act
+    adapter: Chosen  # the same of attached adapters
     sample: Mapping[str, Any] | None = None  # the arguments of the forward that shows the sites
     analysis: CachedAnalysis | None = field(default=None, repr=False)
 
@@ -68,6 +77,11 @@ class Installation:
     @property
     def choice(self) -> ChoiceVar:
         return self.task.variable
+
+    @property
+    def attached(self) -> dict[str, frozenset[str]]:
+        """The edits of each attached adapter."""
+        return {name: frozenset(spec.edits) for spec in self.specs for name in spec.adapters}
 
     @property
     def site_edits(self) -> Sequence[ir.SiteEdit]:
@@ -87,6 +101,25 @@ class Installation:
             help_ = did_you_mean(name, specs) or f"the model has {join_names(list(specs))}"
             raise PeftcError(Diagnostic("P413", f"the model has no spec `{name}`", help=help_))
         return (specs[name],)
+
+    def group(self, adapter: str) -> InstalledSpec:
+        """The spec that an attached adapter shares with others. Raises: P547 for an unknown name."""
+        names = self.adapter.names
+        if not isinstance(adapter, str) or adapter not in names:  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
+            attached = f"attached are {join_names(names)}" if names else "`peftc.attach` it first"
+            help_ = did_you_mean(adapter, names) or attached
+            raise PeftcError(Diagnostic("P547", f"the model has no adapter `{adapter}` attached", help=help_))
+        return next(spec for spec in self.specs if adapter in spec.adapters)
+
+    def adapter_alone(self, name: str) -> InstalledSpec:
+        """An attached adapter under its own name, as its file has it. Raises: P547."""
+        group = self.group(name)
+        assert group.alone is not None
+        return replace(group.alone, name=name, seed=group.adapters[name])
+
+    def edits_of(self, part: InstalledSpec) -> tuple[str, ...]:
+        """The edits on the model of a spec, or of an attached adapter alone."""
+        return part.edits if part in self.specs else self.group(part.name).edits
 
     def owner(self, edit: str) -> InstalledSpec:
         """The spec that an edit belongs to."""

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from peftc.concurrency.context import ChoiceVar
+from peftc.concurrency.context import Choice, ChoiceVar
 from peftc.diagnostics import PeftcError
 from peftc.forms.module import FormModule
 from peftc.forms.tasked_module import Chosen
@@ -132,13 +133,16 @@ def reinstall(
     trained = TrainedParameters(before, planned)
     flags = dict(requires_grad or before.base_requires_grad)
     chosen = Chosen(tasks, before.choice)
-    installation = Installation(specs, planned, [], flags, trained.originals, {}, chosen, sample)
+    adapters = Chosen(tuple(name for spec in specs for name in spec.adapters), before.choice, "adapter")
+    installation = Installation(specs, planned, [], flags, trained.originals, {}, chosen, adapters, sample)
+    default = before.choice.default
     classes = (edited.cls for edited in before.modules)
     base = before.base_modules, None if before.base_modules is None else before.base_parameters.values()
     builder = InstallationBuilder(model, installation, before.forms, classes, compilation.classes, draw, *base)
     with transaction(journal) as (own, deferral):
-        own.steps += [before.attach, trained.undo, builder.undo]
+        own.steps += [before.attach, trained.undo, builder.undo, partial(before.choice.set_default, default)]
         before.detach()
+        before.choice.set_default(valid_choice(default, installation))
         with deferral.interruptible():
             builder.prepare(compilation.regions)
         builder.apply()
@@ -148,9 +152,13 @@ def reinstall(
             if finish is not None:
                 finish(model)
         write_base(model, values or {}, own)
-        default = chosen.variable.default
-        if default.task is not None and default.task not in chosen.names:  # takes back `set_task`
-            chosen.variable.default = replace(default, task=None)
+
+
+def valid_choice(choice: Choice, installation: Installation) -> Choice:
+    """The choice outside of blocks, without a task or an adapter that the model no longer has."""
+    task = choice.task if choice.task in installation.task.names else None
+    adapter = choice.adapter if choice.adapter in installation.adapter.names else None
+    return replace(choice, task=task, adapter=adapter, attached=installation.attached)
 
 
 def uninstall(

@@ -33,6 +33,7 @@ class FormInstance:
     owner: str | None = None  # the name under which sites share the parameters, or their common part
     index: int = 0  # of this site among the `dims.sites` that share them
     tasks: tuple[str, ...] = ()  # those with parameters of their own
+    are_adapters: bool = False  # whether the tasks are attached adapters, which share nothing
 
     @property
     def has_site_parameters(self) -> bool:
@@ -51,6 +52,8 @@ class FormInstance:
         """The owner of what a task shares: its own owner if all trained parameters are shared."""
         if self.owner is None or task is None:
             return self.owner
+        if self.are_adapters:
+            return f"{self.owner}.tasks.{task}"
         trains = (
             self.has_site_parameters and not self.form.separates_tasks and self.form.count(self.args, self.dims).trained
         )

@@ -47,7 +47,8 @@ def lower_edit(edit: ast.Edit, site: Site, context: LoweringContext) -> SiteEdit
     (`concat`), P305 (shared by two shapes), P306 (read-only), P307 (no such module), P218 and P219
     (a weight that the layer uses several times), and more.
     """
-    instances = FormInstances(edit.name, site, context, context.tasks if edit.per_task else ())
+    tasks = context.tasks if edit.per_task else edit.adapters
+    instances = FormInstances(edit.name, site, context, tasks, are_adapters=bool(edit.adapters))
     terms = TermLowering(edit.name, site, context, instances)
     assigns: list[Assign] = []
     lets: list[tuple[int, Term]] = []

@@ -150,6 +150,7 @@ class FormInstances:
     site: Site
     context: LoweringContext
     tasks: tuple[str, ...] = ()
+    are_adapters: bool = False
     instances: list[FormInstance] = field(default_factory=list[FormInstance])
     keys: Counter[str] = field(default_factory=Counter[str])
     shared: dict[str, FormInstance] = field(default_factory=dict[str, FormInstance])
@@ -162,7 +163,8 @@ class FormInstances:
         number = self.keys[form.name]
         key = form.name if number == 1 else f"{form.name}_{number}"
         runs = self.site.runs * (self.site.calls if self.site.is_of_every_call else 1)
-        unshared = FormInstance(key, form, args, replace(dims, runs=runs), tasks=self.tasks)
+        dims = replace(dims, runs=runs)
+        unshared = FormInstance(key, form, args, dims, tasks=self.tasks, are_adapters=self.are_adapters)
         instance = self._with_owner(unshared, target, owner)
         if owner is not None:
             self.shared[owner] = instance

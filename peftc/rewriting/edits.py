@@ -90,6 +90,13 @@ class RegionEdit:
         lets = [(i, describe(term)) for i, term in self.lets]
         return repr((self.edit, self.states, self.functions, assigns, lets, self.form and self.form.key))
 
+    @cached_property
+    def form_of_adapters(self) -> str | None:
+        """The key of a form of this edit, if attached adapters have the edit."""
+        values = (*(assign.value for assign in self.assigns), *(term for _, term in self.lets))
+        forms = (term.instance for value in values for term in ir.subterms(value) if isinstance(term, ir.FormCall))
+        return next((instance.key for instance in forms if instance.are_adapters), None)
+
     @property
     def place(self) -> str:
         """Where a region has the forms of the edit."""
@@ -126,7 +133,7 @@ def describe(term: ir.Term) -> object:
             return (instance.key, instance.form.name, code, row_count(term), *map(describe, values))
         case ir.FormCall(instance=instance, inputs=values):
             arguments = sorted(instance.args.items(), key=lambda item: item[0])
-            return (instance.key, instance.form.name, arguments, *map(describe, values))
+            return (instance.key, instance.form.name, arguments, instance.are_adapters, *map(describe, values))
         case ir.FrozenCall(function=function, input=value):
             return (function, describe(value))
         case ir.Arithmetic(op=op, left=left, right=right):

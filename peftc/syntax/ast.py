@@ -176,12 +176,16 @@ class Let(Statement):
 
 @record()
 class Edit(Statement):
-    """`edit NAME at SELECTOR [per task] { equations }`; trained tensors are saved under NAME."""
+    """`edit NAME at SELECTOR [per task] { equations }`; trained tensors are saved under NAME.
+
+    `adapters` are those attached to a model that have this edit, with parameters of their own. No text has them.
+    """
 
     name: str
     selector: Selector
     body: tuple[Equation | Let, ...]
     per_task: bool = False
+    adapters: tuple[str, ...] = ()
     closing: tuple[str, ...] = field(default=(), compare=False, repr=False)  # comments before the brace
     name_span: Span = field(default=NOWHERE, compare=False, repr=False)
 

@@ -70,6 +70,8 @@ def fold_reason(
     `external_reads`: a parameter, and the modules other than its own that compute with it.
     """
     if tasks := next((instance.tasks for instance in site_edit.instances if instance.tasks), ()):
+        if site_edit.instances[0].are_adapters:
+            return f"it has parameters for each attached adapter ({', '.join(tasks)}), and a weight is one for all"
         return f"it has parameters for each task ({', '.join(tasks)}), and a weight is one for all"
     target = fold_target(site_edit, sites)
     if isinstance(target, str):

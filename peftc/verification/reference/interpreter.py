@@ -42,7 +42,8 @@ class FormModules:
             return cast(FormModule, self.model.get_submodule(name))
         if not instance.tasks:
             return self._member(instance, None)
-        return Tasked(self.record.task, {task: self._member(instance, task) for task in instance.tasks})
+        chosen = self.record.adapter if instance.are_adapters else self.record.task
+        return Tasked(chosen, {task: self._member(instance, task) for task in instance.tasks})
 
     def _member(self, instance: ir.FormInstance, task: str | None) -> FormModule:
         owner = instance.owner_of(task)

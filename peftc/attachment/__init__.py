@@ -1,0 +1,6 @@
+"""Several saved adapters on one model: attaching, choosing for a batch or its rows, exchanging."""
+
+from peftc.attachment.activation import activate, adapter, attached
+from peftc.attachment.attach import attach, detach, swap
+
+__all__ = ["activate", "adapter", "attach", "attached", "detach", "swap"]
