@@ -8,6 +8,7 @@ from peftc.diagnostics import Diagnostic, PeftcError, PeftcWarning
 
 if TYPE_CHECKING:
     from peftc.adapters import from_pretrained, fuse, load, push, save, warm_start
+    from peftc.attachment import AdapterStore, activate, adapter, attach, attached, detach, swap
     from peftc.compiler import compile, design, parse, plan, remove, sites
     from peftc.exchange import convert, export, import_adapter, inspect
     from peftc.explore import rewrite, trace
@@ -37,7 +38,7 @@ _HOMES = {
     "peftc.training.steps": ("StepCallback", "losses", "step"),
     "peftc.verification": ("verify",),
     "peftc.adapters": ("from_pretrained", "fuse", "load", "push", "save", "warm_start"),
-    "peftc.attachment": ("activate", "adapter", "attach", "attached", "detach", "swap"),
+    "peftc.attachment": ("AdapterStore", "activate", "adapter", "attach", "attached", "detach", "swap"),
     "peftc.exchange": ("convert", "export", "import_adapter", "inspect"),
     "peftc.folding": ("fold",),
     "peftc.illustration": ("show",),
@@ -47,18 +48,24 @@ _HOMES = {
 }
 
 __all__ = [
+    "AdapterStore",
     "CheckpointCallback",
     "Diagnostic",
     "PeftcError",
     "PeftcWarning",
     "StepCallback",
+    "activate",
+    "adapter",
     "add_task",
     "apply",
+    "attach",
+    "attached",
     "calibrate",
     "checkpoint_adapters",
     "compile",
     "convert",
     "design",
+    "detach",
     "disabled",
     "drop_task",
     "export",
@@ -85,6 +92,7 @@ __all__ = [
     "sites",
     "specs",
     "step",
+    "swap",
     "task",
     "tasks",
     "trace",

@@ -2,5 +2,6 @@
 
 from peftc.attachment.activation import activate, adapter, attached
 from peftc.attachment.attach import attach, detach, swap
+from peftc.attachment.store import AdapterStore
 
-__all__ = ["activate", "adapter", "attach", "attached", "detach", "swap"]
+__all__ = ["AdapterStore", "activate", "adapter", "attach", "attached", "detach", "swap"]

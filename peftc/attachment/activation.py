@@ -8,6 +8,7 @@ from torch import nn
 
 from peftc.concurrency.context import NO_ADAPTER, Choice, ChoiceBlock, Rows
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.forms.shapes import KeyValue, Prompt, Vector, Weight
 from peftc.installation.completeness import complete_installation
 from peftc.installation.disable import prepare_variants
 from peftc.installation.record import Installation, installation_of
@@ -62,7 +63,7 @@ def adapter(
     repeat rows (beams).
 
     Edits of weights are the same for all rows of a batch, and keys or tokens are added to all rows
-    or to none: `rows` refuses both (P536).
+    or to none: rows of different adapters with such edits are refused (P536).
 
     The block acts in the present context, as that of `peftc.task`.
 
@@ -76,7 +77,7 @@ def adapter(
 
     Raises:
         PeftcError: P410 (not compiled), P431 (the block is left in another context), P432 as
-            `peftc.disabled`, P436 (an edited module was replaced), P547 (no adapter of that name),
+            `peftc.disabled`, P436 (an edited module was replaced), P536 (see above), P547 (no adapter of that name),
             P548 (`rows` are no names of adapters, or both `name` and `rows` are there).
     """
     record = complete_installation(model)
@@ -85,19 +86,38 @@ def adapter(
     if rows is None:
         choice = Choice(adapter=known_name(record, name))
     else:
-        choice = Choice(adapter=rows_of(record, rows))
+        choice = Choice(adapter=adapter_of(record, rows))
     prepare_variants(model, record, record.choice.get().then(choice))
     return ChoiceBlock(model, record.choice, choice)
 
 
-def rows_of(record: Installation, rows: Sequence[str | None]) -> Rows:
-    """The number of the adapter of each row. Raises: P547, P548."""
+def adapter_of(record: Installation, rows: Sequence[str | None]) -> str | Rows:
+    """The adapter of each row, or the one of all rows. Raises: P536, P547, P548."""
     if isinstance(rows, str | bytes) or not isinstance(rows, Sequence) or not rows:  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
         message = f"`rows` has the name of an adapter, or None, for each row of the batch; it is {rows!r}"
         raise PeftcError(Diagnostic("P548", message, help="peftc.adapter(model, name) is for all rows"))
     names = [known_name(record, name) for name in rows]
+    present = tuple(dict.fromkeys(names))
+    if len(present) == 1:
+        return present[0]
+    require_edits_of_rows(record, present)
     numbers = {name: number for number, name in enumerate((*record.adapter.names, NO_ADAPTER))}
-    return Rows(torch.tensor([numbers[name] for name in names]), tuple(numbers), tuple(dict.fromkeys(names)))
+    return Rows(torch.tensor([numbers[name] for name in names]), tuple(numbers), present)
+
+
+def require_edits_of_rows(record: Installation, present: Sequence[str]) -> None:
+    """Raises: P536 for edits that act on a batch as a whole, where rows have these adapters."""
+    for group in (spec for spec in record.specs if spec.adapters.keys() & set(present)):
+        for one in (one for one in record.planned.site_edits.representatives if one.edit in group.edits):
+            targets = [instance.dims.target for instance in one.instances]
+            edit = next(iter(spec for spec in group.adapters if spec in present))
+            if any(isinstance(target, Weight | Vector) for target in targets):
+                message = f"a batch has one weight, and `{edit}` edits `{one.site.path}.{one.assigns[0].state}`"
+            elif any(isinstance(target, KeyValue | Prompt) for target in targets) and set(present) - {*group.adapters}:
+                message = f"`{edit}` adds keys or tokens to all rows of a batch, and some have another adapter"
+            else:
+                continue
+            raise PeftcError(Diagnostic("P536", message, help="put the rows with it into a batch of their own"))
 
 
 def known_name(record: Installation, name: str | None) -> str:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from peftc.adapters.expected_tensors import expected_tensors
-from peftc.adapters.files import listed_tensors, path_of, read
-from peftc.adapters.loading import Fit, check_base, notify_forms, own_fit
+from peftc.adapters.files import listed_tensors, path_of, read, read_description
+from peftc.adapters.loading import Fit, check_base, expanded_spec, notify_forms, own_fit
 from peftc.adapters.metadata import Adapter
 from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError
@@ -21,7 +21,7 @@ from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.completeness import active_installation
 from peftc.installation.contents import parameters, states
 from peftc.installation.journal import copy_all
-from peftc.installation.record import InstalledSpec
+from peftc.installation.record import InstalledSpec, installation_of
 from peftc.installation.spec_names import NAME, prefixed
 from peftc.models.samples import joint_sample
 from peftc.planning.planner import PlanResult
@@ -188,6 +188,12 @@ def is_like(group: InstalledSpec, saved: SavedAdapter) -> bool:
     """Whether an adapter fits into a group. Fixed values do not depend on the seed."""
     assert group.alone is not None
     return group.alone.text == print_spec(saved.fit.spec)
+
+
+def is_attached(model: nn.Module, name: str, folder: Path) -> bool:
+    """Whether the adapter in a folder fits into the parameters of an attached one."""
+    alone = installation_of(model).adapter_alone(name)
+    return print_spec(expanded_spec(read_description(folder), folder)) == alone.text
 
 
 def free_adapter(compiled: CompiledModel, name: str | None, path: Path) -> str:

@@ -16,7 +16,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms.module import FormModule, Pair, has_values
 from peftc.forms.sequence_module import Sequence as Positions
-from peftc.forms.shapes import KeyValue, Prompt, Vector, Weight
+from peftc.forms.shapes import Vector, Weight
 from peftc.forms.stacked_module import Groups, StackedForms, Where, groups_of, owners_of_values
 from peftc.modules.form_hooks import Hookable
 
@@ -153,10 +153,10 @@ class Tasked(Hookable, FormModule):
     def own_rows(self, new: Tensor, old: Tensor) -> Tensor:
         """`new` in the rows whose adapter has this edit, `old` in the others."""
         rows = self.chosen.present
-        if not isinstance(rows, Rows) or all(name in self.names for name in rows.present):
+        if not isinstance(rows, Rows):
             return new
         repeats = self.repeats(rows, new)
-        if is_dynamo_compiling():
+        if is_dynamo_compiling():  # one graph for all batches of adapters with these edits
             acts = torch.tensor([name in self.names for name in rows.names], device=new.device)
             mask = acts[rows.numbers.to(new.device).repeat_interleave(repeats)].view(-1, *[1] * (new.ndim - 1))
         else:
@@ -166,15 +166,12 @@ class Tasked(Hookable, FormModule):
     def repeats(self, rows: Rows, like: Tensor) -> int:
         """How often the batch has each example.
 
-        Raises: P536 for a batch of other examples, or where the edit is of a weight, or adds keys or tokens to some rows.
+        Raises: P536 for a batch of other examples, or where the edit is of a weight.
         """
         axis = self.chosen.axis
         if isinstance(self.form_dims.target, Weight | Vector):
             message = f"a batch of several {axis}s has one weight: an edit of `w` or `b` cannot differ between its rows"
             raise PeftcError(Diagnostic("P536", message, help=f"choose one {axis} for the batch, or edit `h`"))
-        if isinstance(self.form_dims.target, KeyValue | Prompt) and any(name not in self.names for name in rows.present):
-            message = "keys or tokens are added to all rows of a batch, and some rows have another adapter"
-            raise PeftcError(Diagnostic("P536", message, help="put rows with this adapter into a batch of their own"))
         count = rows.numbers.shape[0]
         if not count or like.shape[0] % count:
             message = f"task_ids are for {count} examples, and the batch has {like.shape[0]}"

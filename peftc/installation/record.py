@@ -98,7 +98,10 @@ class Installation:
             return self.specs
         specs = {spec.name: spec for spec in self.specs}
         if name not in tuple(specs):
-            help_ = did_you_mean(name, specs) or f"the model has {join_names(list(specs))}"
+            if name in self.adapter.names:
+                help_ = "it is an attached adapter: `peftc.detach`, `peftc.activate`, `peftc.adapter`"
+            else:
+                help_ = did_you_mean(name, specs) or f"the model has {join_names(list(specs))}"
             raise PeftcError(Diagnostic("P413", f"the model has no spec `{name}`", help=help_))
         return (specs[name],)
 

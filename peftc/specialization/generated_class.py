@@ -182,7 +182,7 @@ class GeneratedClass:
 
     def without(self, off: str) -> GeneratedClass | Unedited:
         """The class without the edits in `off`, the key of a choice."""
-        other = getattr(self, f"without {off}", None)  # no dictionary: dynamo would guard on all of its keys
+        other = getattr(self, without_name(off), None)  # no dictionary: dynamo would guard on all of its keys
         return self._make_without(off) if other is None else other
 
     def make_without(self, off: str) -> GeneratedClass | Unedited:
@@ -192,7 +192,7 @@ class GeneratedClass:
             arguments = (self.base, self.inline, edits, self.name, self.absent, self.entered)
             other = GeneratedClass(*arguments) if edits else Unedited(self.base.forward)
             other = self if len(edits) == len(self.edits) and off != ALL else other
-            return vars(self).setdefault(f"without {off}", other)
+            return vars(self).setdefault(without_name(off), other)
 
     def for_hooks_of(self, module: nn.Module) -> GeneratedClass:
         """The class whose code calls the forms of a module if hooks want to see these calls."""
@@ -289,6 +289,11 @@ class GeneratedClass:
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         self.functions = namespace
         self.dispatch = namespace["dispatch"] if self.inline else namespace["variant_1"]
+
+
+def without_name(off: str) -> str:
+    """The attribute with the class without some edits. Dynamo takes no dots in names of attributes."""
+    return f"without {off.replace('.', '/')}"
 
 
 @dataclass(frozen=True)
