@@ -8,10 +8,11 @@ from torch import nn
 
 from peftc.concurrency.context import NO_ADAPTER, Choice, ChoiceBlock, Rows
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.forms.shapes import KeyValue, Prompt, Vector, Weight
+from peftc.forms.shapes import KeyValue, Vector, Weight
 from peftc.installation.completeness import complete_installation
 from peftc.installation.disable import prepare_variants
 from peftc.installation.record import Installation, installation_of
+from peftc.planning import ir
 
 
 def attached(model: nn.Module) -> tuple[str, ...]:
@@ -113,11 +114,17 @@ def require_edits_of_rows(record: Installation, present: Sequence[str]) -> None:
             edit = next(iter(spec for spec in group.adapters if spec in present))
             if any(isinstance(target, Weight | Vector) for target in targets):
                 message = f"a batch has one weight, and `{edit}` edits `{one.site.path}.{one.assigns[0].state}`"
-            elif any(isinstance(target, KeyValue | Prompt) for target in targets) and set(present) - {*group.adapters}:
+            elif any(map(is_of_whole_batch, one.assigns)) and set(present) - {*group.adapters}:
                 message = f"`{edit}` adds keys or tokens to all rows of a batch, and some have another adapter"
             else:
                 continue
             raise PeftcError(Diagnostic("P536", message, help="put the rows with it into a batch of their own"))
+
+
+def is_of_whole_batch(assign: ir.Assign) -> bool:
+    """Whether an equation adds keys or tokens, or changes keys and values: not in some rows alone."""
+    terms = list(ir.subterms(assign.value))
+    return isinstance(assign.value.shape, KeyValue) or any(isinstance(term, ir.Concat) for term in terms)
 
 
 def known_name(record: Installation, name: str | None) -> str:
