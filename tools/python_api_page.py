@@ -67,6 +67,7 @@ FUNCTIONS = {  # every function that peftc exports, by what it is for
     "Save and load": ("save", "load", "from_pretrained", "push", "inspect", "save_standalone"),
     "Fold": ("fold", "merge"),
     "Exchange with other programs": ("export", "import_adapter", "convert"),
+    "Several adapters": ("attach", "attached", "activate", "adapter", "swap", "detach", "combine", "AdapterStore"),
     "Tasks": ("task", "set_task", "tasks", "add_task", "drop_task"),
     "Verify": ("verify",),
     "Passes": ("apply", "trace", "rewrite", "graphs"),

@@ -83,7 +83,8 @@ def save_checkpoint(
     if state_dict is None:
         require_values(own.items())
     tensors = {
-        n: whole(t.detach()) for n, t in (own if state_dict is None else state_values(record, names, state_dict)).items()
+        n: whole(t.detach())
+        for n, t in (own if state_dict is None else state_values(record, names, state_dict)).items()
     }
     require_finite(tensors.items())
     base = base_of(model, record, state_dict)
@@ -131,7 +132,7 @@ def acting_specs(record: Installation) -> tuple[InstalledSpec, ...]:
 
 
 def state_values(record: Installation, names: Mapping[str, str], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The values that a state dict has for saved names, of which `names` has those on the model. Raises: P580."""
+    """The values that a state dict has for saved names, by those on the model. Raises: P580."""
     names = {saved: state_name(record, on_model) for saved, on_model in names.items()}
     if missing := [name for name in names.values() if name not in state]:
         message = f"the state dict has no values for {len(missing)} parameters of edits, such as `{missing[0]}`"

@@ -48,16 +48,17 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
     Args:
         model: a compiled model.
         directory: a new or empty one, or one with an adapter, which is replaced.
-        name: saves one spec of the model alone, or an attached adapter; by default all specs are saved
-            as one, or, in a model without specs, the adapter that is active.
+        name: saves one spec of the model alone, or an attached adapter; by default all specs are
+            saved as one, or, in a model without specs, the adapter that is active.
 
     Returns:
         The path of the directory.
 
     Raises:
-        PeftcError: P410 (not compiled), P413 (no spec of that name), P549 (which adapter), P526 (cannot be written), P527
+        PeftcError: P410 (not compiled), P413 (no spec of that name), P526 (cannot be written), P527
             (no weights), P528 (prefix without rows), P529 (switched off), P540 (not calibrated),
-            P543 (not pruned), P544 (no adapters to mix), P561 (infinite or NaN values). A
+            P543 (not pruned), P544 (no adapters to mix), P549 (one of several attached adapters has
+            to be named), P561 (infinite or NaN values). A
             `PeftcWarning` (P583) tells of other parameters that require gradients.
     """
     return save_as(model, path_of(directory), name)
@@ -144,8 +145,8 @@ class Export(NamedTuple):
 
 
 def parts_to_save(record: Installation, name: str | None = None) -> tuple[InstalledSpec, ...]:
-    """The specs that are saved as one: that of a name, or the attached adapter; by default those that are compiled,
-    or the active adapter. Raises: P413, P549 where several are meant.
+    """The specs that are saved as one: that of a name, or the attached adapter; by default those
+    that are compiled, or the active adapter. Raises: P413, P549 where several are meant.
     """
     if name is not None:
         return (record.adapter_alone(name),) if name in record.adapter.names else record.selected(name)

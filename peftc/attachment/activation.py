@@ -53,9 +53,7 @@ def activate(model: nn.Module, name: str | None) -> nn.Module:
     return model
 
 
-def adapter(
-    model: nn.Module, name: str | None = None, *, rows: Sequence[str | None] | None = None
-) -> ChoiceBlock:
+def adapter(model: nn.Module, name: str | None = None, *, rows: Sequence[str | None] | None = None) -> ChoiceBlock:
     """Inside the block an attached adapter acts, or another one on each row of a batch.
 
     Rows of several adapters go through the edits of their own in one forward. The adapters of one
@@ -78,16 +76,14 @@ def adapter(
 
     Raises:
         PeftcError: P410 (not compiled), P431 (the block is left in another context), P432 as
-            `peftc.disabled`, P436 (an edited module was replaced), P536 (see above), P547 (no adapter of that name),
-            P548 (`rows` are no names of adapters, or both `name` and `rows` are there).
+            `peftc.disabled`, P436 (an edited module was replaced), P536 (see above), P547 (no
+            adapter of that name), P548 (`rows` are no names of adapters, or both `name` and `rows`
+            are there).
     """
     record = complete_installation(model)
     if name is not None and rows is not None:
         raise PeftcError(Diagnostic("P548", "an adapter is chosen by its name, or by `rows`", help="leave one out"))
-    if rows is None:
-        choice = Choice(adapter=known_name(record, name))
-    else:
-        choice = Choice(adapter=adapter_of(record, rows))
+    choice = Choice(adapter=known_name(record, name) if rows is None else adapter_of(record, rows))
     prepare_variants(model, record, record.choice.get().then(choice))
     return ChoiceBlock(model, record.choice, choice)
 
@@ -122,7 +118,7 @@ def require_edits_of_rows(record: Installation, present: Sequence[str]) -> None:
 
 
 def is_of_whole_batch(assign: ir.Assign) -> bool:
-    """Whether an equation adds keys or tokens, or changes keys and values: not in some rows alone."""
+    """Whether an equation adds keys or tokens, or changes keys and values."""
     terms = list(ir.subterms(assign.value))
     return isinstance(assign.value.shape, KeyValue) or any(isinstance(term, ir.Concat) for term in terms)
 

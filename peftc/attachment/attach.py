@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from peftc.adapters.expected_tensors import expected_tensors
 from peftc.adapters.files import listed_tensors, path_of, read, read_description
 from peftc.adapters.loading import Fit, check_base, expanded_spec, notify_forms, own_fit
 from peftc.adapters.metadata import Adapter

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from threading import RLock
+from typing import Any
 
 from torch import nn
 
@@ -57,7 +58,7 @@ class AdapterStore:
             raise PeftcError(Diagnostic("P545", message))
         self.model, self.capacity = model, capacity
         self.folders = folders_of(adapters)
-        self._options = {"other_weights": other_weights, "strict": strict}
+        self._options: dict[str, Any] = {"other_weights": other_weights, "strict": strict}
         self._slots: OrderedDict[str, str] = OrderedDict()  # by name
         self._open: Counter[str] = Counter()  # the names in open blocks
         self._active: str | None = None
@@ -118,7 +119,7 @@ class AdapterStore:
         return slot
 
     def _exchange(self, folder: Path, wanted: set[str]) -> str:
-        """Gives an adapter the place of the one used longest ago, one with its spec before others."""
+        """Gives an adapter the place of the one used longest ago, of its own spec if there is one."""
         busy = {*wanted, *(name for name, count in self._open.items() if count > 0), self._active}
         idle = [name for name in self._slots if name not in busy]
         if not idle:

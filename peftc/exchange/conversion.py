@@ -64,11 +64,11 @@ def convert(
         }
         report = exported_modules(lora)
         CompiledModel(base.module).remove()
-        parts = [_part(module, lora) for module in lora.weights]
+        parts = [lora_part(module, lora) for module in lora.weights]
         return write_adapter(base, Incoming("lora", parts, saved), path_of(output), output_name(output)), report
 
 
-def _part(module: str, adapter: LoraAdapter) -> ModulePart:
+def lora_part(module: str, adapter: LoraAdapter) -> ModulePart:
     weights = adapter.weights[module]
     alpha = weights.scale * weights.rank
     number = "" if alpha == weights.rank else f"{shown(weights.scale)} * "

@@ -22,6 +22,7 @@ from peftc.modules.form_hooks import Hookable
 
 Axis = Literal["task", "adapter"]
 
+
 @dataclass
 class Chosen:
     """The tasks of a model, or the adapters attached to it, and what the present context has chosen among them. Held by all

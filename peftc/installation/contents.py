@@ -70,7 +70,7 @@ T = TypeVar("T")
 
 
 def names_on_model(model: nn.Module, name: str) -> dict[str, str]:
-    """The saved names of a spec's, or an attached adapter's, parameters and states, with those on the model."""
+    """The names in a file, with those on the model, of a spec's or attached adapter's tensors."""
     record = installation_of(model)
     spec = record.group(name).name if name in record.adapter.names else name
     names = {saved: saved for saved in (*parameters(model, spec), *states(model, spec))}

@@ -106,7 +106,7 @@ class Installation:
         return (specs[name],)
 
     def group(self, adapter: str) -> InstalledSpec:
-        """The spec that an attached adapter shares with others. Raises: P547 for an unknown name."""
+        """The spec that an attached adapter shares with others. Raises: P547 (no such adapter)."""
         names = self.adapter.names
         if not isinstance(adapter, str) or adapter not in names:  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
             attached = f"attached are {join_names(names)}" if names else "`peftc.attach` it first"

@@ -110,7 +110,11 @@ def _names(spec: ast.Spec) -> list[str]:
 
 def has_tasks(planned: PlanResult) -> bool:
     """Whether an edit is `per task`."""
-    return any(one.tasks and not one.are_adapters for site_edit in planned.site_edits.representatives for one in site_edit.instances)
+    return any(
+        one.tasks and not one.are_adapters
+        for site_edit in planned.site_edits.representatives
+        for one in site_edit.instances
+    )
 
 
 def task_names(tasks: Sequence[str] | None, present: tuple[str, ...] = ()) -> tuple[str, ...]:

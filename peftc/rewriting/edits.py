@@ -92,10 +92,10 @@ class RegionEdit:
 
     @cached_property
     def form_of_adapters(self) -> str | None:
-        """The key of a form of this edit, if attached adapters have the edit."""
+        """Where the region has a form of this edit, if attached adapters have the edit."""
         values = (*(assign.value for assign in self.assigns), *(term for _, term in self.lets))
         forms = (term.instance for value in values for term in ir.subterms(value) if isinstance(term, ir.FormCall))
-        return next((instance.key for instance in forms if instance.are_adapters), None)
+        return next((f"{self.place}.{instance.key}" for instance in forms if instance.are_adapters), None)
 
     @property
     def place(self) -> str:

@@ -124,7 +124,7 @@ class EquationInserter(NodeBuilder):
         state = self.inserter.lookup.in_trace(state)
         node = self.inserter.latest(self.inserter.lookup.node_of(state, self.assign.state))
         self.start_after(node)
-        new = self.own_rows(self.value())
+        new = self.own_rows(self.edit.form_of_adapters, self.value(), self.assign.state, self.read)
         if self.is_unflattened(state):
             new = self.method("flatten", new, 0, 1)
         if state.rows is not None:
@@ -165,14 +165,9 @@ class EquationInserter(NodeBuilder):
         if name == "kv":
             attention.join(*self.key_value(self.assign.value, attention))
         else:
-            attention.set(name, self.own_rows(self.term(self.assign.value)))
-
-    def own_rows(self, new: Any) -> Any:
-        """The new value in rows whose adapter has this edit, where rows may have different ones."""
-        if (key := self.edit.form_of_adapters) is None:
-            return new
-        module = self.add(self.graph.get_attr(f"{self.edit.place}.{key}"))
-        return self.method("own_rows", module, new, self.read(self.assign.state))
+            attention.set(
+                name, self.own_rows(self.edit.form_of_adapters, self.term(self.assign.value), name, self.read)
+            )
 
     def join_manually(self, attention: ManualAttention) -> None:
         term = self.assign.value

@@ -57,6 +57,15 @@ class NodeBuilder:
         """The same operation, with some operands replaced."""
         return self.add(self.graph.node_copy(node, lambda n: operands.get(n, n)))
 
+    def own_rows(self, form: str | None, new: Any, state: str, read: Callable[[str], Any]) -> Any:
+        """The new value of a state in rows whose adapter has an edit, the old one in others.
+
+        Args: `form`: where the region has a form of the edit; None if no attached adapter has it.
+        """
+        if form is None:
+            return new
+        return self.method("own_rows", self.add(self.graph.get_attr(form)), new, read(state))
+
     def take_rows(self, value: Any, rows: Slice, dim: int, size: int) -> fx.Node:
         if rows.count > 1:
             return self.function(rows_of, value, dim, *row_arguments(rows, size))

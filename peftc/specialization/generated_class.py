@@ -292,7 +292,7 @@ class GeneratedClass:
 
 
 def without_name(off: str) -> str:
-    """The attribute with the class without some edits. Dynamo takes no dots in names of attributes."""
+    """The attribute that has the class without some edits; dynamo takes no dots in its name."""
     return f"without {off.replace('.', '/')}"
 
 

@@ -178,7 +178,8 @@ class Let(Statement):
 class Edit(Statement):
     """`edit NAME at SELECTOR [per task] { equations }`; trained tensors are saved under NAME.
 
-    `adapters` are those attached to a model that have this edit, with parameters of their own. No text has them.
+    `adapters` are those attached to a model that have this edit, each with its own parameters. No
+    text has them.
     """
 
     name: str

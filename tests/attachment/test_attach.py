@@ -1,9 +1,10 @@
-"""Several saved adapters on one model: each alone, one for each row, exchanged, saved, taken out."""
+"""Several saved adapters on one model: alone, one for each row, exchanged, saved, taken out."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from tests.laws.harness import close
 from tests.matrix import some
 
 RECIPES = Path(__file__).parents[2] / "specs"
-LORA = "peft 2\nedit qv at layer[*].attn.{{q, v}} {{ h += 2 * lora(x, r={r}) }}\nedit f at layer[*].ffn {{ h *= vector() }}"
+LORA = """peft 2
+edit qv at layer[*].attn.{{q, v}} {{ h += 2 * lora(x, r={r}) }}
+edit f at layer[*].ffn {{ h *= vector() }}"""
 MIXED = """peft 2
 let rule = shared(phm(r=4, n=4))
 edit gated at layer[*].ffn { let g = gate(x)  h += g * adapter(x, r=2, act=tanh) }
@@ -51,7 +54,7 @@ def output(name: str, model: Any) -> Tensor:
 
 @pytest.fixture(params=["llama", "bert", "t5"])
 def attached(request: Any, tmp_path: Path) -> tuple[str, Any, dict[str | None, Tensor]]:
-    """An architecture, a model of it with four adapters, and what each alone gives, or the base (None)."""
+    """An architecture, a model of it with four adapters, and what each alone, or none, gives."""
     name = request.param
     model = zoo.build(name, torch.float64)
     alone: dict[str | None, Tensor] = {None: output(name, model)}
@@ -114,7 +117,7 @@ def test_adapters_are_saved_swapped_and_detached(
     peftc.activate(model, "A")
     peftc.swap(model, "A", tmp_path / "B")
     close(output(name, model), alone["B"], "B in the place of A")
-    with pytest.raises(peftc.PeftcError, match="P525.*another spec"):
+    with pytest.raises(peftc.PeftcError, match=r"P525.*another spec"):
         peftc.swap(model, "A", tmp_path / "C")
     peftc.detach(model, "A")
     assert torch.equal(output(name, model), alone[None]), "the base acts where the active one is taken out"
@@ -139,22 +142,27 @@ def test_every_recipe_is_attached_or_refused(recipe: Path, tmp_path: Path) -> No
         pytest.skip("the recipe needs calibration, or a model of another kind")
     model = zoo.build(name, torch.float64)
     base = output(name, model)
-    try:
-        peftc.attach(tmp_path / "a", model)
-    except peftc.PeftcError as error:
-        assert {one.code for one in error.diagnostics} == {"P549"}
+    if (refusal := code_of(lambda: peftc.attach(tmp_path / "a", model))) is not None:
+        assert refusal == "P549"
         assert torch.equal(output(name, model), base)
         return
     assert torch.equal(output(name, model), base)
     peftc.activate(model, "a")
     close(output(name, model), alone, recipe.stem)
-    try:
-        block = peftc.adapter(model, rows=["a", None, "a", None])
-    except peftc.PeftcError as error:
-        assert {one.code for one in error.diagnostics} == {"P536"}
+    if (refusal := code_of(lambda: peftc.adapter(model, rows=["a", None, "a", None]))) is not None:
+        assert refusal == "P536"
         return
-    with block:
+    with peftc.adapter(model, rows=["a", None, "a", None]):
         close(output(name, model), torch.stack([alone[0], base[1], alone[2], base[3]]), recipe.stem)
+
+
+def code_of(call: Callable[[], object]) -> str | None:
+    """The code of the error of a call."""
+    try:
+        call()
+    except peftc.PeftcError as error:
+        return error.diagnostics[0].code
+    return None
 
 
 def test_compiled_code_follows_choices_without_new_graphs(tmp_path: Path) -> None:
@@ -195,15 +203,14 @@ def test_a_store_has_the_last_used_adapters_on_the_model(tmp_path: Path) -> None
     store.activate(None)
     with store.adapter(rows=["a1", None, "a4", "a1"]):
         close(output("llama", model), torch.stack([alone[1][0], base[1], alone[4][2], alone[1][3]]), "rows")
-        with pytest.raises(peftc.PeftcError, match="P548.*in use"):
+        with pytest.raises(peftc.PeftcError, match=r"P548.*in use"):
             store.activate("a0")
-    with pytest.raises(peftc.PeftcError, match="P548.*in use"), store.adapter(rows=["a1", "a2", "a3", None]):
+    with pytest.raises(peftc.PeftcError, match=r"P548.*in use"), store.adapter(rows=["a1", "a2", "a3", None]):
         pass
-    with pytest.raises(peftc.PeftcError, match="P547.*no adapter `b`"):
+    with pytest.raises(peftc.PeftcError, match=r"P547.*no adapter `b`"):
         store.activate("b")
     with pytest.raises(peftc.PeftcError, match="P545"):
         peftc.AdapterStore(model, tmp_path, capacity=0)
-
 
 
 @pytest.mark.parametrize(
