@@ -119,7 +119,7 @@ class AdapterStore:
         return slot
 
     def _exchange(self, folder: Path, wanted: set[str]) -> str:
-        """Gives an adapter the place of the one used longest ago, of its own spec if there is one."""
+        """Gives an adapter the place of the one used longest ago, if possible of its spec."""
         busy = {*wanted, *(name for name, count in self._open.items() if count > 0), self._active}
         idle = [name for name in self._slots if name not in busy]
         if not idle:

@@ -91,7 +91,7 @@ class RegionEdit:
         return repr((self.edit, self.states, self.functions, assigns, lets, self.form and self.form.key))
 
     @cached_property
-    def form_of_adapters(self) -> str | None:
+    def own_form(self) -> str | None:
         """Where the region has a form of this edit, if attached adapters have the edit."""
         values = (*(assign.value for assign in self.assigns), *(term for _, term in self.lets))
         forms = (term.instance for value in values for term in ir.subterms(value) if isinstance(term, ir.FormCall))

@@ -124,7 +124,7 @@ class EquationInserter(NodeBuilder):
         state = self.inserter.lookup.in_trace(state)
         node = self.inserter.latest(self.inserter.lookup.node_of(state, self.assign.state))
         self.start_after(node)
-        new = self.own_rows(self.edit.form_of_adapters, self.value(), self.assign.state, self.read)
+        new = self.own_rows(self.edit.own_form, self.value(), self.assign.state, self.read)
         if self.is_unflattened(state):
             new = self.method("flatten", new, 0, 1)
         if state.rows is not None:
@@ -165,9 +165,7 @@ class EquationInserter(NodeBuilder):
         if name == "kv":
             attention.join(*self.key_value(self.assign.value, attention))
         else:
-            attention.set(
-                name, self.own_rows(self.edit.form_of_adapters, self.term(self.assign.value), name, self.read)
-            )
+            attention.set(name, self.own_rows(self.edit.own_form, self.term(self.assign.value), name, self.read))
 
     def join_manually(self, attention: ManualAttention) -> None:
         term = self.assign.value
