@@ -16,7 +16,7 @@ from tests.equations.models import run
 
 FORM = """form g(x, by = part) {
     let n = part(out) if by == part
-    let n = layer(out) if by == layer
+    let n = layer(out) if by == depth
     let n = none if by == all
     param A[d(out), d(x)] per n = normal(0.1)
     param b[d(out)] = 0
@@ -27,7 +27,7 @@ PLAIN = "form p(x) { param A[d(out), d(x)] per edit = 0 param b[d(out)] = 0 f = 
 AT = "layer[*].attn.q | layer[*].attn.v | layer[*].attn.o"
 EDITS = {  # the same sites, an edit for each number
     "part": [f"layer[*].attn.{part}" for part in "qvo"],
-    "layer": [" | ".join(f"layer[{i}].attn.{part}" for part in "qvo") for i in range(3)],
+    "depth": [" | ".join(f"layer[{i}].attn.{part}" for part in "qvo") for i in range(3)],
     "all": [AT],
 }
 
@@ -109,7 +109,7 @@ def test_a_task_has_some_parameters_and_shares_others(tmp_path: Path) -> None:
 
 
 def test_sites_of_one_number_have_one_size() -> None:
-    edit = "edit e at layer[*].attn.q | layer[*].ffn.down { h += g(x, by=layer) }"
+    edit = "edit e at layer[*].attn.q | layer[*].ffn.down { h += g(x, by=depth) }"
     error = refusal(f"{FORM} {edit}")
     assert [d.code for d in error.diagnostics] == ["P305"]
     assert "write `by=part`" in str(error)
