@@ -165,9 +165,10 @@ class Planner:
         site_edits: list[SiteEdit] = []
         errors: dict[object, list[Diagnostic]] = defaultdict(list)
         known: dict[object, SiteEdit] = {}  # by what the equations depend on: once for each kind of layer
+        by_layer = differs(edit.body)
         for site in sites:
             try:
-                here = replace(edit, body=self.layers.body(edit, site)) if differs(edit.body) else edit
+                here = replace(edit, body=self.layers.body(edit, site)) if by_layer else edit
                 key = lowering_key(site), here.body if here is not edit else ()
                 if (same := known.get(key)) is not None:
                     site_edits.append(replace(same, site=site, count=self.representatives.count(site)))
@@ -178,7 +179,7 @@ class Planner:
                 if is_independent(site_edit) and not names_modules(site_edit):
                     known[key] = site_edits[-1]
             except PeftcError as error:
-                where = (f"with the values of its layer, at `{site.path}`",) if differs(edit.body) else ()
+                where = (f"with the values of its layer, at `{site.path}`",) if by_layer else ()
                 for diagnostic in error.diagnostics:
                     own = replace(diagnostic, notes=(*diagnostic.notes, *where))
                     errors[diagnostic.code, diagnostic.span].append(own)
