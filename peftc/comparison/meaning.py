@@ -22,7 +22,7 @@ from peftc.semantics.layer_values import variants
 from peftc.semantics.substitute import constant, fold_constants, substitute
 from peftc.syntax import ast
 from peftc.syntax.numbers import COMPARISONS
-from peftc.syntax.printer import print_expression, print_selector
+from peftc.syntax.printer import print_expression, print_selector, print_where
 from peftc.syntax.vocabulary import LAYER
 from peftc.syntax.walk import condition_values, differs_by_layer, is_shared, map_children, names_in, walk
 
@@ -92,7 +92,8 @@ class _Reader:
 
     def edit(self, edit: ast.Edit | ast.Train) -> EditMeaning:
         arms = edit.selector.arms if isinstance(edit.selector, ast.Union) else (edit.selector,)
-        at = tuple(sorted(map(print_selector, arms)))
+        where = (print_where(edit).strip(),) if edit.where else ()
+        at = (*sorted(map(print_selector, arms)), *where)
         if isinstance(edit, ast.Train):
             return EditMeaning(edit.name, at, states=tuple(sorted(edit.states)))
         calls: dict[str, CallMeaning] = {}

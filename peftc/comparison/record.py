@@ -8,7 +8,7 @@ from peftc.planning.planner import PlanResult
 from peftc.planning.report.plan import PlanExpectation, PlanModel, PlanTotals, mapping_text
 from peftc.planning.report.plan_sites import PlanSites, Record
 from peftc.syntax import ast
-from peftc.syntax.printer import print_line, print_selector, print_statement
+from peftc.syntax.printer import print_line, print_selector, print_statement, print_where
 
 
 class EditText(Record):
@@ -98,7 +98,7 @@ def spec_record(flat: ast.Spec) -> SpecRecord:
 
 
 def _edit_text(statement: ast.Edit | ast.Train) -> EditText:
-    at = print_selector(statement.selector)
+    at = print_selector(statement.selector) + print_where(statement)
     if isinstance(statement, ast.Train):
         return EditText(name=statement.name, at=at, body=(f"train [{', '.join(statement.states)}]",))
     task = ("per task",) if statement.per_task else ()

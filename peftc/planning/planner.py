@@ -7,35 +7,34 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from peftc.addressing.parameter_ranges import EntryChoice, RowRange, numel, weighted_numel
 from peftc.addressing.selection import Selection
 from peftc.addressing.sites import Site, SiteTable, UntracedModule
 from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.diagnostics.suggestions import for_sites, plural
 from peftc.equations.table import forms_of
 from peftc.forms import Form
-from peftc.planning.assignments import change_at_first, conflicts, is_identity
+from peftc.planning.assignments import change_at_first, conflicts
 from peftc.planning.expectations import evaluate
-from peftc.planning.foldability.check import Foldability, check_foldability
+from peftc.planning.foldability.check import check_foldability
 from peftc.planning.ir import FrozenCall, SiteEdit
 from peftc.planning.layer_numbers import LayerNumbers, with_text
 from peftc.planning.linear_forms import linear_form_warnings
 from peftc.planning.lowering import lower_edit, unused
-from peftc.planning.lowering_context import DEFAULT_TASK, LoweringContext, count_parameters, groups_of, sharers_of
+from peftc.planning.lowering_context import DEFAULT_TASK, LoweringContext, groups_of, sharers_of
 from peftc.planning.pass_edit import PassEdit, form_of_pass, lower_pass
-from peftc.planning.report.layer_values import PlanLayerValues
+from peftc.planning.plan_entries import Lowered, edit_entry, plan_totals, train_entry
+from peftc.planning.report.layer_values import PlanExcluded
 from peftc.planning.report.plan import (
     Plan,
-    PlanEdit,
     PlanExpectation,
     PlanModel,
     PlanSpec,
-    PlanTotals,
     PlanUnread,
 )
 from peftc.planning.report.plan_sites import PlanSites
 from peftc.planning.report.site_ranges import ranges_of
 from peftc.planning.representatives import Representatives, SiteEdits
+from peftc.planning.selection.conditions import Conditions
 from peftc.planning.selection.module_sites import SharedModules, edits_parameters, other_parameters, parameter_sites
 from peftc.planning.selection.selector_errors import untraced_in_layers, untraced_warning
 from peftc.planning.selection.selectors import coverage_warnings, select
@@ -45,10 +44,10 @@ from peftc.semantics.checks.equations import replacement_warnings
 from peftc.semantics.checks.spec import with_origin
 from peftc.semantics.layer_values import differs
 from peftc.syntax import ast
+from peftc.syntax.printer import print_where
 
 T = TypeVar("T")
 P = ParamSpec("P")
-Lowered = list[tuple[ast.Edit, list[SiteEdit]]]
 
 
 class PlanResult(NamedTuple):
@@ -91,6 +90,7 @@ class Planner:
     errors: list[Diagnostic] = field(default_factory=list[Diagnostic])
     failed_expectations: list[Diagnostic] = field(default_factory=list[Diagnostic])
     warnings: list[Diagnostic] = field(default_factory=list[Diagnostic])
+    excluded: dict[str, Selection] = field(default_factory=dict[str, Selection])  # by conditions, of each statement
     untraced: dict[UntracedModule, None] = field(default_factory=dict[UntracedModule, None])  # in edited layers
 
     def result(self) -> PlanResult:
@@ -112,8 +112,16 @@ class Planner:
     def selections(self) -> Mapping[str, Selection]:
         """What each edit or `train` statement selects, by its name."""
         statements = [s for s in self.spec.statements if isinstance(s, ast.Edit | ast.Train)]
-        selections = ((s.name, self.attempt(s, select, s.selector, self.table)) for s in statements)
+        selections = ((s.name, self.attempt(s, self.select, s)) for s in statements)
         return {name: selection for name, selection in selections if selection}
+
+    def select(self, statement: ast.Edit | ast.Train) -> Selection:
+        """The sites of a statement at which its conditions hold."""
+        selection, excluded = select(statement.selector, self.table), None
+        if statement.where:
+            selection, excluded = Conditions(statement, self.layers).split(selection)
+            self.excluded[statement.name] = excluded
+        return selection
 
     @cached_property
     def representatives(self) -> Representatives:
@@ -238,16 +246,21 @@ class Planner:
     def plan(self, edits: Lowered, trains: dict[str, TrainTarget]) -> Plan:
         foldability = check_foldability([site_edits for _, site_edits in edits], self.table)
         entries = {
-            edit.name: _edit_entry(
+            edit.name: edit_entry(
                 edit,
                 site_edits,
                 fold,
                 self.plan_sites(one.site for one in site_edits),
                 self.layers.plan_values(edit, site_edits, self.representatives),
+                self.plan_excluded(edit),
             )
             for (edit, site_edits), fold in zip(edits, foldability, strict=True)
         }
-        entries |= {name: _train_entry(target, self.plan_sites(target.sites)) for name, target in trains.items()}
+        of_name = {s.name: s for s in self.spec.statements if isinstance(s, ast.Train)}
+        entries |= {
+            name: train_entry(target, self.plan_sites(target.sites), self.plan_excluded(of_name[name]))
+            for name, target in trains.items()
+        }
         names = [s.name for s in self.spec.statements if isinstance(s, ast.Edit | ast.Train)]
         table = self.table
         return Plan(
@@ -260,7 +273,7 @@ class Planner:
                 fingerprint_version=table.fingerprint_version,
             ),
             edits=tuple(entries[name] for name in names),
-            totals=_totals(edits, foldability, trains.values(), table.parameters),
+            totals=plan_totals(edits, foldability, trains.values(), table.parameters),
             expectations=(),
             unread=tuple(PlanUnread(module=m.module, type=m.type, reason=m.reason) for m in self.untraced),
         )
@@ -284,6 +297,14 @@ class Planner:
     def plan_sites(self, sites: Iterable[Site]) -> PlanSites:
         """The sites, and what else they are of, that these represent."""
         return PlanSites(ranges_of(self.representatives, sites))
+
+    def plan_excluded(self, statement: ast.Edit | ast.Train) -> PlanExcluded | None:
+        """The sites at which the conditions of a statement do not hold."""
+        if not (selection := self.excluded.get(statement.name)):
+            return None
+        representatives = Representatives(self.table, [selection])
+        sites = PlanSites(ranges_of(representatives, representatives.of(selection)))
+        return PlanExcluded(where=print_where(statement).strip(), sites=sites)
 
     # Diagnostics
 
@@ -342,58 +363,3 @@ def _in_lines(errors: Sequence[Diagnostic]) -> Diagnostic:
     times = f"the same {plural(len(errors) - 1, 'more time')}"
     note = f"{times}, in line{'s' * (len(lines) > 1)} {', '.join(lines)}"
     return replace(first, notes=(*first.notes, note))
-
-
-def _edit_entry(
-    edit: ast.Edit,
-    site_edits: Sequence[SiteEdit],
-    fold: Foldability,
-    sites: PlanSites,
-    by_layer: Iterable[PlanLayerValues],
-) -> PlanEdit:
-    count = count_parameters(site_edits)
-    return PlanEdit(
-        name=edit.name,
-        sites=sites,
-        trained=count.trained,
-        stored=count.stored,
-        changed=weighted_numel(fold.changed),
-        served=0 if fold.foldable else count.stored,
-        foldable=fold.foldable,
-        reason=fold.reason,
-        identity=all(map(is_identity, site_edits)),
-        by_layer=tuple(by_layer),
-    )
-
-
-def _train_entry(target: TrainTarget, sites: PlanSites) -> PlanEdit:
-    total = numel(target.ranges)
-    return PlanEdit(
-        name=target.name,
-        sites=sites,
-        trained=total,
-        stored=total,
-        changed=total,
-        served=0,
-        foldable=True,
-        reason="trains parameters of the base in place",
-        identity=True,
-    )
-
-
-def _totals(edits: Lowered, foldability: Sequence[Foldability], trains: Iterable[TrainTarget], base: int) -> PlanTotals:
-    """Counts over the whole plan: shared parameters and entries of the base count once."""
-    base_ranges = frozenset[RowRange]().union(*(target.ranges for target in trains))
-    changed: dict[RowRange | EntryChoice, int] = dict.fromkeys(base_ranges, 1)
-    for fold in foldability:
-        changed |= fold.changed
-    folds = list(zip(edits, foldability, strict=True))
-    count = count_parameters(site_edit for _, site_edits in edits for site_edit in site_edits)
-    served = count_parameters(e for (_, site_edits), fold in folds if not fold.foldable for e in site_edits)
-    return PlanTotals(
-        base=base,
-        trained=count.trained + numel(base_ranges),
-        stored=count.stored + numel(base_ranges),
-        changed=weighted_numel(changed),
-        served=served.stored,
-    )

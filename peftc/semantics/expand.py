@@ -38,7 +38,7 @@ from peftc.syntax import ast
 from peftc.syntax.lexer import excerpt
 from peftc.syntax.printer import print_expression, print_statement
 from peftc.syntax.upgrade import check_keywords
-from peftc.syntax.walk import is_shared, names_in, names_in_statements, values, walk
+from peftc.syntax.walk import is_shared, map_condition, names_in, names_in_statements, values, walk
 
 BUDGET = 1_000  # statements of an expanded spec
 _NODES_PER_STATEMENT = 20  # a large expression counts as several statements
@@ -267,13 +267,19 @@ class Expander:
             case ast.Let(_, value):
                 return replace(statement, value=self._substitute(value, environment))
             case ast.Edit():
-                return replace(statement, body=substitute_body(statement.body, environment))
+                body, where = substitute_body(statement.body, environment), self._where(statement, environment)
+                return replace(statement, body=body, where=where)
+            case ast.Train():
+                return replace(statement, where=self._where(statement, environment))
             case ast.Expect(left, _, right):
                 left = substitute_expectation(left, environment)
                 right = None if right is None else substitute_expectation(right, environment)
                 return replace(statement, left=left, right=right)
             case _:
                 return statement
+
+    def _where(self, statement: ast.Edit | ast.Train, environment: Environment) -> tuple[ast.Condition, ...]:
+        return tuple(map_condition(one, lambda side: substitute(side, environment)) for one in statement.where)
 
     def _spend(self, cost: int, at: Span) -> None:
         """Raises: P120 when the budget is spent. Nested methods can grow exponentially."""

@@ -147,7 +147,9 @@ class Statement(Node):
 
 @record()
 class Condition(Node):
-    """`if bias`, or `if reduction == none`: a line of a form is there or not."""
+    """`if bias`, or `if reduction == none`: a line of a form is there or not. `where d(x) >= 1024`:
+    a site is one of an edit or not.
+    """
 
     left: Expr
     op: Literal["", "==", "!=", "<", "<=", ">", ">="] = ""
@@ -176,7 +178,7 @@ class Let(Statement):
 
 @record()
 class Edit(Statement):
-    """`edit NAME at SELECTOR [per task] { equations }`; trained tensors are saved under NAME.
+    """`edit NAME at SELECTOR [where …] [per task] { equations }`; tensors are saved under NAME.
 
     `adapters` are those attached to a model that have this edit, each with its own parameters. No
     text has them.
@@ -186,6 +188,7 @@ class Edit(Statement):
     selector: Selector
     body: tuple[Equation | Let, ...]
     per_task: bool = False
+    where: tuple[Condition, ...] = ()
     adapters: tuple[str, ...] = ()
     closing: tuple[str, ...] = field(default=(), compare=False, repr=False)  # comments before the brace
     name_span: Span = field(default=NOWHERE, compare=False, repr=False)
@@ -193,11 +196,12 @@ class Edit(Statement):
 
 @record()
 class Train(Statement):
-    """`train NAME = [w, b] at SELECTOR`: unfreezes parameters of the base."""
+    """`train NAME = [w, b] at SELECTOR [where …]`: unfreezes parameters of the base."""
 
     name: str
     states: tuple[str, ...]
     selector: Selector
+    where: tuple[Condition, ...] = ()
     name_span: Span = field(default=NOWHERE, compare=False, repr=False)
     state_spans: tuple[Span, ...] = field(default=(), compare=False, repr=False)
 

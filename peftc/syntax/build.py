@@ -102,6 +102,7 @@ class Builder:
             selector=selector,
             body=body,
             per_task=per_task is not None,
+            where=self._where(phrase.children),
             name_span=name.span,
             **common,
         )
@@ -163,6 +164,14 @@ class Builder:
         op, right = (self._words[comparison[0]], comparison[1]) if comparison else ("", None)
         return ast.build(ast.Condition, left=left, op=op, right=right, span=self._place(phrase))
 
+    def _where(self, phrases: list[Any]) -> tuple[ast.Condition, ...]:
+        own = (part for part in phrases if isinstance(part, Phrase) and part.rule == "where")
+        parts = ((part, part.children[1:]) for part in own)
+        return tuple(
+            ast.build(ast.Condition, left=left, op=self._words[op], right=right, span=self._place(part))
+            for part, (left, op, right) in parts
+        )
+
     def _require(self, children: list[Any], **common: Any) -> ast.Require:
         _, left, op, right, *condition = children
         common["condition"] = self._condition(condition)
@@ -200,8 +209,8 @@ class Builder:
         return ast.SiteGroup(name.id, selector, name_span=name.span, **common)
 
     def _train(self, children: list[Any], **common: Any) -> ast.Train:
-        _, name, _, states, _, selector = children
-        words = states.children[1::2]
+        _, name, _, states, _, selector, *where = children
+        words, common["where"] = states.children[1::2], self._where(where)
         common["states"] = tuple([self._words[word] for word in words])
         common["state_spans"] = tuple([self._span(word, word) for word in words])
         return ast.build(ast.Train, name=name.id, selector=selector, name_span=name.span, **common)

@@ -38,7 +38,9 @@ def spelling(terminal: str) -> str:
 _new = tuple.__new__  # of named tuples, whose own constructor takes twice as long
 _HEADER = re.compile(r"\ufeff?(?:[ \t\f\r\n]|#[^\r\n]*+)*+peft[ \t\f\r\n]+([0-9]+)")
 VERSIONS = ("1", "2")
-OF_VERSION_2 = frozenset({"FORM", "REQUIRE", "PARAM", "FIXED", "COMMON", "SAVE", "MOVED", "IF", "IN", "AT_SIGN"})
+OF_VERSION_2 = frozenset(
+    {"FORM", "REQUIRE", "PARAM", "FIXED", "COMMON", "SAVE", "MOVED", "IF", "WHERE", "IN", "AT_SIGN"}
+)
 CLOSING = {"LBRACE": "RBRACE", "LPAR": "RPAR", "LSQB": "RSQB"}  # brackets
 ONE_VALUE = "with `peft 2` on the first line, a list has one value for each layer"
 NEED_VERSION_2 = "write `peft 2` on the first line"

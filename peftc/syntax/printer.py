@@ -158,7 +158,7 @@ def print_line(statement: ast.Statement) -> str:
         case ast.Parameter():
             return _parameter(statement)
         case ast.Train(name, states, at):
-            return f"train {name} = [{', '.join(states)}] at {print_selector(at)}"
+            return f"train {name} = [{', '.join(states)}] at {print_selector(at)}{print_where(statement)}"
         case ast.Expect(left, op, right):
             comparison = f" {op} {print_expression(right)}" if right is not None else ""
             return f"expect {print_expression(left)}{comparison}"
@@ -191,6 +191,12 @@ def _condition(condition: ast.Condition | None) -> str:
     return f" if {print_expression(condition.left)}{right}"
 
 
+def print_where(statement: ast.Edit | ast.Train) -> str:
+    """` where d(x) >= 1024`; empty without conditions."""
+    texts = (_condition(condition).removeprefix(" if ") for condition in statement.where)
+    return "".join(f" where {text}" for text in texts)
+
+
 def _form(form: ast.Form, width: int) -> list[str]:
     params = [p.name if p.default is None else f"{p.name} = {print_expression(p.default)}" for p in form.params]
     return [*_head(f"form {form.name}", form, params, width), *_block(form.body, form.closing)]
@@ -210,7 +216,7 @@ def _head(start: str, block: ast.Method | ast.Form, params: Sequence[str], width
 
 def _edit(edit: ast.Edit, width: int) -> list[str]:
     """On one line if it has at most one equation, no comments inside, and fits."""
-    tail = " per task" if edit.per_task else ""
+    tail = print_where(edit) + (" per task" if edit.per_task else "")
     head = f"edit {edit.name} at {print_selector(edit.selector)}{tail}"
     if len(edit.body) <= 1 and not edit.closing and not any(line.leading or line.trailing for line in edit.body):
         body = "".join(f"{print_line(line)} " for line in edit.body)

@@ -102,8 +102,11 @@ def values(statement: ast.Statement) -> Iterator[ast.Expr]:
         case ast.Method(params=params, body=body):
             yield from (value for inner in body for value in values(inner))
             yield from (param.default for param in params)
-        case ast.Edit(body=body):
+        case ast.Edit(body=body, where=where):
+            yield from (value for condition in where for value in condition_values(condition))
             yield from (line.value for line in body)
+        case ast.Train(where=where):
+            yield from (value for condition in where for value in condition_values(condition))
         case ast.Equation(value=value, condition=condition) | ast.Let(value=value, condition=condition):
             yield from (value, *condition_values(condition))
         case ast.Expect(left=left, right=right):
@@ -132,6 +135,12 @@ def condition_values(condition: ast.Condition | None) -> tuple[ast.Expr, ...]:
     if condition is None:
         return ()
     return (condition.left,) if condition.right is None else (condition.left, condition.right)
+
+
+def map_condition(condition: ast.Condition, function: Callable[[ast.Expr], ast.Expr]) -> ast.Condition:
+    """`condition` with `function` applied to each of its sides."""
+    right = None if condition.right is None else function(condition.right)
+    return replace(condition, left=function(condition.left), right=right)
 
 
 def names_in_statements(statements: Iterable[ast.Statement]) -> Iterator[str]:

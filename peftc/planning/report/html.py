@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from peftc.addressing.paths import compress_paths
 from peftc.addressing.sites import SiteTable
 from peftc.diagnostics.markup import clean, details, report, table
 from peftc.diagnostics.suggestions import plural
-from peftc.planning.report.plan import Plan, PlanEdit, PlanTotals, percent
+from peftc.planning.report.plan import Plan, PlanEdit, PlanTotals, path_lines, percent
+from peftc.planning.report.plan_sites import PlanSites
 from peftc.planning.report.site_tree import site_rows
 from peftc.syntax.vocabulary import PLAN_COUNTS
 
@@ -27,10 +27,12 @@ def _plan(plan: Plan, figure: str | None) -> Iterator[str]:
     yield from table(("edit", "sites", *PLAN_COUNTS), rows, range(1, 2 + len(PLAN_COUNTS)))
     if figure is not None:
         yield figure
-    edits = [
-        (one.name, _places(one), f"{'yes' if one.foldable else 'no'}: {one.reason}", _first(one)) for one in plan.edits
-    ]
+    folds = [f"{'yes' if one.foldable else 'no'}: {one.reason}" for one in plan.edits]
+    texts = zip(plan.edits, folds, strict=True)
+    edits = [(one.name, _paths(one.sites), fold, _first(one)) for one, fold in texts]
     yield from details("sites and folds", table(("edit", "at", "folds", "at init"), edits))
+    if excluded := [(one.name, one.excluded.where, _paths(one.excluded.sites)) for one in plan.edits if one.excluded]:
+        yield from table(("edit", "condition", "leaves out"), excluded)
     if by_layer := [(one.name, str(values)) for one in plan.edits for values in one.by_layer]:
         yield from table(("edit", "by layer"), by_layer)
     if plan.expectations:
@@ -46,10 +48,9 @@ def _counts(numbers: PlanEdit | PlanTotals, base: int) -> Iterator[str]:
         yield f"{value:,}\n{percent(value, base)}"
 
 
-def _places(edit: PlanEdit) -> str:
-    patterns = edit.sites.patterns()
-    paths = compress_paths([one.path for one in patterns], [one.total for one in patterns])
-    return "\n".join(f"{path} × {count}" if count > 1 else path for path, count in paths)
+def _paths(sites: PlanSites) -> str:
+    patterns = sites.patterns()
+    return "\n".join(path_lines([one.path for one in patterns], patterns))
 
 
 def _first(edit: PlanEdit) -> str:

@@ -1,10 +1,10 @@
-"""What of an edit differs by layer, in a plan."""
+"""What of an edit differs by layer, and at which sites it is not, in a plan."""
 
 from __future__ import annotations
 
 from itertools import groupby
 
-from peftc.planning.report.plan_sites import Record
+from peftc.planning.report.plan_sites import PlanSites, Record
 
 _MOST_GROUPS, _ENDS = 6, 2  # of equal values that a line has, and those of which it has more
 
@@ -34,6 +34,18 @@ class PlanLayerValues(Record):
             texts = [f"{value} at {_numbers(layers)}" for value, layers in ends]
             texts.insert(_ENDS, "…")
         return f"{self.name} in {self.stack}: {', '.join(texts)}"
+
+
+class PlanExcluded(Record):
+    """Sites of a selector that a condition excludes.
+
+    Attributes:
+        where: the condition, as the formatter prints it.
+        sites: as in `PlanEdit`.
+    """
+
+    where: str
+    sites: PlanSites
 
 
 def _numbers(layers: list[int]) -> str:

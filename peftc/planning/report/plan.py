@@ -15,8 +15,8 @@ from rich.text import Text
 from peftc.addressing.paths import compress_paths
 from peftc.addressing.sites import UntracedModule
 from peftc.planning.ir import FormInstance, SiteEdit
-from peftc.planning.report.layer_values import PlanLayerValues
-from peftc.planning.report.plan_sites import PlanSites, Record
+from peftc.planning.report.layer_values import PlanExcluded, PlanLayerValues
+from peftc.planning.report.plan_sites import PlanSitePattern, PlanSites, Record
 from peftc.planning.selection.selector_errors import reason_lines
 from peftc.syntax.vocabulary import PLAN_COUNTS
 
@@ -68,6 +68,7 @@ class PlanEdit(Record):
         reason: why it folds or does not.
         identity: whether the model is unchanged before training.
         by_layer: what differs by layer; not in the JSON where nothing does.
+        excluded: the sites that a condition excludes; not in the JSON without one.
     """
 
     name: str
@@ -80,10 +81,11 @@ class PlanEdit(Record):
     reason: str  # why it folds or does not
     identity: bool
     by_layer: tuple[PlanLayerValues, ...] = ()
+    excluded: PlanExcluded | None = None
 
     @model_serializer(mode="wrap")
     def _without_empty(self, handler: Any) -> dict[str, Any]:
-        return {key: value for key, value in handler(self).items() if key != "by_layer" or value}
+        return {key: value for key, value in handler(self).items() if key not in ("by_layer", "excluded") or value}
 
 
 class PlanTotals(Record):
@@ -314,10 +316,12 @@ def render_edit(edit: PlanEdit, site_edits: Sequence[SiteEdit]) -> RenderableTyp
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     patterns = edit.sites.patterns()
-    counts = [pattern.total for pattern in patterns]
     for label, paths in (("at", [one.path for one in patterns]), ("in", [one.module for one in patterns])):
-        lines = [f"{path} × {count}" if count > 1 else path for path, count in compress_paths(paths, counts)]
-        table.add_row(label, Text("\n".join(lines)))
+        table.add_row(label, Text("\n".join(path_lines(paths, patterns))))
+    if edit.excluded:
+        others = edit.excluded.sites.patterns()
+        lines = [f"`{edit.excluded.where}` leaves out", *path_lines([one.path for one in others], others)]
+        table.add_row("not at", Text("\n".join(lines)))
     if shapes := dict.fromkeys(mapping_text(instance) for s in site_edits for instance in s.instances):
         table.add_row("shapes", Text("\n".join(shapes)))
     if edit.by_layer:
@@ -327,6 +331,12 @@ def render_edit(edit: PlanEdit, site_edits: Sequence[SiteEdit]) -> RenderableTyp
     table.add_row("folds", Text.assemble(("yes", "green") if edit.foldable else ("no", "yellow"), f": {edit.reason}"))
     table.add_row("at init", "the model is unchanged" if edit.identity else "the model's output changes")
     return Group(Text(edit.name, "bold"), _indented(table))
+
+
+def path_lines(paths: Sequence[str], patterns: Sequence[PlanSitePattern]) -> list[str]:
+    """`encoder.layer[0..5].attn.self × 6` for the paths of sites, or of their modules."""
+    counts = [pattern.total for pattern in patterns]
+    return [f"{path} × {count}" if count > 1 else path for path, count in compress_paths(paths, counts)]
 
 
 def mapping_text(instance: FormInstance) -> str:

@@ -6,12 +6,13 @@ from dataclasses import replace
 from peftc.diagnostics import Diagnostic, Suggestion
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.equations.table import forms_of
+from peftc.semantics.checks.conditions import check_conditions
 from peftc.semantics.checks.definitions import unused
 from peftc.semantics.checks.edits import Forms, bind_errors, check_edit, check_selector, unknown_form
 from peftc.semantics.moves import check_moves
 from peftc.syntax import ast
 from peftc.syntax.numbers import is_number
-from peftc.syntax.printer import print_expression, print_selector
+from peftc.syntax.printer import print_expression, print_selector, print_where
 from peftc.syntax.vocabulary import CONCAT, EDIT_FACTS, FROZEN_MODULES, PARAMETERS, PLAN_COUNTS, PREDICATES
 from peftc.syntax.walk import arms, children, differs_by_layer, is_shared, walk
 
@@ -28,13 +29,14 @@ def check(spec: ast.Spec) -> list[Diagnostic]:
     for statement in spec.statements:
         match statement:
             case ast.Edit():
-                own = [*check_selector(statement.selector), *check_edit(statement, shared, forms)]
+                own = [*check_selector(statement.selector), *check_conditions(statement)]
+                own += check_edit(statement, shared, forms)
                 if not any(isinstance(line, ast.Equation) for line in statement.body):
                     help_ = "write an equation, e.g. `h += adapter(x, r=64)`"
                     message = f"the edit `{statement.name}` has no equation"
                     own.insert(0, Diagnostic("P119", message, statement.name_span, help=help_))
             case ast.Train():
-                own = [*check_selector(statement.selector), *_train(statement)]
+                own = [*check_selector(statement.selector), *check_conditions(statement), *_train(statement)]
             case ast.Let():
                 own = [*_shared(statement, forms), *([] if statement.name in called else [unused(statement)])]
             case ast.Expect():
@@ -104,7 +106,8 @@ def _duplicate_assignments(spec: ast.Spec, edits: Sequence[ast.Edit]) -> Iterato
     first: dict[tuple[str, str], ast.Edit] = {}
     for edit in edits:
         whole = _has_difference(edit.selector)
-        places = sorted({print_selector(arm) for arm in ([edit.selector] if whole else arms(edit.selector))})
+        where = print_where(edit)
+        places = sorted({print_selector(arm) + where for arm in ([edit.selector] if whole else arms(edit.selector))})
         assignments: dict[str, ast.Equation] = {}
         for line in edit.body:
             if isinstance(line, ast.Equation) and line.op == "=":

@@ -58,10 +58,13 @@ _PARAMETER = "a parameter is its name, its sizes and its first value: `param A[r
 Error = tuple[Diagnostic, Token]  # and the token that it underlines
 
 
+_LONGEST_CONDITION = 100  # in words, for messages
+
+
 def syntax_error(c: ErrorContext) -> Error:
     """The diagnostic of the unexpected token, and the token that it underlines."""
     rules = (
-        *(_header, _brackets, _edit_head, _selector, _train_use_method, _expect),
+        *(_header, _brackets, _edit_head, _where, _selector, _train_use_method, _expect),
         *(_assignment, _parameter, _expression, _statement),
     )
     message = c.expectation() if len(c.accepts) <= 4 else f"unexpected {c.unexpected} after {c.preceding}"
@@ -120,6 +123,24 @@ def _edit_head(c: ErrorContext) -> Error | None:
     return None
 
 
+def _where(c: ErrorContext) -> Error | None:
+    """`where d(x) >= 1024` before the body of an edit, or behind the sites of `train`."""
+    head = range(c.at - 1, max(c.at - _LONGEST_CONDITION, -1), -1)
+    first = next((i for i in head if c.tokens[i].type in {"WHERE", "AT"}), -1)
+    if c.statement not in {"EDIT", "TRAIN"} or first < 0 or c.tokens[first].type == "AT":
+        return None
+    if str(c.token) in {"and", "or"}:
+        help_ = "write one `where` for each condition, all of which hold: `where d(x) >= 1024 where layer < 6`"
+        return c.error("P025", f"{c.unexpected} does not join conditions", help_)
+    if c.type == "EQUAL":
+        return c.error("P025", f"{c.unexpected} is not a comparison", Suggestion("write `==`", "=", "=="))
+    if c.type == "COMPARISON" and not c.operand_missing:
+        return c.error("P025", "comparisons cannot be chained", "write one `where` for each comparison")
+    if c.allows("COMPARISON") and c.bracket in {"", "LBRACE"} and c.type in {"LBRACE", "PER", "WHERE"}:
+        return c.error("P025", c.expectation("a comparison"), "e.g. `where d(x) >= 1024`")
+    return None
+
+
 def _selector(c: ErrorContext) -> Error | None:
     """A selector, its indices, and the brace behind it."""
     if c.bracket == BRACES:
@@ -150,6 +171,8 @@ def _selector(c: ErrorContext) -> Error | None:
         and c.statement in {"EDIT", "METHOD"}
         and c.bracket in {"", "LBRACE"}
     ):
+        if str(c.token) == "where" and c.type == "NAME":  # in version 1, where it is a name
+            return _needs_version_2(c)
         label = f"the body of the {c.statement.lower()} stands in braces"
         is_scope = c.statement == "EDIT" and str(c.token).startswith("per")  # pertask
         help_ = "write `per task`" if is_scope else _BODIES[c.statement]
@@ -354,9 +377,7 @@ def _statement(c: ErrorContext) -> Error | None:
     if c.allows("EDIT") and c.type == "NAME" and c.bracket in {"", "LBRACE"}:  # edti a at …
         words = [text for terminal, text in keywords().items() if terminal in c.accepts and text in _TOP_LEVEL]
         if str(c.token) in (keywords()["FORM"], keywords()["MOVED"]):  # in version 1, where they are names
-            version = Fix((Replacement(c.tokens[1].span, "2"),)) if c.tokens[0].type == "PEFT" else None
-            message = f"{c.unexpected} belongs to version 2 of the language"
-            return c.error("P028", message, NEED_VERSION_2, correction=version)
+            return _needs_version_2(c)
         suggestion = nearest(str(c.token), words)
         help_ = (
             instead_of(str(c.token), suggestion) if suggestion else f"statements begin with {join_names(words, 'or')}"
@@ -371,3 +392,9 @@ def _statement(c: ErrorContext) -> Error | None:
             help_ = f"`{c.token}` is a keyword"
         return c.error("P015", c.expectation(f"{wanted} after {c.preceding}"), help_)
     return None
+
+
+def _needs_version_2(c: ErrorContext) -> Error:
+    version = Fix((Replacement(c.tokens[1].span, "2"),)) if c.tokens[0].type == "PEFT" else None
+    message = f"{c.unexpected} belongs to version 2 of the language"
+    return c.error("P028", message, NEED_VERSION_2, correction=version)
