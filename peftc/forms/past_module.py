@@ -25,13 +25,13 @@ class Past:
         mask: which tokens of cache and call are none of padding, (rows, tokens); None: all.
         states: what forms kept of the tokens in the cache, for the rows of the call; or why that is
             unknown.
-        kept: what the forms of this call have so far, of cache and call.
+        current: the keys and values of cache and call, of the forms that have run in this call.
     """
 
     length: int
     mask: Tensor | None = None
     states: States | str = field(default_factory=dict)
-    kept: dict[Name, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    current: dict[Name, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def of(self, rows: slice | Tensor) -> Past:
         """Those of some rows of the batch, of which no cache is kept."""
@@ -40,7 +40,7 @@ class Past:
 
     def extended(self, form: str, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of cache and call. Raises: P423 where those of the cache are unknown."""
-        name = form, sum(other == form for other, _ in self.kept)
+        name = form, sum(other == form for other, _ in self.current)
         if self.length:
             if isinstance(self.states, str):
                 raise unknown_past(self.states)
@@ -49,7 +49,7 @@ class Past:
             own_keys, own_values = self.states[name]
             keys = torch.cat([own_keys.to(keys), keys], 1)
             values = torch.cat([own_values.to(values), values], 1)
-        self.kept[name] = keys.detach(), values.detach()
+        self.current[name] = keys.detach(), values.detach()
         return keys, values
 
     def visible(self, queries: int, device: torch.device) -> Tensor:

@@ -94,10 +94,12 @@ def cached_past(arguments: Mapping[str, Any], length: Any, mask: Tensor | None) 
 
 def record_states(past: Past | str, arguments: Mapping[str, Any], result: Any) -> None:
     """Records what forms keep as an attribute of the cache, which copies keep."""
-    cache = None if isinstance(past, str) or not past.kept else cache_after(arguments, result)
+    cache = None if isinstance(past, str) or not past.current else cache_after(arguments, result)
     if isinstance(past, str) or cache is None or torch.compiler.is_compiling():
         return
     if hasattr(cache, "get_seq_length"):
         length = int(cache.get_seq_length())
         keys = last_keys(cache, length)
-        setattr(cache, CACHED_STATES, CachedStates(length, past.kept, None if keys is None else keys.detach().clone()))
+        setattr(
+            cache, CACHED_STATES, CachedStates(length, past.current, None if keys is None else keys.detach().clone())
+        )

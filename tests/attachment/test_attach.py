@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 import peftc
+from peftc.installation.contents import states
 from tests import zoo
 from tests.laws.harness import close
 from tests.matrix import some
@@ -286,3 +288,50 @@ def test_attached_adapters_act_beside_compiled_edits(tmp_path: Path) -> None:
     close(output("llama", model), alone, "without the spec")
     model.save_pretrained(tmp_path / "active")
     assert torch.equal(output("llama", peftc.load(tmp_path / "active", zoo.build("llama", torch.float64))), alone)
+
+
+def test_the_trainer_saves_and_resumes_the_active_adapter_alone(tmp_path: Path) -> None:
+    def attached_pair() -> Any:
+        model = zoo.build("llama")
+        for adapter in "AB":
+            peftc.attach(tmp_path / adapter, model, name=adapter, other_weights=True)
+        return peftc.activate(model, "A")
+
+    for seed, adapter in enumerate("AB"):
+        saved("llama", SPECS[adapter], tmp_path / adapter, seed)
+    ids = torch.arange(5, 12)
+    data = [{"input_ids": ids, "labels": ids}] * 8
+    settings = {"max_steps": 4, "save_steps": 2, "report_to": [], "use_cpu": True, "per_device_train_batch_size": 2}
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path / "out"), learning_rate=1e-2, **settings)
+    model = attached_pair()
+    first, other = output("llama", model), {n: p.clone() for n, p in peftc.parameters(model, "B").items()}
+    transformers.Trainer(model, arguments, train_dataset=data).train()
+    result = output("llama", model)
+    assert not torch.allclose(result, first)
+    assert all(torch.equal(other[n], p) for n, p in peftc.parameters(model, "B").items())
+    alone = peftc.load(tmp_path / "out" / "checkpoint-4", zoo.build("llama"))
+    torch.testing.assert_close(output("llama", alone), result)
+    again = attached_pair()
+    checkpoint = str(tmp_path / "out" / "checkpoint-2")
+    transformers.Trainer(again, arguments, train_dataset=data).train(resume_from_checkpoint=checkpoint)
+    assert torch.equal(output("llama", again), result)
+
+
+def test_places_that_adapters_have_of_their_own_stay_theirs_in_rows(tmp_path: Path) -> None:
+    """Adapters that differ in saved values which nothing trains, too."""
+    spec = """peft 2
+    form drawn(x) { param v[64] = normal(0.1) fixed spots[d(out)] = choice(64) f = gather(v, spots) * x }
+    edit e at layer[*].attn.q { h += drawn(x) }"""
+    alone: list[Tensor] = []
+    for number in range(2):
+        model = peftc.compile(spec, zoo.build("llama", torch.float64), seed=number)
+        disturb(model, number)
+        for places in states(model).values():
+            places.copy_((places + 7 * number) % 64)
+        peftc.save(model, tmp_path / f"a{number}")
+        alone.append(output("llama", peftc.load(tmp_path / f"a{number}", zoo.build("llama", torch.float64))))
+    model = zoo.build("llama", torch.float64)
+    for number in range(2):
+        peftc.attach(tmp_path / f"a{number}", model)
+    with peftc.adapter(model, rows=["a0", "a1", "a0", "a1"]):
+        close(output("llama", model), torch.stack([alone[row % 2][row] for row in range(4)]), "rows")
