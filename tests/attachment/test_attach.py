@@ -301,7 +301,13 @@ def test_the_trainer_saves_and_resumes_the_active_adapter_alone(tmp_path: Path) 
         saved("llama", SPECS[adapter], tmp_path / adapter, seed)
     ids = torch.arange(5, 12)
     data = [{"input_ids": ids, "labels": ids}] * 8
-    settings = {"max_steps": 4, "save_steps": 2, "report_to": [], "use_cpu": True, "per_device_train_batch_size": 2}
+    settings: dict[str, Any] = {
+        "max_steps": 4,
+        "save_steps": 2,
+        "report_to": [],
+        "use_cpu": True,
+        "per_device_train_batch_size": 2,
+    }
     arguments = transformers.TrainingArguments(output_dir=str(tmp_path / "out"), learning_rate=1e-2, **settings)
     model = attached_pair()
     first, other = output("llama", model), {n: p.clone() for n, p in peftc.parameters(model, "B").items()}
