@@ -126,8 +126,9 @@ def _failure(
 
 def _percentage(statement: ast.Expect, left: Quantity) -> str | None:
     """What to write for `stored <= 2`, which is two parameters."""
+    is_budget = left.unit == "count" and isinstance(statement.left, ast.Name) and statement.op in {"<", "<="}
     match statement.right:
-        case ast.Number(value, "") if left.unit == "count" and isinstance(statement.left, ast.Name) and value <= _WHOLE:
+        case ast.Number(value, "") if is_budget and value <= _WHOLE:
             return f"this is a number of parameters; a part of the base is `{value:g}%`"
         case _:
             return None

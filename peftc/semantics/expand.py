@@ -306,12 +306,12 @@ class Expander:
         name = apply.name
         if name not in scope.methods:
             help_ = did_you_mean(name, scope.methods) or _method_of_library(name)
-            raise PeftcError(Diagnostic("P109", f"there is no method `{name}` here", apply.span, help=help_))
+            raise PeftcError(Diagnostic("P109", f"there is no method `{name}` here", apply.name_span, help=help_))
         if len(self._applying) > _MAX_DEPTH:
             raise PeftcError(Diagnostic("P120", f"more than {_MAX_DEPTH} methods apply each other", apply.span))
         if name in self._applying:
             cycle = " → ".join([*self._applying, name])
-            raise PeftcError(Diagnostic("P113", f"the method `{name}` applies itself", apply.span, notes=(cycle,)))
+            raise PeftcError(Diagnostic("P113", f"the method `{name}` applies itself", apply.name_span, notes=(cycle,)))
         return scope.methods[name]
 
     def _arguments(self, apply: ast.Apply, method: ast.Method, environment: Environment) -> dict[str, ast.Expr]:

@@ -217,7 +217,7 @@ class ScopeReader:
                 known = [*imported.methods, *imported.forms]
                 message = f"{path_of(imported.spec).name} has no method and no form `{use.name}`"
                 help_ = did_you_mean(use.name, known) or f"it has {join_names(known)}"
-                raise PeftcError(Diagnostic("P109", message, use.span, help=help_))
+                raise PeftcError(Diagnostic("P109", message, use.name_span, help=help_))
             self._define(use.name, imported.methods[use.name], use, scope)
             self.invalid.discard(use.name)
 
@@ -226,7 +226,9 @@ class ScopeReader:
         path = self._path(use, spec)
         if path in self._reading or path == path_of(spec):
             cycle = " → ".join(file.name for file in (*self._reading, path))
-            raise PeftcError(Diagnostic("P113", f"{path.name} uses itself", use.span, notes=(f"by way of {cycle}",)))
+            raise PeftcError(
+                Diagnostic("P113", f"{path.name} uses itself", use.source_span, notes=(f"by way of {cycle}",))
+            )
         if len(self._reading) >= _MAX_DEPTH:
             raise PeftcError(Diagnostic("P126", f"more than {_MAX_DEPTH} files use each other", use.span))
         if path not in self._scopes:
@@ -250,11 +252,11 @@ class ScopeReader:
         if use.name in known:
             return known[use.name]
         help_ = did_you_mean(use.name, known) or f"there are {join_names(known)}"
-        raise PeftcError(Diagnostic("P109", f"there is no standard recipe `{use.name}`", use.span, help=help_))
+        raise PeftcError(Diagnostic("P109", f"there is no standard recipe `{use.name}`", use.name_span, help=help_))
 
 
 def _error_at_use(error: PeftcError, use: ast.Use, spec: ast.Spec) -> PeftcError:
-    """Diagnostics without a source point to the `use`."""
+    """Diagnostics without a source point to the file that the `use` names."""
     recipe = f"the recipe that comes with peftc is `use {use.name} from std`"
     if use.name in resources.recipes():
         error = PeftcError(
@@ -262,7 +264,8 @@ def _error_at_use(error: PeftcError, use: ast.Use, spec: ast.Spec) -> PeftcError
             for record in error.diagnostics
         )
     return PeftcError(
-        record if record.source else replace(record, span=use.span, source=spec.source) for record in error.diagnostics
+        record if record.source else replace(record, span=use.source_span, source=spec.source)
+        for record in error.diagnostics
     )
 
 

@@ -244,6 +244,8 @@ class Use(Statement):
 
     name: str
     source: str | None = None
+    name_span: Span = field(default=NOWHERE, compare=False, repr=False)
+    source_span: Span = field(default=NOWHERE, compare=False, repr=False)
 
 
 @record()
@@ -254,6 +256,7 @@ class Apply(Statement):
     args: tuple[Keyword, ...] = ()
     at: Selector | None = None
     alias: str | None = None
+    name_span: Span = field(default=NOWHERE, compare=False, repr=False)
 
 
 @record()

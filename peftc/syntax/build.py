@@ -239,7 +239,8 @@ class Builder:
         elif word != "std":
             help_ = Suggestion(f'`from std`, or from a file: `from "{word}.peft"`', word, f'"{word}.peft"', "unsafe")
             self._error("P022", f"expected `std` or a file in quotes, found `{word}`", file, help_)
-        return ast.build(ast.Use, name=self._words[name], source=source, **common)
+        spans = {"name_span": self._span(name, name), "source_span": self._span(file, file)}
+        return ast.build(ast.Use, name=self._words[name], source=source, **spans, **common)
 
     def _apply(self, children: list[Any], **common: Any) -> ast.Apply:
         _, name, *parts = children
@@ -249,6 +250,7 @@ class Builder:
             self.errors.append(Diagnostic("P020", "arguments of a method are named", value.span, help=help_))
         at = next((part for part in parts if isinstance(part, _SELECTORS)), None)
         alias = next((part.id for part in parts if isinstance(part, ast.Name)), None)
+        common["name_span"] = self._span(name, name)
         return ast.build(ast.Apply, name=self._words[name], args=kwargs, at=at, alias=alias, **common)
 
 

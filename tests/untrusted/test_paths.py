@@ -138,7 +138,7 @@ def test_no_other_file_is_read(folders: Path) -> None:
         outside = next(error for error in errors if error.code == "P123")
         assert outside.span is not None
         assert outside.source is not None
-        assert outside.source.text[outside.span.start : outside.span.end] == f'use m from "{path}"'
+        assert outside.source.text[outside.span.start : outside.span.end] == f'"{path}"'
         text = render_text(errors)
         assert SECRET not in text
         assert "root:" not in text

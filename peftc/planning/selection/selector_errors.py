@@ -41,6 +41,8 @@ def no_match(path: ast.Path, steps: Sequence[ast.Step], paths: SitePaths) -> Dia
     help_ = help_ or _suggestion(step, steps[:matched], below)
     message = f"`{print_selector(path)}` matches nothing in {paths.table.model_id}"
     label = f"no such site under `{text}`" if text else "no such site"
+    if matched == len(steps):
+        label = "names what is below it, and is no site itself"
     notes = (*_notes(text, below, paths.stacks), *reason_lines(unplaced))
     return Diagnostic("P201", message, name_span(step), label=label, notes=notes, help=help_)
 
@@ -164,7 +166,33 @@ def no_module(glob: ast.Glob, table: SiteTable) -> Diagnostic:
     help_ = "`layer[*].attn.q` is in any model; `peftc sites` prints the names of this one"
     if corrected:
         help_ = f'did you mean `"{corrected}"`?'
+    if (other := _other_notation(glob.pattern, names)) is not None:
+        notes, help_ = (), other
     return Diagnostic("P201", message, span, label=label, notes=notes, help=help_)
+
+
+def _other_notation(pattern: str, names: Sequence[str]) -> str | None:
+    """What to write for a pattern in the notation of shells or of regular expressions."""
+    choice = re.search(r"\{([^{}]*)\}|\(([^()]*)\)", pattern)
+    if choice is not None:
+        words = [word.strip() for word in re.split(r"[,|]", choice[1] or choice[2] or "")]
+        ends = pattern[: choice.start()], pattern[choice.end() :]
+        if all(len(word) == 1 for word in words):
+            return f'one of some characters is written in brackets: `"{ends[0]}[{"".join(words)}]{ends[1]}"`'
+        arms = " | ".join(f'"{ends[0]}{word}{ends[1]}"' for word in words)
+        return f"a pattern has no alternatives; selectors are joined by `|`: `{arms}`"
+    if "|" in pattern:
+        arms = " | ".join(f'"{word.strip()}"' for word in pattern.split("|"))
+        return f"selectors are joined by `|`, patterns are not: `{arms}`"
+    if pattern.count("[") != pattern.count("]"):
+        return "a bracket is closed: `[qv]_proj` is `q_proj` or `v_proj`"
+    if re.search(r"^\^|\$$|\\|\+|^\.", pattern) is None:
+        return None
+    plain = re.sub(r"^\^|\$$", "", pattern).replace("\\.", "\0")
+    plain = re.sub(r"\.[*+]", "**", plain)
+    plain = re.sub(r"\\d\+?|\[0-9\]\+", "*", plain).replace("\0", ".")
+    matches = any(map(glob_pattern(plain).fullmatch, names))
+    return "a pattern is no regular expression" + (f': write `"{plain}"`' if matches else "")
 
 
 def name_span(step: ast.Step) -> Span:

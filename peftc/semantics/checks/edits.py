@@ -61,7 +61,11 @@ class _EquationChecker:
 
     def errors(self, body: Iterable[ast.Equation | ast.Let]) -> Iterator[Diagnostic]:
         for line in body:
-            yield from self._value(line.value)
+            wrong = list(equation_errors(line, self._forms)) if isinstance(line, ast.Equation) else []
+            whole = {error.span.start for error in wrong if error.code == "P303" and error.span}  # says what is missing
+            for error in self._value(line.value):
+                if error.code != "P103" or error.span is None or error.span.start not in whole:
+                    yield error
             if isinstance(line, ast.Let):
                 self._local[line.name] = line
             elif line.target in self._local:
@@ -70,7 +74,7 @@ class _EquationChecker:
                 yield Diagnostic("P107", message, line.target_span, help=help_)
             else:
                 yield from self._state(line.target, line.target_span, is_target=True)
-                yield from equation_errors(line, self._forms)
+                yield from wrong
         yield from (unused(let) for name, let in self._local.items() if name not in self._used)
 
     def _state(self, name: str, span: Span, is_target: bool) -> Iterator[Diagnostic]:

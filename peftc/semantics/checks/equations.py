@@ -1,6 +1,7 @@
 """What of an equation is wrong at any site: the planner says it of the sites of a model."""
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.form import Args, Form
@@ -23,7 +24,10 @@ def equation_errors(line: ast.Equation, forms: Mapping[str, Form]) -> Iterator[D
     target, value = line.target, line.value
     is_concat = isinstance(value, ast.Call) and value.function == CONCAT
     if target == "kv" and not is_concat and isinstance(value, ast.Call) and value.function in forms:
-        help_ = f"write `kv = concat({print_expression(value)}, kv)`"
+        present = {keyword.name for keyword in value.kwargs}
+        missing = [one.name for one in forms[value.function].arguments if one.required and one.name not in present]
+        whole = replace(value, kwargs=(*value.kwargs, *(ast.Keyword(name, ast.Name("…")) for name in missing)))
+        help_ = f"write `kv = concat({print_expression(whole)}, kv)`"
         message = "keys and values are changed by `concat` only"
         yield Diagnostic("P303", message, value.span, label="not a `concat`", help=help_)
     if target not in _OF_WEIGHTS:

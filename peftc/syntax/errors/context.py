@@ -4,12 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peftc.diagnostics import Diagnostic, Fix, Replacement
-from peftc.syntax.lexer import CLOSING, Token, excerpt, keywords, spelling
+from peftc.syntax.lexer import CLOSING, NEED_VERSION_2, Token, excerpt, keywords, spelling
 
 BRACES = "BRACES"  # the type of a `{` between the steps of a path
 ASSIGNMENTS = frozenset({"EQUAL", "PLUS_EQUAL", "STAR_EQUAL"})
 _STATEMENTS = frozenset({"PEFT", "FORM", "METHOD", "USE", "APPLY", "EDIT", "TRAIN", "EXPECT", "LET", "MOVED"})
 _QUOTED_NEVER = frozenset({"STRING", "LBRACE", "RBRACE", "$END"})
+
+
+Error = tuple[Diagnostic, Token]  # and the token that it underlines
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,15 @@ class ErrorContext:
     @property
     def next(self) -> Token:
         return self.tokens[min(self.at + 1, len(self.tokens) - 1)]
+
+    def with_previous(self) -> Token:
+        """The token with the one before: `...` of `..` and `.`."""
+        before = self.tokens[self.at - 1]
+        return self.token._replace(text=f"{before}{self.token}", span=before.span.until(self.token.span))
+
+    def with_next(self) -> Token:
+        """The token with the one behind: `//` of `/` and `/`."""
+        return self.token._replace(text=f"{self.token}{self.next}", span=self.token.span.until(self.next.span))
 
     @property
     def is_list_of_names(self) -> bool:
@@ -145,3 +157,9 @@ def error_context(tokens: Sequence[Token], at: int, accepts: frozenset[str], sta
     blocks = [block for bracket, _, block in brackets if bracket.type == "LBRACE"]
     open_brackets = tuple(bracket for bracket, _, _ in brackets)
     return ErrorContext(tokens, at, accepts, statement, open_brackets, blocks[-1] if blocks else None)
+
+
+def needs_version_2(c: ErrorContext) -> Error:
+    version = Fix((Replacement(c.tokens[1].span, "2"),)) if c.tokens[0].type == "PEFT" else None
+    message = f"{c.unexpected} belongs to version 2 of the language"
+    return c.error("P028", message, NEED_VERSION_2, correction=version)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from unicodedata import name
+from unicodedata import name, normalize
 
 from peftc.diagnostics import Diagnostic, Suggestion
 from peftc.diagnostics.suggestions import instead_of
@@ -30,8 +30,8 @@ _HELP = {
     "!": "`!=` compares; `foldable(…) == false` negates",
     "$": "a parameter of a method is named without a sign: `r`",
     "Δ": "a change of the weight is written `w += …`",
-    "'": 'use double quotes: "file.peft"',
-    **dict.fromkeys("“”", 'use straight quotes: `"`'),
+    **dict.fromkeys("'‘’`", 'use double quotes: "file.peft"'),
+    **dict.fromkeys("“”„", 'use straight quotes: `"`'),
     "@": f"the matrix product belongs to version 2 of the language: {NEED_VERSION_2}",
     "\xa0": "this is a no-break space; write an ordinary one",
 }
@@ -50,10 +50,12 @@ _LETTERS = {
     }.items()
     for letter in letters
 }  # fmt: skip
-_STRAIGHT = {**dict.fromkeys("'“”", '"'), "\xa0": " "}
+_STRAIGHT = {**dict.fromkeys("'‘’`“”„", '"'), "\xa0": " "}
+_QUOTES = {"'": "'", "`": "`", "‘": "’", "“": "”", "„": "“"}  # around words: the first one and the last one
 
 
 _BRACES = "several names stand in braces behind a `.`: `layer[*].attn.{q, v}`"
+NO_CHOICES = "equations have no choices: write an edit for each case; a line of a form may end with `if …`"
 IN_NAMES = "a name has letters from a to z, digits and `_`"
 
 
@@ -68,6 +70,8 @@ def _help(char: str, tokens: Sequence[Token], at: int) -> str | None:
         return Suggestion(f"this is {name(char)}, which looks like `{latin}`: write `{latin}`", char, latin)
     if char == "'" and following.type in {"EQUAL", "PLUS_EQUAL", "STAR_EQUAL"}:  # h' = …
         return "the new value is assigned to the state itself: `h = h + …`"
+    if text is None and len(ascii_ := normalize("NFKC", char)) == 1 and ascii_.isascii() and ascii_ != char:
+        return Suggestion(f"this is {name(char)}: write `{ascii_}`", char, ascii_)  # ，
     if text is None:
         return IN_NAMES if char.isalpha() else None
     return text if char not in _STRAIGHT else Suggestion(text, char, _STRAIGHT[char])
@@ -130,12 +134,49 @@ def _joined(tokens: Sequence[Token]) -> Iterator[Token]:
 
 
 def _closing_quote(tokens: Sequence[Token], at: int) -> int | None:
-    """The number of the quote `'` that ends a string on the line of another."""
-    line = tokens[at].span.line
-    quotes = (number for number in range(at + 1, len(tokens)) if tokens[number].text == "'")
+    """The number of the quote that ends a string on the line of its first one, a foreign quote."""
+    line, quote = tokens[at].span.line, _QUOTES[tokens[at].text]
+    quotes = (number for number in range(at + 1, len(tokens)) if tokens[number].text in (quote, tokens[at].text))
     end = next(quotes, None)
-    is_string = end is not None and end > at + 1 and tokens[end].span.line == line
+    is_string = end is not None and end > at + 1 and tokens[end].span.line == line and tokens[end].text == quote
     return end if is_string and tokens[at - 1].span.end < tokens[at].span.start else None
+
+
+def _word(tokens: Sequence[Token], at: int) -> Token:
+    """The word of a letter that looks like a Latin one."""
+    first = last = at
+    while first and tokens[first - 1].span.end == tokens[first].span.start and _is_letters(tokens[first - 1]):
+        first -= 1
+    while tokens[last + 1].span.start == tokens[last].span.end and _is_letters(tokens[last + 1]):
+        last += 1
+    text = "".join(token.text for token in tokens[first : last + 1])
+    return Token("NAME", text, tokens[first].span.until(tokens[last].span))
+
+
+def _not_latin(word: Token) -> Diagnostic:
+    latin = "".join(_LETTERS.get(letter, letter) for letter in word.text)
+    message = f"some letters of `{excerpt(word.text)}` are not Latin ones, and look like them"
+    return Diagnostic("P003", message, word.span, help=Suggestion(f"write `{excerpt(latin)}`", word.text, latin))
+
+
+def _is_letters(token: Token) -> bool:
+    return token.text.isidentifier()
+
+
+_NO_CHOICE = frozenset({"COMMA", "EQUAL", "PLUS_EQUAL", "STAR_EQUAL", "LBRACE", "QUESTION"})  # behind `?`
+
+
+def _colon_of_choice(tokens: Sequence[Token], at: int) -> int | None:
+    """The number of the `:` of `a ? b : c`, whose `?` stands at a place."""
+    depth = 0
+    for number in range(at + 1, len(tokens)):
+        token = tokens[number]
+        depth += (token.type in CLOSING) - (token.type in CLOSING.values())
+        if depth == 0 and token.text == ":":
+            return number
+        if depth < 0 or token.type in _NO_CHOICE:
+            return None
+    return None
 
 
 def _names(tokens: Sequence[Token]) -> str:
@@ -173,11 +214,16 @@ def repair_tokens(tokens: Sequence[Token]) -> tuple[list[Token], list[Diagnostic
         if at in skipped:
             continue
         match token.type:
-            case "STRAY" if text == "'" and (end := _closing_quote(tokens, at)) is not None:
+            case "STRAY" if text in _QUOTES and (end := _closing_quote(tokens, at)) is not None:
                 pairs = pairwise(tokens[at:end])
                 inner = "".join(" " * (after.span.start - token.span.end) + after.text for token, after in pairs)
-                error = ("P003", f"unknown character `'` around `{excerpt(inner)}`", f'use double quotes: "{inner}"')
+                help_ = f'use {"straight" if text in "“„" else "double"} quotes: "{inner}"'
+                help_ = Suggestion(help_, f"{text}{inner}{tokens[end].text}", f'"{inner}"')
+                error = ("P003", f"unknown character `{text}` around `{excerpt(inner)}`", help_)
                 skipped, replacement = range(at, end + 1), ("STRING", f'"{inner}"')
+            case "QUESTION" if (end := _colon_of_choice(tokens, at)) is not None:
+                error = ("P023", "there is no choice `… ? … : …`", NO_CHOICES)
+                skipped, replacement = range(at, end + 1), ("PLUS", "+")
             case "LSQB" if at and tokens[at - 1].type == "AT" and (end := _closing(tokens, at)) is not None:
                 error = ("P016", "a selector stands in no brackets", "`a | b` is both, `a - b` is `a` without `b`")
                 repaired += _joined(tokens[at + 1 : end])
@@ -191,6 +237,17 @@ def repair_tokens(tokens: Sequence[Token]) -> tuple[list[Token], list[Diagnostic
                     help_ = _help(text[0], tokens, at)
                 if isinstance(help_, Suggestion) and help_.new == "at":
                     replacement = ("AT", "at")
+                if _LETTERS.keys() >= {*text}:
+                    before = errors[-1].span if errors else None
+                    if before is not None and before.end > token.span.start:  # an error for each word
+                        continue
+                    word = _word(tokens, at)
+                    if before is not None and before.start >= word.span.start:
+                        errors[-1] = _not_latin(word)
+                        continue
+                    if len(text) > 1:
+                        errors.append(_not_latin(word))
+                        continue
                 error = ("P003", f"unknown character `{excerpt(text)}`", help_)
             case "OPEN_STRING":
                 error = ("P004", "this string is never closed", _closed(text))
@@ -213,6 +270,7 @@ def repair_tokens(tokens: Sequence[Token]) -> tuple[list[Token], list[Diagnostic
                     open_brackets.pop()
                 continue
         code, message, help_ = error
-        errors.append(Diagnostic(code, message, token.span, help=help_))
+        span = token.span if at not in skipped or token.type == "LSQB" else token.span.until(tokens[skipped[-1]].span)
+        errors.append(Diagnostic(code, message, span, help=help_))
         repaired += [Token(*replacement, token.span)] if replacement else []
     return repaired, errors

@@ -3,11 +3,12 @@
 tests/syntax/malformed.py has examples of each. A comment shows one where the rule does not.
 """
 
-from peftc.diagnostics import Diagnostic, Fix, Replacement, Suggestion
+from peftc.diagnostics import Suggestion
 from peftc.diagnostics.suggestions import instead_of, join_names, nearest
-from peftc.syntax.errors.context import ASSIGNMENTS, BRACES, ErrorContext
-from peftc.syntax.errors.lexical import IN_NAMES
-from peftc.syntax.lexer import CLOSING, NEED_VERSION_2, Token, excerpt, keywords, spelling
+from peftc.syntax.errors.context import ASSIGNMENTS, BRACES, Error, ErrorContext, needs_version_2
+from peftc.syntax.errors.lexical import IN_NAMES, NO_CHOICES
+from peftc.syntax.errors.selector_rules import condition_error, selector_error
+from peftc.syntax.lexer import CLOSING, excerpt, keywords, spelling
 
 _OPEN = {"LBRACE": "`{`", BRACES: "`{`", "LPAR": "`(`", "LSQB": "`[`"}
 _CLOSED_BY = {**CLOSING, BRACES: "RBRACE"}
@@ -18,19 +19,11 @@ _NAMED = frozenset(
 )  # what precedes a name
 _OPERAND_ENDS = frozenset({"NUMBER", "NAME", "RPAR"})
 
-_JOINS = "`a | b` is both, `a - b` is `a` without `b`"
-_ALTERNATIVES = "several names stand in braces behind a `.`: `layer[*].attn.{q, v}`"
-_BODIES = {
-    "EDIT": "write the equation in braces: `{ h += … }`",
-    "METHOD": "write the statements in braces: `method NAME(r = 8) { edit … }`",
-}
-_SELECTORS = {  # the token in the place of a selector or a site, and what to write
-    "STAR": "`**` is every module below; a pattern on module names stands in quotes",
-    "SLASH": 'a pattern stands in quotes: `*` is a part of a name, `**` any parts: `"**.q_proj"`',
-    **dict.fromkeys(("LBRACE", "LPAR", "LSQB"), _ALTERNATIVES),
-}
-_WITH_SELECTOR = frozenset({"EDIT", "TRAIN", "APPLY", "LET"})
 _COMMENT = "a comment begins with `#`"
+_CASES = (
+    "write an edit for each case, `edit NAME at layer[..3].attn.q`, or give a method the value; in version 2, "
+    "`where layer < 4` chooses sites, and a list has a value for each layer"
+)
 _NAMES = {  # a statement whose name is missing, and an example
     "EDIT": "e.g. `edit ffn at layer[*].ffn { … }`",
     "TRAIN": "e.g. `train norms = [w, b] at layer[*].norm`",
@@ -55,16 +48,11 @@ _OTHER_STATEMENTS = {  # statements of Python and of other languages
 }
 _PARAMETER = "a parameter is its name, its sizes and its first value: `param A[r, d(x)] = kaiming`"
 
-Error = tuple[Diagnostic, Token]  # and the token that it underlines
-
-
-_LONGEST_CONDITION = 100  # in words, for messages
-
 
 def syntax_error(c: ErrorContext) -> Error:
     """The diagnostic of the unexpected token, and the token that it underlines."""
     rules = (
-        *(_header, _brackets, _edit_head, _where, _selector, _train_use_method, _expect),
+        *(_header, _brackets, _edit_head, condition_error, selector_error, _train_use_method, _expect),
         *(_assignment, _parameter, _expression, _statement),
     )
     message = c.expectation() if len(c.accepts) <= 4 else f"unexpected {c.unexpected} after {c.preceding}"
@@ -121,108 +109,6 @@ def _edit_head(c: ErrorContext) -> Error | None:
         label = "the selector is missing" if c.type == "LBRACE" else "`at` is missing"
         return c.error("P009", c.expectation("`at` and a selector"), help_, label)
     return None
-
-
-def _where(c: ErrorContext) -> Error | None:
-    """`where d(x) >= 1024` before the body of an edit, or behind the sites of `train`."""
-    head = range(c.at - 1, max(c.at - _LONGEST_CONDITION, -1), -1)
-    first = next((i for i in head if c.tokens[i].type in {"WHERE", "AT"}), -1)
-    if c.statement not in {"EDIT", "TRAIN"} or first < 0 or c.tokens[first].type == "AT":
-        return None
-    if str(c.token) in {"and", "or"}:
-        help_ = "write one `where` for each condition, all of which hold: `where d(x) >= 1024 where layer < 6`"
-        return c.error("P025", f"{c.unexpected} does not join conditions", help_)
-    if c.type == "EQUAL":
-        return c.error("P025", f"{c.unexpected} is not a comparison", Suggestion("write `==`", "=", "=="))
-    if c.type == "COMPARISON" and not c.operand_missing:
-        return c.error("P025", "comparisons cannot be chained", "write one `where` for each comparison")
-    if c.allows("COMPARISON") and c.bracket in {"", "LBRACE"} and c.type in {"LBRACE", "PER", "WHERE"}:
-        return c.error("P025", c.expectation("a comparison"), "e.g. `where d(x) >= 1024`")
-    return None
-
-
-def _selector(c: ErrorContext) -> Error | None:
-    """A selector, its indices, and the brace behind it."""
-    if c.bracket == BRACES:
-        return _in_braces(c)
-    if c.type == "QUESTION" and c.statement in _WITH_SELECTOR:
-        help_ = "`?` ends one path or pattern, which may match nothing: `layer[*].ffn.gate?`"
-        return c.error("P016", f"unexpected `?` after {c.preceding}", help_)
-    if c.statement == "LET" and c.type == "LBRACE" and c.allows("BAR"):  # let a at layer[*].ffn { … }
-        help_ = "`let NAME at SELECTOR` is a name for sites; an equation stands in `edit NAME at SELECTOR { … }`"
-        return c.error("P016", f"unexpected `{{` after {c.preceding}", help_)
-    if c.previous_type == "QUESTION" and c.type in {"DOT", "LSQB"} and c.statement in _WITH_SELECTOR:
-        return c.error("P016", f"`?` ends an arm of a selector, found {c.unexpected} behind it", "write it at the end")
-    is_joined = c.bracket != "LPAR" and c.allows("DOT", "BAR")
-    if is_joined and c.type == "NAME" and c.previous_type == "RSQB":  # layer[*]ffn
-        return c.error("P016", f"expected `.` before {c.unexpected}")
-    in_head = c.statement in {"EDIT", "TRAIN", "APPLY"}
-    if in_head and c.allows("BAR", "MINUS") and (c.type in {"COMMA", "PLUS"} or str(c.token) in {"and", "or"}):
-        return c.error("P016", f"{c.unexpected} does not join selectors", _JOINS)
-    if in_head and c.previous is not None and str(c.previous) in {"not", "all"} and c.type == "NAME":
-        return c.error("P016", f"{c.preceding} is no part of a selector", _JOINS, at=c.previous)
-    if in_head and c.allows("DOT", "LSQB") and c.type == "LPAR" and c.next.type in {"NUMBER", "STAR"}:  # layer(0)
-        return c.error("P016", c.expectation("`[`"), f"an index stands in brackets: `{c.previous}[{c.next}]`")
-    if in_head and c.allows("DOT") and c.type == "SLASH":  # layer[*]/attn
-        return c.error("P016", c.expectation("`.`"), Suggestion("names are joined by `.`", "/", "."))
-    if (
-        c.allows("LBRACE")
-        and c.previous_type != "DOT"
-        and c.statement in {"EDIT", "METHOD"}
-        and c.bracket in {"", "LBRACE"}
-    ):
-        if str(c.token) == "where" and c.type == "NAME":  # in version 1, where it is a name
-            return _needs_version_2(c)
-        label = f"the body of the {c.statement.lower()} stands in braces"
-        is_scope = c.statement == "EDIT" and str(c.token).startswith("per")  # pertask
-        help_ = "write `per task`" if is_scope else _BODIES[c.statement]
-        return c.error("P010", c.expectation("`{`"), help_, label)
-    if c.previous_type == "DOT" and c.type == "STAR" and c.allows("DOUBLE_STAR"):  # layer.*.attn
-        owner = nearest(str(c.tokens[c.at - 2]), ("layer", "experts"))
-        help_ = f"all of them are `{owner}[*]`, one is `{owner}[0]`; " if owner else ""
-        help_ += "every module below is `**`, and a pattern on module names stands in quotes"
-        quotes = None if owner else c.quotes("AT")
-        return c.error("P016", c.expectation(f"a site after {c.preceding}"), help_, correction=quotes)
-    if c.allows("DOUBLE_STAR") and (c.allows("STRING") or c.previous_type == "DOT"):  # at { … }; layer.*
-        help_ = _SELECTORS.get(c.type, "`layer[*].attn.q` is the query projection of each layer")
-        if c.is_keyword and c.next.type != "NAME":
-            help_ = f"`{c.token}` is a keyword"
-        elif c.type == "BAR":
-            help_ = Suggestion("one `|` joins selectors", "|", "")
-        elif c.type == "LBRACE" and not c.is_list_of_names:
-            help_ = "name the sites: `at layer[*].ffn { h += … }`"
-        elif c.type == "NUMBER":
-            help_ = f"an index stands in brackets: `layer[{c.token}]`"
-        elif c.previous_type == "MINUS" and c.type == "COMPARISON":  # at layer[*] -> …
-            help_ = _BODIES["EDIT"]
-        wanted = "a selector" if c.allows("STRING") else "a site"
-        correction = c.quotes("AT") if c.type == "STAR" else None
-        return c.error("P016", c.expectation(f"{wanted} after {c.preceding}"), help_, correction=correction)
-    if c.bracket == "LSQB" and c.statement in {"EDIT", "TRAIN", "APPLY", "MOVED"}:
-        after_index = c.allows("RSQB") and c.previous_type in {"STAR", "NUMBER"}
-        if after_index or c.allows("DOT_DOT") or c.previous_type in {"MINUS", "DOT_DOT"}:
-            if c.type == "DOT" and c.previous_type == "DOT_DOT":  # layer[0...3]
-                return c.error("P017", "a range has two points, found `...`", Suggestion("write `..`", ".", ""))
-            help_ = "`3` is an index, `-1` the last, `*` all, `0..5` a range with both ends, `0, 2` two of them"
-            return c.error("P017", c.expectation("an index" if c.allows("STAR") else c.expected), help_)
-    return None
-
-
-def _in_braces(c: ErrorContext) -> Error:
-    """In `attn.{q, v}`."""
-    if c.type in ASSIGNMENTS:  # layer[*]. { h += … }
-        help_, brace = "name a site, or leave out the `.`", c.open_brackets[-1]
-        return c.error("P016", "expected a site after `.`, found `{`", help_, at=brace)
-    if not c.allows("COMMA"):
-        return c.error("P016", c.expectation("a site"), _ALTERNATIVES)
-    if c.type == "RBRACE":
-        help_ = "leave the braces out, or write several names: `{q, v}`"
-        return c.error("P016", "braces are for several names", help_, at=c.open_brackets[-1])
-    if c.type == "BAR" or str(c.token) in {"and", "or"}:
-        return c.error(
-            "P016", f"{c.unexpected} does not join names in braces", Suggestion("write `,`", str(c.token), ",")
-        )
-    return c.error("P008", f"expected `,` before {c.unexpected}", "names in braces are separated by commas")
 
 
 def _train_use_method(c: ErrorContext) -> Error | None:
@@ -325,12 +211,11 @@ def _expression(c: ErrorContext) -> Error | None:
     if c.type == "COMMA" and c.statement == "EQUATION" and not in_list:
         return c.error("P023", f"unexpected `,` after {c.preceding}", "equations need no separator")
     if c.type == "DOUBLE_STAR" and c.allows("STAR"):
-        return c.error("P023", "there is no power", "write a product, `x * x`")
+        return c.error("P023", "there is no power", _power(str(c.previous), str(c.next)))
     if c.type == "DOUBLE_STAR" and c.allows("RPAR"):
         return c.error("P015", c.expectation("an argument"), "each argument is written: `r=8`")
     if c.type == "QUESTION":
-        help_ = "`?` stands behind an arm of a selector; equations have no choices: write an edit for each"
-        return c.error("P023", f"unexpected `?` after {c.preceding}", help_)
+        return c.error("P023", f"unexpected `?` after {c.preceding}", f"`?` ends an arm of a selector; {NO_CHOICES}")
     if c.type == "EQUAL" and c.previous_type == "STRING" and c.bracket == "LPAR":
         name = str(c.previous).strip('"')
         help_ = Suggestion(f"the name of an argument has no quotes: `{name}=…`", str(c.previous), name)
@@ -338,12 +223,18 @@ def _expression(c: ErrorContext) -> Error | None:
     return None
 
 
+def _power(base: str, exponent: str) -> str:
+    """What to write for `base ** exponent`."""
+    if base.isdecimal() and exponent.isdecimal() and int(base) < 100 and int(exponent) <= 16:
+        return f"write the number: `{int(base) ** int(exponent)}`"
+    return "write a product, `x * x`"
+
+
 def _statement(c: ErrorContext) -> Error | None:
     """Arguments, statements in the wrong place, misspelled statements, missing operands."""
     is_condition = c.type == "IF" or str(c.token) in {"if", "else"}
     if is_condition and c.bracket in {"LPAR", "LSQB"} and c.allows("COMMA"):  # r=8 if …
-        help_ = "arguments have no conditions: write an edit for each case, or give a method the value"
-        return c.error("P023", f"{c.unexpected} is no part of an argument", help_)
+        return c.error("P023", f"{c.unexpected} is no part of an argument", _CASES)
     if c.type == "COMPARISON" and c.bracket == "LPAR" and c.previous_type == "NAME" and str(c.token) == "==":  # r==8
         return c.error("P023", "an argument is given by `=`, found `==`", Suggestion("write `=`", "==", "="))
     if c.type == "NAME" and str(c.token) in {"percent", "per"} and c.previous_type == "NUMBER":  # 2 percent
@@ -365,7 +256,8 @@ def _statement(c: ErrorContext) -> Error | None:
         help_ = "move it out of the method, or add the missing `}` above"
         return c.error("P014", f"{c.unexpected} cannot stand in a method", help_)
     if c.allows("EDIT") and c.type == "SLASH" and c.next.type in {"SLASH", "STAR", "DOUBLE_STAR"}:
-        return c.error("P013", f"`{c.token}{c.next}` begins no comment", _COMMENT)
+        comment = c.with_next()
+        return c.error("P013", f"`{comment}` begins no comment", _COMMENT, at=comment)
     if c.allows("EDIT") and c.type == "FROM" and str(c.tokens[min(c.at + 2, len(c.tokens) - 1)]) == "import":
         method = c.tokens[min(c.at + 3, len(c.tokens) - 1)]
         return c.error("P013", c.expectation("a statement"), f"write `use {method} from {c.next}`")
@@ -377,7 +269,7 @@ def _statement(c: ErrorContext) -> Error | None:
     if c.allows("EDIT") and c.type == "NAME" and c.bracket in {"", "LBRACE"}:  # edti a at …
         words = [text for terminal, text in keywords().items() if terminal in c.accepts and text in _TOP_LEVEL]
         if str(c.token) in (keywords()["FORM"], keywords()["MOVED"]):  # in version 1, where they are names
-            return _needs_version_2(c)
+            return needs_version_2(c)
         suggestion = nearest(str(c.token), words)
         help_ = (
             instead_of(str(c.token), suggestion) if suggestion else f"statements begin with {join_names(words, 'or')}"
@@ -392,9 +284,3 @@ def _statement(c: ErrorContext) -> Error | None:
             help_ = f"`{c.token}` is a keyword"
         return c.error("P015", c.expectation(f"{wanted} after {c.preceding}"), help_)
     return None
-
-
-def _needs_version_2(c: ErrorContext) -> Error:
-    version = Fix((Replacement(c.tokens[1].span, "2"),)) if c.tokens[0].type == "PEFT" else None
-    message = f"{c.unexpected} belongs to version 2 of the language"
-    return c.error("P028", message, NEED_VERSION_2, correction=version)
