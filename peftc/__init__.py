@@ -8,7 +8,7 @@ from peftc.diagnostics import Diagnostic, PeftcError, PeftcWarning
 
 if TYPE_CHECKING:
     from peftc.adapters import from_pretrained, fuse, load, push, save, warm_start
-    from peftc.attachment import AdapterStore, activate, adapter, attach, attached, combine, detach, swap
+    from peftc.attachment import AdapterStore, activate, adapter, attach, attached, combine, detach, reference, swap
     from peftc.compiler import compile, design, parse, plan, remove, sites
     from peftc.exchange import convert, export, import_adapter, inspect
     from peftc.explore import rewrite, trace
@@ -38,7 +38,17 @@ _HOMES = {
     "peftc.training.steps": ("StepCallback", "losses", "step"),
     "peftc.verification": ("verify",),
     "peftc.adapters": ("from_pretrained", "fuse", "load", "push", "save", "warm_start"),
-    "peftc.attachment": ("AdapterStore", "activate", "adapter", "attach", "attached", "combine", "detach", "swap"),
+    "peftc.attachment": (
+        "AdapterStore",
+        "activate",
+        "adapter",
+        "attach",
+        "attached",
+        "combine",
+        "detach",
+        "reference",
+        "swap",
+    ),
     "peftc.exchange": ("convert", "export", "import_adapter", "inspect"),
     "peftc.folding": ("fold",),
     "peftc.illustration": ("show",),
@@ -83,6 +93,7 @@ __all__ = [
     "parse",
     "plan",
     "push",
+    "reference",
     "remove",
     "rewrite",
     "save",

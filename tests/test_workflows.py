@@ -23,4 +23,11 @@ def test_a_workflow_runs(script: Path) -> None:
 
 
 def test_every_workflow_is_here() -> None:
-    assert [script.stem for script in SCRIPTS] == ["exchange", "merging", "sentences", "trainers", "trl_trainers"]
+    assert [script.stem for script in SCRIPTS] == [
+        "exchange",
+        "merging",
+        "preferences",
+        "sentences",
+        "trainers",
+        "trl_trainers",
+    ]
