@@ -24,7 +24,7 @@ from peftc.semantics.files import (
     collect_errors,
     folders_of,
 )
-from peftc.semantics.layer_values import check_version, differs
+from peftc.semantics.layer_values import check_version, differs, with_words
 from peftc.semantics.moves import moves_to
 from peftc.semantics.site_groups import bind_group, expand_selectors
 from peftc.semantics.substitute import (
@@ -176,8 +176,8 @@ class Expander:
         for let in (let for name in names for let in scope.shared.get(name, ())):
             if id(let) not in self._shared:
                 with collect_errors(self.errors, scope.spec):
-                    value = self._substitute(let.value, scope.constants)
-                    self._shared[id(let)] = replace(let, value=value, origin=scope.spec.source)
+                    bound = replace(let, value=self._substitute(let.value, scope.constants), origin=scope.spec.source)
+                    self._shared[id(let)] = with_words(bound, scope.callable_forms)
                     self._call_forms(self._shared[id(let)], scope)
                     expanded.append(self._shared[id(let)])
         return expanded
@@ -211,7 +211,7 @@ class Expander:
                 break
             errors = len(self.errors)
             with collect_errors(self.errors, scope.spec):
-                statement = expand_selectors(statement, groups)
+                statement = with_words(expand_selectors(statement, groups), scope.callable_forms)
                 check_version(statement, scope.spec, inner)
                 match statement:
                     case ast.SiteGroup():
@@ -222,7 +222,7 @@ class Expander:
                     case ast.Apply():
                         expanded += self._apply(statement, scope, inner, via)
                     case ast.Let() | ast.Edit() | ast.Train() | ast.Expect() | ast.Moved():
-                        statement = self._with_values(statement, inner)
+                        statement = with_words(self._with_values(statement, inner), scope.callable_forms)
                         self._spend(_cost(statement), statement.span)
                         self._call_forms(statement, scope)
                         expanded.append(replace(statement, origin=scope.spec.source, via=via))

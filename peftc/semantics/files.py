@@ -5,7 +5,7 @@ shared parameters.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -13,9 +13,11 @@ from pathlib import Path
 
 from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names, nearest
+from peftc.equations.table import forms_of
 from peftc.filesystem import resources
 from peftc.filesystem.bounded_read import check_path, printable_path, read_regular
 from peftc.filesystem.open_texts import exists, open_text
+from peftc.forms.form import Form
 from peftc.semantics.checks.definitions import bound_twice, check_definitions
 from peftc.semantics.site_groups import bind_group
 from peftc.semantics.substitute import Environment, is_constant, substitute
@@ -140,6 +142,10 @@ class Scope:
     shared: dict[str, list[ast.Let]] = field(default_factory=dict[str, list[ast.Let]])
     groups: dict[str, ast.Selector] = field(default_factory=dict[str, ast.Selector])
     lets: dict[str, ast.Let] = field(default_factory=dict[str, ast.Let])  # of the constants of the file
+
+    def callable_forms(self) -> Mapping[str, Form]:
+        """The forms that a statement of the file can call, by name."""
+        return forms_of(replace(self.spec, statements=tuple(self.forms.values())))
 
 
 class ScopeReader:

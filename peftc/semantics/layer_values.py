@@ -4,12 +4,13 @@ a site's layer, from 0. Each becomes one value before an edit is lowered at a si
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import plural
+from peftc.forms.form import Form
 from peftc.semantics.substitute import fold_operation
 from peftc.syntax import ast
 from peftc.syntax.lexer import NEED_VERSION_2
@@ -18,6 +19,8 @@ from peftc.syntax.vocabulary import LAYER
 from peftc.syntax.walk import children, differs_by_layer, map_children, values, walk
 
 Body = tuple[ast.Equation | ast.Let, ...]
+Statement = TypeVar("Statement", bound=ast.Statement)
+_NUMBERS = ("int", "float")  # types of arguments that take `layer` as the number
 
 
 class LayerNumber(NamedTuple):
@@ -98,7 +101,7 @@ def at_layer(value: ast.Expr, layer: LayerNumber | None, path: str) -> ast.Expr:
         return value
     match value:
         case ast.List(items):
-            return items[_in_stack(value, layer, path, len(items)).number]
+            return at_layer(items[_in_stack(value, layer, path, len(items)).number], layer, path)
         case ast.Name():
             return ast.Number(_in_stack(value, layer, path).number, span=value.span)
         case _:
@@ -117,6 +120,46 @@ def _in_stack(value: ast.Expr, layer: LayerNumber | None, path: str, length: int
         help_ = "write one value for each layer of the stack, from 0 on, those without a site included"
         raise PeftcError(Diagnostic("P321", message, value.span, label=count, notes=notes, help=help_))
     return layer
+
+
+def with_words(statement: Statement, forms: Callable[[], Mapping[str, Form]]) -> Statement:
+    """A statement in which `layer` is a word, where the argument of a form takes words.
+
+    Args: `forms`: those that the statement can call, by name; asked for where it has that name.
+    """
+    match statement:
+        case ast.Edit(body=body) if any(map(_has_layer, (line.value for line in body))):
+            known = forms()
+            return replace(statement, body=tuple(replace(line, value=_with_words(line.value, known)) for line in body))
+        case ast.Let(value=value) if _has_layer(value):
+            return replace(statement, value=_with_words(value, forms()))
+        case _:
+            return statement
+
+
+def _has_layer(value: ast.Expr) -> bool:
+    return any(node == ast.Name(LAYER) for node in walk(value))
+
+
+def _with_words(value: ast.Expr, forms: Mapping[str, Form]) -> ast.Expr:
+    value = map_children(value, lambda part: _with_words(part, forms))
+    if not isinstance(value, ast.Call) or value.function not in forms:
+        return value
+    form = forms[value.function]
+    types = {keyword.name: argument.type for keyword in value.kwargs if (argument := form.argument(keyword.name))}
+    words = {name for name, kind in types.items() if kind not in _NUMBERS}
+    kwargs = (replace(k, value=_as_word(k.value)) if k.name in words else k for k in value.kwargs)
+    return replace(value, kwargs=tuple(kwargs))
+
+
+def _as_word(value: ast.Expr) -> ast.Expr:
+    match value:
+        case ast.Name(name) if name == LAYER:
+            return ast.Word(name, span=value.span)
+        case ast.List(items):
+            return replace(value, items=tuple(map(_as_word, items)))
+        case _:
+            return value
 
 
 def check_version(statement: ast.Statement, spec: ast.Spec, environment: Mapping[str, ast.Expr | None]) -> None:
@@ -146,7 +189,7 @@ def _variant(value: ast.Expr, number: int) -> ast.Expr:
     match value:
         case ast.List(items):
             return items[min(number, len(items) - 1)] if items else value
-        case ast.Name(name):
-            return ast.Number(number, span=value.span) if name == LAYER else value
+        case ast.Name():
+            return ast.Number(number, span=value.span) if value == ast.Name(LAYER) else value
         case _:
             return fold_operation(map_children(value, lambda part: _variant(part, number)))

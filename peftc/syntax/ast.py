@@ -49,6 +49,11 @@ class Name(Node):
 
 
 @record()
+class Word(Name):
+    """`layer` in an argument that takes words, where it is not the number of the layer."""
+
+
+@record()
 class String(Node):
     """`"model.layers.*"`"""
 

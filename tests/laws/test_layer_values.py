@@ -15,12 +15,15 @@ from torch import Tensor, nn
 
 import peftc
 from peftc.diagnostics import PeftcError
+from peftc.forms import Argument
+from peftc.forms.registry import register, unregister
 from peftc.planning.report.html import plan_html
 from peftc.planning.report.plan import Plan
 from peftc.syntax.parser import parse_text
 from peftc.syntax.printer import print_spec
 from tests import zoo
 from tests.exchange.adapters import assert_same_outputs, in_peft
+from tests.forms.python_forms import LowRank
 from tests.laws.test_breaking import categories, findings
 
 # The selector without its layers, the equation with a list, and its value at each layer.
@@ -297,3 +300,71 @@ def test_what_breaks_adapters(old: str, new: str, kinds: set[str]) -> None:
     texts = [f"peft 2\nedit e at layer[*].attn.q {{ h += lora(x, {one}) }}" for one in (old, new)]
     for on_model in (False, True):
         assert categories(findings(*texts, on_model=on_model)) == kinds
+
+
+# A form whose argument `by` takes the word WORD.
+WITH_WORD = """peft 2
+form scaled(x, r, by = none) {
+    param A[r, d(x)] = kaiming
+    param B[d(out), r] = normal
+    f = B @ A @ x if by == none
+    f = 2 * B @ A @ x if by == WORD
+}
+"""
+USES_OF_A_WORD = {
+    "argument": "edit q at layer[*].attn.q { h += scaled(x, r=2 + layer, by=WORD) }",
+    "list": "edit q at layer[*].attn.q { h += scaled(x, r=2, by=[WORD, none, WORD]) }",
+    "let": "edit q at layer[*].attn.q { let y = scaled(x, by=WORD, r=2)  h += (1 + layer) * y }",
+    "inner": "edit q at layer[*].attn.q { h += scaled(lora(x, r=1 + layer), r=2, by=WORD) + scaled(x, r=2, by=WORD) }",
+    "shared": "let s = shared(scaled(r=2, by=WORD)) edit q at layer[*].attn.q { h += s(x) }",
+    "constant": "let way = WORD edit q at layer[*].attn.q { h += scaled(x, r=2, by=way) }",
+    "method": "method m(by = WORD) { edit q at layer[*].attn.q { h += scaled(x, r=2, by=by) } } apply m()",
+    "applied": "method m(by = none) { edit q at layer[*].attn.q { h += scaled(x, r=2, by=by) } } apply m(by=WORD)",
+}
+
+
+@pytest.mark.parametrize("use", USES_OF_A_WORD)
+def test_an_argument_that_takes_words_takes_the_word_layer(use: str, tmp_path: Path) -> None:
+    texts = [(WITH_WORD + USES_OF_A_WORD[use]).replace("WORD", word) for word in ("layer", "each")]
+    models = [base("llama") for _ in texts]
+    for text, model in zip(texts, models, strict=True):
+        peftc.compile(text, model, seed=0)
+    values = [run(model, "llama") for model in models]
+    assert torch.equal(*values)
+    plain = base("llama")
+    peftc.compile(WITH_WORD.replace("WORD", "each") + USES_OF_A_WORD[use].replace("WORD", "none"), plain, seed=0)
+    assert not torch.equal(run(plain, "llama"), values[0])
+    peftc.save(models[0], tmp_path)
+    again = base("llama")
+    peftc.load(tmp_path, again)
+    assert torch.equal(run(again, "llama"), values[0])
+
+
+class ByWord(LowRank):
+    name = "by_word"
+    arguments = (
+        *LowRank.arguments,
+        Argument("by", "choice", "what it is by", choices=("site", "layer"), default="site"),
+    )
+    module = "tests.forms.python_forms:LowRankModule"
+
+
+def test_a_python_form_takes_the_word_layer_in_version_1() -> None:
+    register(ByWord)
+    try:
+        plan = peftc.plan("peft 1 edit q at layer[*].attn.q { h += by_word(x, r=2, by=layer) }", base("llama"))
+        assert plan.totals.trained == 3 * 2 * (32 + 32)
+        with pytest.raises(PeftcError) as excinfo:
+            peftc.plan("peft 1 edit q at layer[*].attn.q { h += by_word(x, r=layer, by=layer) }", base("llama"))
+        assert [one.code for one in excinfo.value.diagnostics] == ["P028"]
+    finally:
+        unregister("by_word")
+
+
+@pytest.mark.parametrize("value", ["act=layer", "bias=layer", "act=[relu, layer, relu]"])
+def test_an_argument_that_takes_other_words_names_the_word(value: str) -> None:
+    with pytest.raises(PeftcError) as excinfo:
+        peftc.plan(f"peft 2 edit f at layer[*].ffn {{ h += adapter(x, r=2, {value}) }}", base("llama"))
+    (diagnostic,) = excinfo.value.diagnostics
+    assert diagnostic.code in {"P105", "P106"}
+    assert "`layer`" in diagnostic.message
