@@ -29,8 +29,8 @@ class BufferModule(EquationModule):
         self.is_known = False  # to be filled
 
     def adapter(self) -> tuple[str, ...]:
-        """The names of the tensors of an adapter."""
-        return self.place.buffers
+        """The names of the tensors of an adapter that are here, and not those of several sites."""
+        return tuple(name for name in self.place.buffers if name in self._buffers)
 
     def filling(self, adapters: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Each tensor of the form that adapters fill, and its values from n adapters."""

@@ -89,7 +89,9 @@ class TextForm(Form):
         has_tasks = any(map(is_of_task, self._lines()))
         shares_tasks = has_tasks and any(line.common for line in self._lines())
         if self.is_cross_layer or shares_tasks or ("site" in scopes and self.mixes_shapes):
-            self.common_module = CROSS_LAYER_MODULE if self.is_cross_layer else MODULE
+            has_buffers = any(scope_of(line) != "site" and line.value == ast.Name(BUFFER) for line in self._lines())
+            common_module = _MODULES[BUFFER] if has_buffers else MODULE
+            self.common_module = CROSS_LAYER_MODULE if self.is_cross_layer else common_module
             self.tasks_module, self.separates_tasks = MODULE if shares_tasks else "", has_tasks
         if selection is not None and selection.scope:
             words.remove(SELECTION)

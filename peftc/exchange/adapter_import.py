@@ -22,7 +22,7 @@ from peftc.equation_code.module import EquationModule, tensor_named
 from peftc.exchange.adapterhub import folder as hub_folder
 from peftc.exchange.adapterhub.folder import HubAdapter
 from peftc.exchange.adapterhub.reading import read_parts
-from peftc.exchange.adapterhub.site_parts import fill_sites, site_edits_of
+from peftc.exchange.adapterhub.site_parts import fill_sites, form_texts, site_edits_of
 from peftc.exchange.edited_model import Base, Model, open_model
 from peftc.exchange.peft_format import folder as peft_folder
 from peftc.exchange.peft_format.config import PeftConfig
@@ -111,7 +111,7 @@ def _import_from_adapterhub(
         read = read_parts(adapter, compiled.analysis.table, base.module)
         selectors = Selectors(compiled.analysis.table)
         edits = site_edits_of(read.parts, selectors)
-        texts = [edit.text for edit in edits] + trained_text(list(read.heads), selectors, "head")
+        texts = form_texts(edits) + [edit.text for edit in edits] + trained_text(list(read.heads), selectors, "head")
 
         def finish(module: nn.Module) -> None:
             fill_sites(module, edits)

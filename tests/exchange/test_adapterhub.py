@@ -48,6 +48,21 @@ SPECS = {
         "edit bottleneck at layer[*].ffn { h += scalar(init=1) * adapter(res, r=4, act=relu) }",
     ],
     "gpt2/lora_gated": ["edit lora at layer[*].attn.q | layer[*].attn.v { h += gate(x) * lora(x, r=2) }"],
+    "bert/dora": [
+        "edit lora at layer[*].attn.q | layer[*].attn.v | layer[*].ffn.down {",
+        "    let a = lowrank(r=2)",
+        "    let g = magnitude_ratio(w + a)",
+        "    w += 1.5 * a",
+        "    h *= g",
+        "}",
+    ],
+    "bert/mtl_lora": [
+        "edit lora at layer[*].attn.q | layer[*].attn.v {",
+        "    h += mtl_lora(x, r=2, n=2, sharpness=0.05, alpha=3)",
+        "}",
+    ],
+    "bert/loreft_tied": ["edit reft at layer[1] { h += loreft(h, r=2, first=2, last=2) }"],
+    "bert/direft": ["edit reft at layer[*] { h += reft(h, r=2, orthogonal=false, subtract=false, first=2) }"],
     "bert/head": [
         "edit bottleneck at layer[*].ffn { h += adapter(norm(h + res), r=4, act=relu) }",
         "train head = [w, b] at head",
@@ -57,7 +72,9 @@ SPECS = {
 
 @pytest.mark.parametrize("key", SPECS)
 def test_the_spec_is_what_a_person_would_write(key: str, tmp_path: Path) -> None:
-    assert imported(key, tmp_path / "ours").spec == "\n".join(["peft 2", "", *SPECS[key], ""])
+    spec = imported(key, tmp_path / "ours").spec
+    assert spec.startswith("peft 2\n\n")
+    assert spec[spec.index("edit ") :] == "\n".join([*SPECS[key], ""])
 
 
 def test_bits_are_those_of_the_file(tmp_path: Path) -> None:
@@ -95,7 +112,8 @@ REFUSALS: dict[str, tuple[str, str, Edit]] = {
     "no name": ("P803", "no name", lambda v, t: v.pop("name")),
     "a configuration by name": ("P802", "config", lambda v, t: v.update(config="pfeiffer")),
     "an empty union": ("P802", "configs", lambda v, t: v.update(config={"architecture": "union", "configs": []})),
-    "another architecture": ("P802", "architecture", lambda v, t: changed(v, architecture="reft")),
+    "another architecture": ("P802", "architecture", lambda v, t: changed(v, architecture="prompt_tuning")),
+    "ReFT without tensors": ("P803", "has none", lambda v, t: v.update(config={"architecture": "reft"})),
     "an unknown key": ("P802", "phantom", lambda v, t: changed(v, phantom=3)),
     "an activation": ("P802", "non_linearity", lambda v, t: changed(v, non_linearity="quick_gelu")),
     "an invertible adapter": ("P802", "inv_adapter", lambda v, t: changed(v, inv_adapter="nice")),
@@ -122,9 +140,19 @@ REFUSALS: dict[str, tuple[str, str, Edit]] = {
     "another module": ("P804", "no module", lambda v, t: t.update({KEY.replace("layer.1", "layer.7"): t.pop(KEY)})),
     "an unknown tensor": ("P802", "strange", lambda v, t: t.update({"strange": torch.zeros(2)})),
     "a tensor of ReFT": (
-        "P802",
-        "ReFT",
+        "P803",
+        "refts",
         lambda v, t: t.update({"bert.encoder.layer.0.reft_layer.refts.task.units.0.x": torch.zeros(2)}),
+    ),
+    "another tensor of ReFT": (
+        "P802",
+        "reft_layer",
+        lambda v, t: t.update({"bert.encoder.layer.0.reft_layer.refts.task.x": torch.zeros(2)}),
+    ),
+    "a prompt": (
+        "P802",
+        "embeddings",
+        lambda v, t: t.update({"bert.prompt_tuning.prompt_tunings.task.prompt_embedding.weight": torch.zeros(3, 16)}),
     ),
     "LoRA without tensors": ("P803", "has none", lambda v, t: v.update(config={"architecture": "lora"})),
 }
@@ -147,8 +175,20 @@ def test_refusals(case: str, tmp_path: Path) -> None:
 
 
 LOW_RANK = {
-    "dora": ("bert/lora", {"use_dora": True}, "P802"),
-    "vera": ("bert/lora", {"vera_d": 0.1}, "P802"),
+    "DoRA without tensors": ("bert/lora", {"use_dora": True}, "P803"),
+    "VeRA without tensors": ("bert/lora", {"vera_d": 0.1}, "P803"),
+    "DoRA with a gate": ("bert/dora", {"use_gating": True}, "P802"),
+    "DoRA of a scale": ("bert/ia3", {"use_dora": True}, "P802"),
+    "DoRA of a fused Linear": ("gpt2/lora", {"use_dora": True}, "P802"),
+    "DoRA of a mixture": ("bert/mtl_lora", {"use_dora": True}, "P802"),
+    "another matrix of a task": ("bert/mtl_lora", {"task_specific_matrix_type": "linear"}, "P802"),
+    "another rank of VeRA": ("bert/vera", {"r": 2}, "P803"),
+    "ReFT at no token": ("bert/loreft", {"prefix_positions": 0}, "P802"),
+    "ReFT with one unit": ("bert/loreft_pair", {"tied_weights": True}, "P803"),
+    "ReFT without the constraint": ("bert/loreft", {"orthogonality": False}, "P803"),
+    "another rank of ReFT": ("bert/loreft", {"r": 3}, "P803"),
+    "ReFT of fewer layers": ("bert/loreft", {"layers": [0]}, "P803"),
+    "another activation of ReFT": ("bert/loreft", {"non_linearity": "quick_gelu"}, "P802"),
     "another mode": ("bert/lora", {"composition_mode": "mean"}, "P802"),
     "another rank": ("bert/lora", {"r": 3}, "P803"),
     "a negative alpha": ("bert/lora", {"alpha": -1}, "P802"),
@@ -174,13 +214,35 @@ def test_refusals_of_other_types(case: str, tmp_path: Path) -> None:
     refused(code, lambda: peftc.import_adapter(tmp_path / "in", tmp_path / "ours", model=model), model)
 
 
-def test_a_shared_rule_that_the_library_did_not_save(tmp_path: Path) -> None:
-    shutil.copytree(FOLDER / "bert/compacter", tmp_path / "in")
+@pytest.mark.parametrize(("case", "name"), [("compacter", "phm_rule"), ("vera", "lora_A"), ("dvora", "lora_B")])
+def test_what_is_shared_and_the_library_did_not_save(case: str, name: str, tmp_path: Path) -> None:
+    shutil.copytree(FOLDER / "bert" / case, tmp_path / "in")
     file = tmp_path / "in/adapter.safetensors"
-    tensors = {key: one for key, one in load_file(file).items() if "phm_rule" not in key}
-    save_file(tensors, file)
+    save_file({key: one for key, one in load_file(file).items() if not key.endswith(f"task.{name}")}, file)
     diagnostic = refused("P803", lambda: peftc.import_adapter(tmp_path / "in", tmp_path / "ours", model=base("bert")))
-    assert "phm_rule" in diagnostic.message
+    assert name in diagnostic.message
+
+
+def test_interventions_of_an_encoder_and_a_decoder(tmp_path: Path) -> None:
+    """The library counts the tokens of the decoder by the mask of the encoder."""
+    shutil.copytree(FOLDER / "bert/noreft", tmp_path / "in")
+    file = tmp_path / "in/adapter.safetensors"
+    tensors = {key.replace("bert.encoder.layer", "model.encoder.layers"): one for key, one in load_file(file).items()}
+    save_file(tensors, file)
+    diagnostic = refused("P802", lambda: peftc.import_adapter(tmp_path / "in", tmp_path / "ours", model=base("bart")))
+    assert "the mask of the encoder" in diagnostic.message
+
+
+def test_direft_that_the_library_forgets_is_told(tmp_path: Path) -> None:
+    shutil.copytree(FOLDER / "bert/direft", tmp_path / "in")
+    file = tmp_path / "in/adapter_config.json"
+    values = json.loads(file.read_text())
+    assert values["config"].pop("subtract_projection") is False
+    file.write_text(json.dumps(values))
+    result = peftc.import_adapter(tmp_path / "in", tmp_path / "ours", model=base("bert"))
+    assert any("NoReFT" in note for note in result.notes)
+    assert "subtract" not in result.spec
+    assert "subtract=false" in imported("bert/direft", tmp_path / "direft").spec
 
 
 def test_a_head_of_the_library_is_not_left_out_silently(tmp_path: Path) -> None:

@@ -31,6 +31,23 @@ class HubPlaces:
         """Attentions and ffns inside of layers, in the order of the model."""
         return [site for site in self.sites.values() if site.steps_in_layer and site.steps[-1][0] in _OUTPUTS]
 
+    @cached_property
+    def layers(self) -> list[Site]:
+        return [site for site in self.sites.values() if site.steps[-1][0] == "layer"]
+
+    @property
+    def has_decoder_behind_encoder(self) -> bool:
+        """Whether tokens of two inputs pass layers."""
+        return {site.steps[0][0] for site in self.layers} >= {"encoder", "decoder"}
+
+    def layer(self, name: str) -> Site:
+        """The layer of that name. Raises: P804."""
+        module = self.module(name)
+        site = next((site for site in self.layers if site.module == module), None)
+        if site is None:
+            raise unfit(f"`{module}` is no layer of the model")
+        return site
+
     def module(self, name: str) -> str:
         """The module of that name, with a head around the model or without. Raises: P804."""
         names = [name, f"{self.prefix}.{name}", name.removeprefix(f"{self.prefix}."), name.partition(".")[2]]

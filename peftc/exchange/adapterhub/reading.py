@@ -11,7 +11,8 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names
 from peftc.exchange.adapterhub.bottlenecks import bottlenecks, is_bottleneck
 from peftc.exchange.adapterhub.folder import HEAD_CONFIG, HubAdapter
-from peftc.exchange.adapterhub.low_rank import low_rank
+from peftc.exchange.adapterhub.interventions import ARCHITECTURE, interventions
+from peftc.exchange.adapterhub.low_rank import ARCHITECTURES, low_rank
 from peftc.exchange.adapterhub.places import HubPlaces
 from peftc.exchange.adapterhub.prefixes import prefixes
 from peftc.exchange.adapterhub.site_parts import SitePart
@@ -20,12 +21,13 @@ from peftc.exchange.peft_format.folder import damaged
 from peftc.exchange.places import aliases
 from peftc.forms.module import has_values
 
-_ARCHITECTURES = ("lora", "prefix_tuning")
+_ARCHITECTURES = (*ARCHITECTURES, "prefix_tuning", ARCHITECTURE)
 _NONE = {
     "invertible_adapters": "an invertible adapter behind the embeddings",
-    "refts": "ReFT",
     "prompt_tunings": "a prompt behind the embeddings' norm and positions",
 }
+# The kinds of parts that tensors are of.
+_KINDS = {"adapters": {"bottleneck"}, "prefix_tunings": {"prefix"}, "loras": {"lora", "ia3"}, "refts": {"reft"}}
 
 
 @dataclass(eq=False)
@@ -48,11 +50,12 @@ def read_parts(adapter: HubAdapter, table: SiteTable, model: nn.Module) -> HubPa
             raise refusal("inv_adapter", config.values["inv_adapter"], "there is no equation for it")
         config.seen.add("architecture")
     places = HubPlaces(table, model)
-    parts = [*prefixes(adapter, places), *bottlenecks(adapter, places), *low_rank(adapter, places)]
+    readers = (prefixes, bottlenecks, low_rank, interventions)
+    parts = [part for read in readers for part in read(adapter, places)]
     if not parts:
         raise damaged("the adapter has no tensors")
     unused = {one.kind for one in parts}
-    for holder, kinds in (("adapters", {"bottleneck"}), ("prefix_tunings", {"prefix"}), ("loras", {"lora", "ia3"})):
+    for holder, kinds in _KINDS.items():
         if next(adapter.of(holder), None) is not None and not kinds & unused:
             raise damaged(f"the adapter has tensors of {holder}, and the configuration has none")
     return HubParts(parts, _heads(adapter, model))

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from peftc.adapters.loading import check_tensors
+from peftc.adapters.loading import check_tensors, notify_forms
 from peftc.addressing.sites import Site
+from peftc.equation_code.buffer_module import FILLED, BufferModule
 from peftc.exchange.selector_text import Selectors
 from peftc.exchange.spec_text import statement, unfit
 from peftc.installation.record import Installation, installation_of
@@ -18,12 +19,15 @@ from peftc.planning.ir import SiteEdit
 
 @dataclass(frozen=True, eq=False)
 class SitePart:
-    """What an adapter has at a site. `tensors`: by `form.parameter`."""
+    """What an adapter has at a site. `tensors`: by `form.parameter`. `forms`: the texts of forms
+    that the equations call, and that are none of peftc's own.
+    """
 
     kind: str
     site: Site
     equations: tuple[str, ...]
     tensors: Mapping[str, Tensor]
+    forms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +69,12 @@ def _arms(selectors: Selectors, modules: list[str], step: str) -> list[str]:
     return text.split(" | ")
 
 
+def form_texts(edits: Iterable[SiteEdits]) -> list[str]:
+    """Each form that edits call, once."""
+    parts = (part for edit in edits for part in edit.parts.values())
+    return [f"{text}\n" for text in dict.fromkeys(form.strip() for part in parts for form in part.forms)]
+
+
 @torch.no_grad()
 def fill_sites(model: nn.Module, edits: list[SiteEdits]) -> int:
     """Gives the parameters of forms the tensors themselves, in their dtypes. Raises: P804.
@@ -85,23 +95,31 @@ def fill_sites(model: nn.Module, edits: list[SiteEdits]) -> int:
             filled.add(saved)
     if parts:
         raise unfit(f"`{next(iter(parts))[1]}` is not among the sites that the edits change")
+    for form in model.modules():
+        if isinstance(form, BufferModule):
+            form.get_buffer(FILLED).fill_(True)
+    notify_forms(model)
     return len(filled)
 
 
-def site_parameters(
-    model: nn.Module, record: Installation, site_edit: SiteEdit
-) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """The parameters of an edit at a site, also those that other sites have, too: the name under
-    which each is saved, and `form.parameter`.
+def site_parameters(model: nn.Module, record: Installation, site_edit: SiteEdit) -> Iterator[tuple[str, str, Tensor]]:
+    """The parameters of an edit at a site, also those that other sites have, too, and its buffers:
+    the name under which each is saved, and `form.parameter`.
     """
     for instance in site_edit.instances:
         for owner in dict.fromkeys((site_edit.owner_path, instance.owner)):
             place = record.form_modules.get(f"{site_edit.edit}/{owner}/{instance.key}")
-            for name, parameter in model.get_submodule(place).named_parameters() if place is not None else ():
+            for name, parameter in _saved(model.get_submodule(place)) if place is not None else ():
                 yield f"{site_edit.edit}/{owner}/{instance.key}.{name}", f"{instance.key}.{name}", parameter
 
 
-def assign(parameter: nn.Parameter, tensor: Tensor, name: str) -> None:
+def _saved(form: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from form.named_parameters()
+    if isinstance(form, BufferModule):
+        yield from ((name, form.get_buffer(name)) for name in form.adapter())
+
+
+def assign(parameter: Tensor, tensor: Tensor, name: str) -> None:
     """Raises: P561 for infinite or NaN values, P804 for another shape."""
     if parameter.numel() != tensor.numel():
         raise unfit(f"`{name}` is {list(tensor.shape)} in the adapter, and {list(parameter.shape)} is expected")

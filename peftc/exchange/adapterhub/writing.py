@@ -16,16 +16,13 @@ from torch import Tensor
 
 from peftc.addressing.sites import Site, SiteTable
 from peftc.diagnostics import PeftcError
-from peftc.exchange.adapterhub import bottleneck_writer, low_rank_writer, prefix_writer
-from peftc.exchange.adapterhub.bottleneck_writer import write_bottlenecks
 from peftc.exchange.adapterhub.edit_parts import NAME, EditPart, Written, edit_parts
 from peftc.exchange.adapterhub.folder import HubAdapter, hub_adapter
-from peftc.exchange.adapterhub.low_rank_writer import write_low_rank
 from peftc.exchange.adapterhub.places import HubPlaces
-from peftc.exchange.adapterhub.prefix_writer import write_prefixes
 from peftc.exchange.adapterhub.reading import read_parts
-from peftc.exchange.adapterhub.site_parts import SitePart, site_edits_of
+from peftc.exchange.adapterhub.site_parts import SitePart, form_texts, site_edits_of
 from peftc.exchange.adapterhub.terms import text
+from peftc.exchange.adapterhub.writers import bottlenecks, interventions, low_rank, prefixes
 from peftc.exchange.edited_model import Base
 from peftc.exchange.lora_export import no_form
 from peftc.exchange.selector_text import Selectors
@@ -81,7 +78,7 @@ def hub_export(base: Base) -> HubExport:
 
 
 def _written(parts: Sequence[EditPart], places: HubPlaces) -> tuple[list[Written], list[str]]:
-    own: dict[str, list[EditPart]] = {"prefix_tuning": [], "bottleneck": [], "lora": []}
+    own: dict[str, list[EditPart]] = {"prefix_tuning": [], "bottleneck": [], "lora": [], "reft": []}
     paths = Counter[tuple[str, str]]()
     for part in parts:
         kind = _kind(part)
@@ -89,22 +86,25 @@ def _written(parts: Sequence[EditPart], places: HubPlaces) -> tuple[list[Written
         if paths[kind, part.site.path] > 1:
             raise part.no_form(f"`{part.site.path}` has another edit, and the library has one of a kind there")
         own[kind].append(part)
-    written = [write_prefixes(own["prefix_tuning"], places)] if own["prefix_tuning"] else []
-    written += write_bottlenecks(own["bottleneck"], places)
-    written += [write_low_rank(own["lora"], places)] if own["lora"] else []
+    written = [prefixes.write_prefixes(own["prefix_tuning"], places)] if own["prefix_tuning"] else []
+    written += bottlenecks.write_bottlenecks(own["bottleneck"], places)
+    written += [low_rank.write_low_rank(own["lora"], places)] if own["lora"] else []
+    written += [interventions.write_interventions(own["reft"], places)] if own["reft"] else []
     return written, [kind for kind, members in own.items() if members]
 
 
 def _kind(part: EditPart) -> str:
-    if part.forms & prefix_writer.FORMS:
+    if part.forms & prefixes.FORMS:
         return "prefix_tuning"
-    if part.forms & bottleneck_writer.FORMS:
+    if part.forms & bottlenecks.FORMS:
         return "bottleneck"
-    if part.forms & low_rank_writer.FORMS:
+    if part.forms & low_rank.FORMS:
         return "lora"
+    if part.forms & interventions.FORMS:
+        return "reft"
     if "prompt" in part.forms:
         raise part.no_form(_PROMPT)
-    raise part.no_form("AdapterHub has bottlenecks, Compacter, prefixes, LoRA and (IA)³")
+    raise part.no_form("AdapterHub has bottlenecks, Compacter, prefixes, LoRA, VeRA, DoRA, MTL-LoRA, (IA)³ and ReFT")
 
 
 def _check_names(edit: str, places: HubPlaces) -> None:
@@ -142,7 +142,7 @@ def _check_reading(adapter: HubAdapter, parts: Sequence[EditPart], table: SiteTa
     edit = parts[0].edit
     try:
         read = site_edits_of(read_parts(adapter, table, base.module).parts, Selectors(table))
-        statements = "\n".join(one.text for one in read)
+        statements = "\n".join([*form_texts(read), *(one.text for one in read)])
         planned = make_plan(expand(parse_text(f"peft 2\n{statements}\n"), include=None), table)
     except PeftcError as error:
         raise no_form(edit, error.diagnostics[0].message) from error

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 FOLDER = Path(__file__).parent / "recorded"
 NAMES = "names.json"  # the configurations of the library by its names for them
+COUNTS = "counts.json"  # how many parameters the library trains
 _ENCODER: dict[str, Any] = {
     "hidden_size": 16,
     "num_hidden_layers": 2,
@@ -71,5 +72,18 @@ def base(name: str) -> Any:
 
 def output(name: str, model: Any) -> torch.Tensor:
     with torch.no_grad():
-        result = model(**inputs(name))
+        return _forward(name, model)
+
+
+def _forward(name: str, model: Any) -> torch.Tensor:
+    result = model(**inputs(name))
     return result.last_hidden_state if "logits" not in result else result.logits
+
+
+def gradients(name: str, model: Any, parameters: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Of a loss with another weight for each number of the output, by the names of parameters."""
+    value = _forward(name, model)
+    loss = (value * torch.linspace(-1, 1, value.numel(), dtype=value.dtype).view(value.shape)).sum()
+    names = [one for one, parameter in parameters.items() if parameter.requires_grad]
+    values: Any = torch.autograd.grad(loss, [parameters[one] for one in names], allow_unused=True)
+    return {one: torch.zeros_like(parameters[one]) if g is None else g for one, g in zip(names, values, strict=True)}

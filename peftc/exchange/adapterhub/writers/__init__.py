@@ -1,0 +1,1 @@
+"""What writes the configurations and tensors of AdapterHub's library, by kinds of adapters."""
