@@ -24,6 +24,7 @@ from peftc.installation.record import Installation, installation_of, is_installe
 from peftc.models import settings
 from peftc.models.identity import VERSION, any_name, fingerprint_of, identity, parameter_count
 from peftc.modules.offload import offloaded_error, offloaded_parameters
+from peftc.modules.packed import packed_names
 from peftc.rewriting.edits import CONTAINER, SHARED
 
 _LISTED = 5  # differences of the configuration
@@ -61,7 +62,8 @@ def describe_base(
     first: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if keep(n)}
     if values is not None:  # others do not take part in a collective call
         first = {n: values.get(n, p) for n, p in first.items() if n in values or not is_sharded(p)}
-    sample = samples(first, {n: VALUES for n in first if n not in trained})
+    packed = packed_names(model)
+    sample = samples(first, {n: VALUES for n in first if n not in trained and n not in packed})
     every = {n: p for n, p in model.named_parameters(remove_duplicate=False) if keep(n)}
     configuration = facts["configuration"]
     return Base(
@@ -75,7 +77,7 @@ def describe_base(
         configured=tuple(sorted(settings.not_default(configuration, settings.defaults(model)))),
         tied=facts["tied"],
         tensors={
-            name: BaseTensor(shape=tuple(p.shape), dtype=dtype_name(p), sample=finite(sample.get(name)))
+            name: BaseTensor(shape=tuple(packed.get(name, p.shape)), dtype=dtype_name(p), sample=finite(sample.get(name)))
             for name, p in every.items()
         },
         origin=origin_of(model),
@@ -130,7 +132,10 @@ def _list_parameters(names: list[str]) -> str:
 def distance_from(base: Base, model: nn.Module) -> Distance:
     """The distance of a model's weights, before any training, from the described ones."""
     originals = installation_of(model).originals if is_installed(model) else dict[str, Tensor]()
-    return distance(base.tensors, {name: originals.get(name, p.detach()) for name, p in model.named_parameters()})
+    packed = packed_names(model)
+    here = {name: originals.get(name, p.detach()) for name, p in model.named_parameters()}
+    # codes are no values, in whatever dtype they are stored
+    return distance(base.tensors, {name: p.view(torch.uint8) if name in packed else p for name, p in here.items()})
 
 
 class Distance(NamedTuple):

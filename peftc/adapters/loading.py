@@ -30,7 +30,6 @@ from peftc.installation.contents import parameters, states
 from peftc.installation.record import InstalledSpec
 from peftc.installation.spec_names import free_name, prefixed, task_names
 from peftc.models.samples import joint_sample
-from peftc.models.skeleton import packed_weight
 from peftc.modules.offload import offloaded_parameters
 from peftc.planning.planner import PlanResult
 from peftc.semantics.expand import expand
@@ -240,7 +239,7 @@ def check_base(adapter: Adapter, model: nn.Module, other_weights: bool = False, 
     require_values((n, p) for n, p in model.named_parameters() if n not in offloaded)
     if notes := differences(adapter.base, model):
         message = f"the adapter was saved for another base ({adapter.base.id}, {adapter.base.parameters:,} parameters)"
-        raise PeftcError(Diagnostic("P523", message, notes=tuple(notes), help=packed_weight(model)))
+        raise PeftcError(Diagnostic("P523", message, notes=tuple(notes)))
     if not other_weights:
         check_weights(adapter.base, distance_from(adapter.base, model), strict)
 

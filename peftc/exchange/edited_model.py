@@ -24,7 +24,7 @@ from peftc.merging.base_model import BaseModel, load_adapters, open_base
 from peftc.merging.checkpoint import placeholder
 from peftc.models.skeleton import meta_model
 from peftc.models.sources import ModelSource, has_local_weights, resolve
-from peftc.runtime.parameters import as_matrix, dense
+from peftc.runtime.parameters import as_matrix, dense_parameter
 
 Model = str | PathLike[str] | nn.Module
 
@@ -44,7 +44,7 @@ class Base:
         """The rows of a weight, in float64. Raises: P806."""
         name = parameter_name(ref)
         with self.values([name]):
-            value = dense(self.module.get_parameter(name).detach())
+            value = dense_parameter(self.module.get_submodule(ref.module), ref.attribute)
             value = as_matrix(value, ref.layout.order, ref.layout.rows) if ref.layout is not None else value
             value = value.t() if ref.transposed else value
             return rows_of_site(value, ref).flatten(0, 1).to(torch.float64, copy=True)
@@ -53,7 +53,7 @@ class Base:
         """The weight (out, in) of a Linear without edits, in its dtype. Raises: P806."""
         with self.values([f"{module}.weight"]):
             owner = self.module.get_submodule(module)
-            value = dense(self.module.get_parameter(f"{module}.weight").detach()).clone()
+            value = dense_parameter(owner, "weight").clone()
             return value.t() if isinstance(owner, Conv1D) else value
 
     @contextmanager

@@ -16,11 +16,13 @@ from torch.utils._python_dispatch import (
 )
 
 from peftc.fakes.library_hooks import HOOKS, copy_library_hooks
+from peftc.fakes.packed_linears import as_linear
 from peftc.fakes.repeated_layers import IMMUTABLE, copied_class
 from peftc.fakes.shape_mode import ShapeMode
 from peftc.modules.instance_forward import FORWARD, class_and_attributes
 from peftc.modules.memory import MEMORY, Memory, memory_of
 from peftc.modules.offload import is_dispatched
+from peftc.modules.packed import PACKED, packed_dtype, packed_shape, packed_shapes
 from peftc.modules.torch_attributes import ATTRIBUTES, TABLES
 from peftc.modules.walk import modules_in
 
@@ -59,8 +61,11 @@ def as_fake(
         return tensor
     is_plain_meta = tensor.is_meta and not isinstance(tensor, FakeTensor)
     device = device or (torch.device("cpu") if is_plain_meta else tensor.device)
-    dtype = torch.float32 if widen and tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
-    return fake_like(tensor, mode, dtype, device, () if is_plain_meta else memory_of(tensor))
+    return fake_like(tensor, mode, _dtype(tensor.dtype, widen), device, () if is_plain_meta else memory_of(tensor))
+
+
+def _dtype(dtype: torch.dtype, widen: bool) -> torch.dtype:
+    return torch.float32 if widen and dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def fake_like(
@@ -75,6 +80,14 @@ def fake_like(
         vars(fake)[MEMORY] = memory
     if type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter):  # the latter is slow
         vars(fake)["_is_param"] = True  # makes a tensor subclass an instance of `nn.Parameter`
+    return fake
+
+
+def _stand_in(weight: Any, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """A fake parameter (out, in) in the place of a fake packed one."""
+    meta = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), weight.requires_grad)
+    fake = fake_like(meta, weight.fake_mode, dtype, weight.fake_device, ())
+    vars(fake)[PACKED] = True
     return fake
 
 
@@ -101,8 +114,9 @@ def copy_model(
     """
     dispatched = whole and is_dispatched(model, leaves)
     copier = _CopyAsFake(mode, widen, torch.device("cpu") if dispatched else None)
+    modules = modules_in(model, leaves)
     memo: dict[int, Any] = {}
-    for module in modules_in(model, leaves):
+    for module in modules:
         # `Parameter.__deepcopy__` does not reach the function mode, so parameters are copied here.
         own = vars(module)
         parameters = [*own["_parameters"].values()]
@@ -113,10 +127,13 @@ def copy_model(
                 memo[id(p)] = copier.fake(p)
         if any(map(own.get, HOOKS)):
             memo |= {id(own[name]): OrderedDict[int, Any]() for name in HOOKS if own.get(name)}
+    if packed := packed_shapes(modules):
+        dtype = packed_dtype(modules)
+        memo |= {number: _stand_in(memo[number], shape, copier.dtype(dtype)) for number, shape in packed.items()}
     with copier:
         new = _ModuleCopier(memo, leaves).module(model)
         if whole:  # hooks in a part report to the call of the whole model, which may be running
-            copy_library_hooks(model, modules_in(model, leaves), memo)
+            copy_library_hooks(model, modules, memo)
     return new, memo
 
 
@@ -167,6 +184,9 @@ class _CopyAsFake(TorchFunctionMode):
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         return as_fake(tensor, self.mode, self.widen, self.device)
 
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return _dtype(dtype, self.widen)
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -183,6 +203,7 @@ class _ModuleCopier:
     def __init__(self, memo: dict[int, Any], leaves: Container[int] = ()) -> None:
         self.memo, self.leaves = memo, leaves
         self.classes: dict[type[nn.Module], type[nn.Module] | None] = {}
+        self.linears: dict[type[nn.Module], type[nn.Module]] = {}  # of packed Linears
 
     def module(self, module: nn.Module) -> nn.Module:
         if id(module) in self.memo:
@@ -195,6 +216,8 @@ class _ModuleCopier:
         if FORWARD in attributes:
             patched, attributes = class_and_attributes(module)
             cls = patched if cls is kind else cls
+        if packed_shape(module) is not None:
+            cls = self.linears.setdefault(cls, as_linear(cls))
         self.memo[id(module)] = new = cls.__new__(cls)
         copies = vars(new)
         for name, value in attributes.items():

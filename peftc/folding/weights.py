@@ -22,6 +22,7 @@ from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.completeness import active_installation
 from peftc.installation.journal import Journal, transaction
 from peftc.modules.memory import storage_id
+from peftc.modules.packed import packed_shape
 from peftc.observation.parameter_uses import parameter_views
 from peftc.planning.foldability.affine import FoldTarget, fold_target, scales_output
 from peftc.planning.foldability.check import check_foldability
@@ -123,6 +124,9 @@ class Folding:
             return None  # whether it can have the new value, the value tells
         if parameter is None:
             return f"`{name}` is computed from other parameters"
+        if attribute == "weight" and packed_shape(self.model.get_submodule(owner)) is not None:
+            way_out = "`peftc.merge` with `dequantize=True` folds into its files"
+            return f"`{name}` is packed ({type(parameter).__name__}): {way_out}"
         if is_quantised(parameter):
             if self.dequantize and is_linear_module(self.model.get_submodule(name.rpartition(".")[0])):
                 return None

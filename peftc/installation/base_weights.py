@@ -9,9 +9,10 @@ from torch import nn
 from peftc.addressing.sites import Site, WeightRef
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.modules.offload import offloaded_value
+from peftc.modules.packed import packed_names
 from peftc.rewriting.legality.preconditions import missing_values
 from peftc.rewriting.node_builder import row_arguments
-from peftc.runtime.parameters import as_matrix, dense, is_quantised, rows_of, stacked_slice
+from peftc.runtime.parameters import as_matrix, dense, dense_parameter, is_quantised, rows_of, stacked_slice
 
 
 class BaseWeights(Mapping[str, torch.Tensor]):
@@ -29,7 +30,7 @@ class BaseWeights(Mapping[str, torch.Tensor]):
         module = self.model.get_submodule(ref.module)
         stored: torch.Tensor = getattr(module, ref.attribute)
         value = offloaded_value(module, ref.attribute) if stored.is_meta else None
-        weight = view_of(dense(stored if value is None else value), ref).detach()
+        weight = view_of(dense_parameter(module, ref.attribute) if value is None else dense(value), ref).detach()
         if weight.is_meta:
             raise PeftcError(missing_values([f"{key} of {self.form}"], "the initial values are computed from it"))
         return weight
@@ -55,11 +56,13 @@ def view_of(tensor: torch.Tensor, ref: WeightRef) -> torch.Tensor:
     return rows_of(tensor, 0, *row_arguments(ref.rows, tensor.shape[0]))
 
 
-def refuse_quantised(parameters: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
+def refuse_quantised(model: nn.Module, parameters: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
     """Raises: P542 for parameters that are stored in few bits: no training step can change them."""
+    names = tuple(names)
+    packed = packed_names(model) if names else ()
     for name in names:
         parameter = parameters[name]
-        if is_quantised(parameter) or not parameter.is_floating_point():
+        if is_quantised(parameter) or not parameter.is_floating_point() or name in packed:
             kind = type(parameter.data).__name__ if is_quantised(parameter) else parameter.dtype
             help_ = "change it by an edit, such as `h += lora(x, r=8)`, and leave it as it is"
             raise PeftcError(Diagnostic("P542", f"`{name}` is quantised ({kind}) and cannot be trained", help=help_))

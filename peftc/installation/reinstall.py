@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from peftc.concurrency.context import Choice, ChoiceVar
-from peftc.diagnostics import PeftcError
+from peftc.diagnostics import PeftcError, warn
 from peftc.forms.module import FormModule
 from peftc.forms.tasked_module import Chosen
 from peftc.installation.base_weights import refuse_quantised
@@ -28,6 +28,7 @@ from peftc.installation.edited_classes import (
 from peftc.installation.journal import Journal, transaction
 from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed
 from peftc.modules.offload import offloaded_error, offloaded_parameters
+from peftc.modules.packed import repacking
 from peftc.modules.walk import all_named_modules, named_modules, named_parameters
 from peftc.planning.planner import PlanResult
 from peftc.rewriting.edits import SHARED
@@ -88,7 +89,7 @@ class TrainedParameters:
             why = "what `train` names is kept as it is before training"
             is_offloaded = offloaded_parameters(before.model).issuperset(meta)
             raise PeftcError(offloaded_error(meta, why) if is_offloaded else missing_values(meta, why))
-        refuse_quantised(self.parameters, self.new)
+        refuse_quantised(before.model, self.parameters, self.new)
         values = known | {n: self.parameters[n].detach().clone() for n in self.new}
         self.originals = {n: values[n] for n in names}
 
@@ -130,6 +131,8 @@ def reinstall(
     them if they are not drawn.
     """
     before, planned = Snapshot(model), compilation.planned
+    if (warning := repacking(before.base_modules or ())) is not None:
+        warn(warning)
     trained = TrainedParameters(before, planned)
     flags = dict(requires_grad or before.base_requires_grad)
     chosen = Chosen(tasks, before.choice)

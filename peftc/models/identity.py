@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from peftc.models.settings import settings
 from peftc.modules.lazy_children import lazy_children
 from peftc.modules.memory import distinct_entries, memory_of, overlapping, overlaps_itself
+from peftc.modules.packed import packed_shapes
 from peftc.modules.walk import (
     Named,
     all_named_buffers,
@@ -55,12 +57,13 @@ def parameters_of(model: nn.Module, keep: Callable[[str], bool] = any_name) -> N
 def parameter_count(
     model: nn.Module, keep: Callable[[str], bool] = any_name, parameters: NamedParameters | None = None
 ) -> int:
-    """The number of scalars; shared memory counts once."""
+    """The number of scalars; shared memory counts once, and packed weights as what they stand for."""
+    packed = packed_shapes(model.modules()) if parameters is None else {}
     parameters = parameters_of(model, keep) if parameters is None else parameters
     own = list({id(parameter): parameter for _, parameter in parameters}.values())
     groups = overlapping(own)
     shared = {i for group in groups for i in group}
-    alone = sum(p.numel() for i, p in enumerate(own) if i not in shared)
+    alone = sum(prod(packed.get(id(p), p.shape)) for i, p in enumerate(own) if i not in shared)
     return alone + sum(distinct_entries([own[i] for i in group]) for group in groups)
 
 
@@ -106,13 +109,16 @@ def identity(
     parameters: NamedParameters | None = None,
     tied: Ties | None = None,
 ) -> dict[str, Any]:
-    """What tells a base model from others, as JSON values. Version 1 has no `configuration`."""
+    """What tells a base model from others, as JSON values. Version 1 has no `configuration`. A packed
+    weight has the shape of the matrix that it stands for.
+    """
+    packed = packed_shapes(model.modules()) if parameters is None else {}
     parameters = parameters_of(model, keep) if parameters is None else parameters
     config = getattr(model, "config", None)
     values: dict[str, Any] = {
         "type": getattr(config, "model_type", None) or type(model).__name__,
         "facts": {name: value for name in _FACTS if isinstance(value := _config_value(config, name), (int, str))},
-        "parameters": {name: list(p.shape) for name, p in parameters},
+        "parameters": {name: list(packed.get(id(p), p.shape)) for name, p in parameters},
         "tied": tied_groups(model, keep, parameters) if tied is None else tied,
     }
     return values if version == 1 else values | {"configuration": settings(model)}

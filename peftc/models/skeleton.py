@@ -174,24 +174,7 @@ def check_runs(source: ModelSource, sample: Mapping[str, Any] | None) -> None:
             help_ = "the analysis runs on tensors without data: make an operation of this code, and give it a fake "
             help_ += "implementation by `torch.library.register_fake`"
             raise PeftcError(Diagnostic("P509", message, notes=stop_notes(error), help=help_)) from error
-        if (help_ := packed_weight(fake)) is not None:
-            message = f"{source.id} cannot be analysed: the analysis runs on weights without data"
-            raise PeftcError(Diagnostic("P509", message, notes=stop_notes(error), help=help_)) from error
         if sample is None:
             message = f"{source.id} does not run on the sample that was made from its configuration"
             diagnostic = Diagnostic("P507", message, notes=notes, help="give a sample: `sample={name: tensor}`")
         raise PeftcError(diagnostic) from error
-
-
-def packed_weight(model: nn.Module) -> str | None:
-    """What to do where the weight of a Linear is packed into whole numbers, which its class alone
-    reads, as those of bitsandbytes do; None where none is.
-    """
-    for name, module in model.named_modules():
-        weight = vars(module)["_parameters"].get("weight") if isinstance(module, nn.Linear) else None
-        if weight is not None and not weight.is_floating_point():
-            stored = (
-                f"`{name}.weight` is packed as {str(weight.dtype).removeprefix('torch.')} by {type(module).__name__}"
-            )
-            return f"{stored}: quantise the base by torchao, or load it in full; `merge --dequantize` takes its files"
-    return None

@@ -3,9 +3,11 @@
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from peftc.equation_code.functions import add_to, cast_like, upcast
+from peftc.modules.packed import packed_shape, unpacked_weight
 
 Rows = tuple[int, int, int, int, int]
 """(base, count, stride, start, stop): rows [start, stop) of `count` blocks of `stride` rows."""
@@ -19,6 +21,12 @@ def is_quantised(weight: torch.Tensor) -> bool:
 def dense(weight: torch.Tensor) -> torch.Tensor:
     """The parameter's values as an ordinary tensor."""
     return weight.dequantize() if is_quantised(weight) else weight
+
+
+def dense_parameter(module: nn.Module, name: str) -> torch.Tensor:
+    """The values of a module's own parameter as an ordinary tensor. Raises: P437."""
+    is_packed = name == "weight" and packed_shape(module) is not None
+    return unpacked_weight(module) if is_packed else dense(getattr(module, name).detach())
 
 
 def full_precision(weight: torch.Tensor) -> torch.Tensor:

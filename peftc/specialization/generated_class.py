@@ -33,7 +33,7 @@ from peftc.specialization.call_paths import CallPaths, CallTraces
 from peftc.specialization.code_printer import OtherPath, function_body
 from peftc.specialization.expressions import call_arguments, conjunction, function, is_wrapped, write_dispatch
 from peftc.specialization.names import FIXED_NAMES, GlobalNames
-from peftc.specialization.tensor_reads import READ, compile_reads, read
+from peftc.specialization.tensor_reads import READ, compile_reads, read, unpack_weights
 from peftc.specialization.visible_children import child_members
 from peftc.tracing.bytecode import reachable_code
 from peftc.tracing.module_calls import bind_arguments
@@ -268,6 +268,7 @@ class GeneratedClass:
         insert_edits(inserter, self.edits)
         distribute_products(traced.graph, inserter.numbers)
         join_low_rank_terms(traced.graph, inserter.numbers)
+        unpack_weights(traced.graph)
 
     @property
     def source(self) -> str:

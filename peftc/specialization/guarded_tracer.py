@@ -22,6 +22,7 @@ from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import ancestors, example, is_tensor
 from peftc.dataflow.operations import Op, has_side_effects, is_size, op_of
 from peftc.dataflow.values import cache_update
+from peftc.modules.packed import is_stand_in
 from peftc.specialization.leaf_functions import LeafFunction, innermost_function, leaf_functions, running_frames
 from peftc.specialization.symbolic_sizes import SymbolicSizes
 from peftc.tracing.bytecode import Origin
@@ -160,12 +161,15 @@ class GuardedTracer(RegionTracer):
         return value
 
     def read_tensor(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
+        if is_stand_in(value):
+            return  # the matrix, which is computed with in the dtype of the input
         with self.pause():
             self.dtypes[f"{self.module_names.get(id(module), '')}.{name}".lstrip(".")] = value.dtype
 
     def read_dtype(self, tensor: torch.Tensor) -> None:
         self.depends_on_dtype = True
-        self.dtypes[self.tensor_names[id(tensor)]] = tensor.dtype
+        if not is_stand_in(tensor):
+            self.dtypes[self.tensor_names[id(tensor)]] = tensor.dtype
 
     def read_device(self, original: property, tensor: torch.Tensor) -> Any:
         """The device of a parameter or buffer, which each call reads again: models are moved."""
@@ -346,6 +350,8 @@ class InputSizes:
         width = tensor.meta["example"].shape[-1]
         name = f"{tensor.target}.weight"
         weight = self.root.get_parameter(name)
+        if is_stand_in(weight):
+            return self.node(f"{tensor.target}.out_features", (), width)
         plain = isinstance(self.root.get_submodule(str(tensor.target)), nn.Linear)
         sides = [i for i in ((0,) if plain else (0, 1)) if weight.shape[i] == width]
         return self.node("size", (self.node(name, (), weight), sides[-1]), width) if sides else None

@@ -12,6 +12,10 @@ from collections.abc import Set
 from types import CodeType
 from typing import Any
 
+from torch import fx
+
+from peftc.modules.packed import is_stand_in, unpacked_weight
+
 READ = "_peftc_read"  # no model's code has a variable of this name
 _NONE: dict[str, Any] = {}
 
@@ -37,3 +41,20 @@ class _Reads(ast.NodeTransformer):
             return self.generic_visit(node)
         call = ast.Call(ast.Name(READ, ast.Load()), [node.value, ast.Constant(node.attr)], [])
         return ast.fix_missing_locations(ast.copy_location(call, node))
+
+
+def unpack_weights(graph: fx.Graph) -> None:
+    """Lets the code of packed Linears, and edits of their weights, read the matrix that the weight
+    stands for. It is unpacked once for each call.
+    """
+    unpacked: dict[object, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and is_stand_in(node.meta.get("example")):
+            if node.target not in unpacked:
+                with graph.inserting_before(node):
+                    module = graph.get_attr(str(node.target).rpartition(".")[0] or "_self")
+                    arguments = (module, node.meta["example"].dtype)
+                    unpacked[node.target] = graph.call_function(unpacked_weight, arguments)
+                unpacked[node.target].meta |= node.meta
+            node.replace_all_uses_with(unpacked[node.target])
+            graph.erase_node(node)

@@ -15,6 +15,7 @@ from torch import fx, nn
 from transformers.integrations.moe import ExpertsInterface
 
 from peftc.fakes.data_answers import fake_data_answers, fake_tensor_patches, no_data_answers
+from peftc.modules.packed import is_stand_in
 from peftc.modules.walk import submodule
 from peftc.tracing.bytecode import Origin, position_of, running_stack
 from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, leaves, version
@@ -240,7 +241,8 @@ class RegionTracer(TracerBase):
 
     def snapshot(self) -> RegionTrace:
         """The trace so far: after an error, up to where it was raised."""
-        parameter_dtype = next(((n, p.dtype) for n, p in self.root.named_parameters() if p.is_floating_point()), None)
+        typed = ((n, p) for n, p in self.root.named_parameters() if p.is_floating_point() and not is_stand_in(p))
+        parameter_dtype = next(((n, p.dtype) for n, p in typed), None)
         decisions = (self.guards, self.attribute_guards, self.depends_on_dtype, parameter_dtype)
         return RegionTrace(self.graph, self.calls, *decisions, outcomes=tuple(self.outcomes), root=self.root)
 

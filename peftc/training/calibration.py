@@ -196,7 +196,7 @@ def differentiable(
     base = tuple(dict.fromkeys(key(ref) for s in selectors for ref in (*s.weights, *s.scored)))
     pruned = {s.name: s.module for s in selectors if s.module.scored == "all"}
     parameters: dict[str, Tensor] = {name: model.get_parameter(name) for name in base}
-    refuse_quantised(parameters, base)
+    refuse_quantised(model, parameters, base)
     dense = {name: module.first_values().requires_grad_() for name, module in pruned.items()}
     parameters |= dense
     if values is not None:

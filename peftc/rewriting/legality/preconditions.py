@@ -10,6 +10,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.model_line import definition_line
 from peftc.modules.instance_forward import FORWARD, instance_forward
 from peftc.modules.offload import HOOK, loads_submodules, offloaded_parameters, only_moves_arguments
+from peftc.modules.packed import is_unpackable, packed_shape, unknown_packing
 from peftc.modules.walk import submodule
 from peftc.rewriting.edits import Region
 from peftc.rewriting.legality.bypasses import parents
@@ -25,9 +26,13 @@ def check_forwards(region: Region, modules: Mapping[str, nn.Module], checked: se
     Args: `modules`: of the model, by name. `checked`: the parents that need no further check, of
     all regions.
 
-    Raises: P424 (an instance's `forward` hides the class's), P426 (hooks), P427 (script, export).
+    Raises: P424 (an instance's `forward` hides the class's), P426 (hooks), P427 (script, export),
+    P437 (weights that cannot be unpacked).
     """
     module = modules[region.module]
+    for ref in (state.weight for edit in region.edits for state in edit.states.values()):
+        if ref is not None and ref.attribute == "weight":
+            check_unpackable(f"{region.module}.{ref.module}".strip("."), submodule(module, ref.module))
     check_forward(region.module, module)
     for inner in sorted(region.inline - {""}):
         name, entered = f"{region.module}.{inner}".lstrip("."), submodule(module, inner)
@@ -75,6 +80,12 @@ def hidden_forward(name: str, module: nn.Module) -> Diagnostic:
     notes += (f"modules outside of `{name}` can be edited",) if name else ()
     help_ = "assign it as a method, `module.forward = types.MethodType(function, module)`, or in the class"
     return Diagnostic("P424", message, notes=notes, help=help_)
+
+
+def check_unpackable(name: str, module: nn.Module) -> None:
+    """Raises: P437 for a packed weight that nothing but the code of its class reads."""
+    if packed_shape(module) is not None and not is_unpackable(vars(module)["_parameters"]["weight"]):
+        raise PeftcError(unknown_packing(f"{name}.weight".lstrip("."), module))
 
 
 def check_loaded(name: str, module: nn.Module) -> None:
