@@ -121,9 +121,10 @@ foreign: $(FOREIGN)
 workflows: $(WORKFLOWS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_workflows.py
 
-# Merges into bases that bitsandbytes, torchao and compressed-tensors have quantised. These stand apart, as torchao does above.
+# Edits of bases that bitsandbytes and torchao have quantised, and merges into such and those of compressed-tensors. These stand
+# apart, as torchao does above.
 quantized: $(QUANTIZED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/merging/test_dequantization.py
+	PEFTC_TESTS=quantized OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/quantization tests/merging/test_dequantization.py
 
 # Adapters in AdapterHub's own library: those of tests/exchange/adapterhub have the outputs that are recorded, and those that
 # peftc exports have the outputs that they have in peftc.

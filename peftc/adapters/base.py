@@ -77,7 +77,9 @@ def describe_base(
         configured=tuple(sorted(settings.not_default(configuration, settings.defaults(model)))),
         tied=facts["tied"],
         tensors={
-            name: BaseTensor(shape=tuple(packed.get(name, p.shape)), dtype=dtype_name(p), sample=finite(sample.get(name)))
+            name: BaseTensor(
+                shape=tuple(packed.get(name, p.shape)), dtype=dtype_name(p), sample=finite(sample.get(name))
+            )
             for name, p in every.items()
         },
         origin=origin_of(model),

@@ -27,6 +27,7 @@ from peftc.installation.completeness import COMPLETENESS, ORIGINALS, Completenes
 from peftc.installation.record import RECORD, Installation, installation_of, is_installed
 from peftc.modules.instance_forward import FORWARD, rebind_forward, replace_base, unpatched_class
 from peftc.modules.new_modules import set_class
+from peftc.modules.quantizer import QUANTIZER, trainable_quantizer
 from peftc.modules.walk import modules_in
 from peftc.rewriting.edits import CONTAINER, SHARED
 from peftc.specialization.generated_class import GeneratedClass
@@ -121,7 +122,7 @@ def overlay_class(cls: type[nn.Module], names: tuple[str, ...], saves: bool, roo
         members |= {"load_state_dict": _over(cls.load_state_dict, _load_state_dict)}
         members |= {SAVE: _over(getattr(cls, SAVE), _save_pretrained)}
     if root:
-        members |= {"__call__": checked_call(cls), "__setstate__": _setstate(cls)}
+        members |= {"__call__": checked_call(cls), "__setstate__": _setstate(cls), QUANTIZER: trainable_quantizer}
     return _classes.setdefault(key, cast("type[nn.Module]", type(cls.__name__, (cls,), members)))
 
 
@@ -236,9 +237,8 @@ def require_no_edits(module: nn.Module, outer: nn.Module, prefix: str) -> None:
     acting = [edit for spec in record.specs for edit in spec.edits if not record.choice.is_off(edit)]
     if acting:
         message = f"`{place}` of this {type(outer).__name__} has edits (`{acting[0]}`), which its class would not read"
-        help_ = (
-            f"`peftc.save(model.{place}, …)` saves the adapter; inside of `peftc.disabled` this writes the base alone"
-        )
+        help_ = "inside of `peftc.disabled` this writes the base alone"
+        help_ = f"`peftc.save(model.{place}, …)` saves the adapter; {help_}"
         raise PeftcError(Diagnostic("P581", message, help=help_))
 
 

@@ -57,7 +57,7 @@ def parameters_of(model: nn.Module, keep: Callable[[str], bool] = any_name) -> N
 def parameter_count(
     model: nn.Module, keep: Callable[[str], bool] = any_name, parameters: NamedParameters | None = None
 ) -> int:
-    """The number of scalars; shared memory counts once, and packed weights as what they stand for."""
+    """The number of scalars; shared memory counts once, a packed weight as what it stands for."""
     packed = packed_shapes(model.modules()) if parameters is None else {}
     parameters = parameters_of(model, keep) if parameters is None else parameters
     own = list({id(parameter): parameter for _, parameter in parameters}.values())
@@ -109,8 +109,9 @@ def identity(
     parameters: NamedParameters | None = None,
     tied: Ties | None = None,
 ) -> dict[str, Any]:
-    """What tells a base model from others, as JSON values. Version 1 has no `configuration`. A packed
-    weight has the shape of the matrix that it stands for.
+    """What tells a base model from others, as JSON values. Version 1 has no `configuration`.
+
+    A packed weight has the shape of the matrix that it stands for.
     """
     packed = packed_shapes(model.modules()) if parameters is None else {}
     parameters = parameters_of(model, keep) if parameters is None else parameters

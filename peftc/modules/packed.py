@@ -79,7 +79,7 @@ def repacking(modules: Iterable[tuple[str, nn.Module]]) -> Diagnostic | None:
         weight: Any = vars(module)["_parameters"].get("weight") if _REPACKS in vars(module) else None
         is_repacked = getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False)
         if weight is not None and weight.device.type == "cpu" and (vars(module)[_REPACKS] or is_repacked):
-            message = f"bitsandbytes repacks `{name}.weight` in evaluation, and no gradient passes through it from then on"
+            message = f"bitsandbytes repacks `{name}.weight` in evaluation, and no gradient passes it from then on"
             note = "its product for CPUs with AVX512-BF16 has no backward"
             help_ = f"to train, set `{_REPACKS} = False` on its Linears before the first call"
             return Diagnostic("P438", message, notes=(note,), help=help_)

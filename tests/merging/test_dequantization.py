@@ -92,22 +92,6 @@ def test_bitsandbytes(kind: str, name: str, tmp_path: Path) -> None:
     check(tmp_path, cls, dense, torch.bfloat16)
 
 
-@pytest.mark.parametrize("kind", BITSANDBYTES)
-@pytest.mark.filterwarnings("ignore")
-def test_bitsandbytes_in_memory_is_refused_with_the_way_out(kind: str, tmp_path: Path) -> None:
-    require("bitsandbytes")
-    from transformers import BitsAndBytesConfig
-
-    cls = adapter_of_plain(tmp_path, "llama", torch.bfloat16, **WIDE)
-    config = BitsAndBytesConfig(**BITSANDBYTES[kind])
-    base = cls.from_pretrained(tmp_path / "plain", quantization_config=config, dtype="auto").eval()
-    way_out = r"q_proj.weight` is packed as u?int8 by Linear[48]bit\w*: quantise the base by torchao"
-    with pytest.raises(peftc.PeftcError, match=rf"P509[\s\S]*{way_out}"):
-        peftc.compile(f"peft 2\n{LORA}", base)
-    with pytest.raises(peftc.PeftcError, match=rf"P5(09|23|25)[\s\S]*{way_out}"):
-        peftc.load(tmp_path / "adapter", base)
-
-
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "IntxWeightOnlyConfig"])
 @pytest.mark.filterwarnings("ignore")
 def test_torchao(kind: str, tmp_path: Path) -> None:
