@@ -25,8 +25,7 @@ def packed_shape(module: nn.Module) -> tuple[int, int] | None:
     A packed weight has no floating-point dtype, or one column (bitsandbytes with another
     `quant_storage`). Weights of tensor classes, as torchao's, have the shape of their matrix.
     """
-    cls = type(module)
-    if cls is nn.Linear or not issubclass(cls, nn.Linear):
+    if type(module) is nn.Linear or not isinstance(module, nn.Linear):
         return None
     weight: Any = vars(module)["_parameters"].get("weight")
     if weight is None:
