@@ -299,6 +299,8 @@ def match_terms(fused: ir.Term, other: ir.Term, pairs: dict[int, ir.FormInstance
             return fused.value == other.value
         case ir.FrozenCall(), ir.FrozenCall():
             return fused.module == other.module and match_terms(fused.input, other.input, pairs)
+        case ir.Feature(), ir.Feature():
+            return fused.index == other.index and match_terms(fused.input, other.input, pairs)
         case ir.Arithmetic(), ir.Arithmetic():
             sides = ((fused.left, other.left), (fused.right, other.right))
             return fused.op == other.op and all(match_terms(a, b, pairs) for a, b in sides)

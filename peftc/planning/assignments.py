@@ -12,6 +12,7 @@ from peftc.planning.ir import (
     Assign,
     Concat,
     Constant,
+    Feature,
     FormCall,
     FrozenCall,
     Read,
@@ -125,6 +126,9 @@ def initial_value(term: Term, env: dict[str, Initial], values: dict[int, Initial
             return instance.form.initial(instance.args, instance.dims)
         case Arithmetic(op=op, left=left, right=right):
             return _arithmetic(op, initial_value(left, env, values), initial_value(right, env, values))
+        case Feature(input=value):  # of a constant
+            inner = initial_value(value, env, values)
+            return inner if isinstance(inner, float) else None
         case FrozenCall() | Concat():
             return None
 

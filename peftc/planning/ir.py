@@ -116,6 +116,14 @@ class FrozenCall(TypedTerm):
 
 
 @dataclass(frozen=True, eq=False)
+class Feature(TypedTerm):
+    """One feature of a value for each token: `g[0]` of `let g = router(x, n=2)`."""
+
+    input: Term
+    index: int
+
+
+@dataclass(frozen=True, eq=False)
 class Arithmetic(TypedTerm):
     op: Literal["+", "-", "*", "/"]
     left: Term
@@ -129,7 +137,7 @@ class Concat(TypedTerm):
     parts: tuple[Term, ...]
 
 
-Term = Read | Constant | FormCall | FrozenCall | Arithmetic | Concat
+Term = Read | Constant | FormCall | FrozenCall | Feature | Arithmetic | Concat
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +193,7 @@ def subterms(term: Term) -> Iterator[Term]:
     match term:
         case FormCall(inputs=children) | Concat(parts=children):
             pass
-        case FrozenCall(input=value):
+        case FrozenCall(input=value) | Feature(input=value):
             children = (value,)
         case Arithmetic(left=left, right=right):
             children = (left, right)
@@ -215,6 +223,8 @@ def _at_site(site_edit: SiteEdit, site: Site) -> SiteEdit:
                 return replace(term, input=copy(value), second=None if second is None else copy(second))
             case FrozenCall(function=function, input=value):
                 return replace(term, module=site.frozen_modules[function], input=copy(value))
+            case Feature(input=value):
+                return replace(term, input=copy(value))
             case Arithmetic(left=left, right=right):
                 return replace(term, left=copy(left), right=copy(right))
             case Concat(parts=parts):
@@ -231,8 +241,9 @@ def combine_shapes(op: str, left: Shape, right: Shape) -> Shape | None:
     """The shape of `left op right`; None where they do not go together.
 
     A scalar goes with every shape: one for each example only with hidden states, one for each row
-    only with as many rows of keys and values. A vector [d] goes with hidden states [..., d]. Keys
-    and values are pairs and can only be scaled. Any other shape goes with itself.
+    only with as many rows of keys and values. A vector [d] goes with hidden states [..., d], and so
+    does one feature for each token, [..., 1]. Keys and values are pairs and can only be scaled. Any
+    other shape goes with itself.
     """
     if isinstance(left, Ids) or isinstance(right, Ids):
         return None
@@ -247,6 +258,8 @@ def combine_shapes(op: str, left: Shape, right: Shape) -> Shape | None:
         return left if _scales(op, right, left) else None
     match left, right:
         case (Tokens(d=d) as tokens, Vector(e)) | (Vector(e), Tokens(d=d) as tokens) if d == e:
+            return tokens
+        case (Tokens(of=of) as tokens, Tokens(1, other)) | (Tokens(1, other), Tokens(of=of) as tokens) if of == other:
             return tokens
         case _:
             return left if left == right and not isinstance(left, KeyValue) else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from peftc.addressing.module_infos import infos_of
 from peftc.addressing.sites import Site, State
 from peftc.diagnostics import Diagnostic, PeftcError, Related, Span
-from peftc.diagnostics.suggestions import did_you_mean, join_names
+from peftc.diagnostics.suggestions import did_you_mean, join_names, plural
 from peftc.forms import Dims, Form, PlacementError
 from peftc.forms.calls import shape_at
 from peftc.forms.shapes import KeyValue, Prompt, Scalar, Tokens
@@ -17,6 +17,7 @@ from peftc.planning.ir import (
     Assign,
     Concat,
     Constant,
+    Feature,
     FormCall,
     FrozenCall,
     Read,
@@ -129,6 +130,8 @@ class TermLowering:
                 return self.arithmetic(op, self.term(left), self.term(right), source)
             case ast.Call():
                 return self.call(source)
+            case ast.Item(value, (ast.Number() as index,)):
+                return self.feature(self.term(value), int(index.value), source)
             case _:
                 message = f"expected a hidden state or a number, found `{print_expression(source)}`"
                 raise error("P105", message, source.span)
@@ -167,9 +170,25 @@ class TermLowering:
             message = f"`{op}` puts together {left.shape} and {right.shape} at `{self.site.path}`"
             notes = tuple(f"`{quote(side.source)}` is {side.shape}" for side in (left, right))
             label, help_ = f"{left.shape} {op} {right.shape}", "join keys and values with `concat`" if is_pair else None
+            if isinstance(left.shape, Tokens) and isinstance(right.shape, Tokens):
+                few = left if left.shape.d < right.shape.d else right
+                help_ = (
+                    f"one feature for each token is `{quote(few.source)}[0]`" if isinstance(few, FormCall) else help_
+                )
             raise error("P301", message, source.span, label=label, notes=notes, help=help_)
         assert op in ("+", "-", "*", "/")
         return Arithmetic(op, left, right, shape=shape, source=source)
+
+    def feature(self, value: Term, index: int, source: ast.Item) -> Feature:
+        """`g[0]`: a feature of each token. Raises: P301 for a value without, or without so many."""
+        shape, text = value.shape, quote(value.source)
+        if not isinstance(shape, Tokens) or isinstance(shape, Prompt):
+            help_ = "features are those of hidden states, and of forms with a value for each token"
+            raise error("P301", f"`{text}` is {shape}, which has no features", source.span, help=help_)
+        if index >= shape.d:
+            message, help_ = f"`{text}` has {plural(shape.d, 'feature')}", f"the last one is `{text}[{shape.d - 1}]`"
+            raise error("P301", message, source.indices[0].span, help=help_, label="features are numbered from 0")
+        return Feature(value, index, shape=replace(shape, d=1), source=source)
 
     def call(self, call: ast.Call) -> Term:
         name = call.function

@@ -136,6 +136,8 @@ def describe(term: ir.Term) -> object:
             return (instance.key, instance.form.name, arguments, instance.are_adapters, *map(describe, values))
         case ir.FrozenCall(function=function, input=value):
             return (function, describe(value))
+        case ir.Feature(input=value, index=index):
+            return ("feature", describe(value), index)
         case ir.Arithmetic(op=op, left=left, right=right):
             return (op, describe(left), describe(right))
         case ir.Concat(parts=parts):

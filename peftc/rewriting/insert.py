@@ -326,9 +326,10 @@ class EquationInserter(NodeBuilder):
             case ir.FormCall():
                 return self.form_call(term, like=None)
             case ir.FrozenCall(function=function, input=value):
-                argument, name = self.term(value), self.edit.functions[function]
-                # no name: the region itself, without its edits
+                argument, name = self.term(value), self.edit.functions[function]  # without: the region's own forward
                 return self.module(name, argument) if name else self.function(base_call, self.inserter.base, argument)
+            case ir.Feature(input=value, index=index):
+                return self.function(torch.narrow, self.term(value), -1, index, 1)
             case ir.Arithmetic(op="+" | "-" as op, left=left, right=right) if parts := self.scaled_form(right):
                 state = self.term(left)
                 if isinstance(state, fx.Node):

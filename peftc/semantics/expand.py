@@ -24,7 +24,7 @@ from peftc.semantics.files import (
     collect_errors,
     folders_of,
 )
-from peftc.semantics.layer_values import check_version, differs, with_words
+from peftc.semantics.layer_values import check_version, is_of_version_2, with_words
 from peftc.semantics.moves import moves_to
 from peftc.semantics.site_groups import bind_group, expand_selectors
 from peftc.semantics.substitute import (
@@ -73,7 +73,7 @@ def expand(spec: ast.Spec, settings: Mapping[str, ast.Expr] | None = None, inclu
     if errors:
         raise PeftcError(errors)
     if expanded.version != spec.version:
-        check_keywords(expanded.statements, spec.source)
+        check_keywords((one for one in expanded.statements if not is_of_version_2(one)), spec.source)
     return expanded
 
 
@@ -89,8 +89,7 @@ def expand_valid(spec: ast.Spec, settings: Environment, folders: Folders) -> tup
 
 def _with_statements(spec: ast.Spec, statements: Iterable[ast.Statement]) -> ast.Spec:
     top = tuple(s for s in statements if isinstance(s, ast.Expanded))
-    is_new = any(isinstance(s, ast.Form | ast.Moved) or (isinstance(s, ast.Edit) and differs(s.body)) for s in top)
-    version = 2 if is_new else spec.version
+    version = 2 if any(map(is_of_version_2, top)) else spec.version
     return replace(spec, version=version, statements=top, header=(), header_trailing=None, closing=())
 
 

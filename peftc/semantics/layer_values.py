@@ -174,6 +174,18 @@ def check_version(statement: ast.Statement, spec: ast.Spec, environment: Mapping
             raise PeftcError(Diagnostic("P028", message, node.span, help=NEED_VERSION_2))
 
 
+def is_of_version_2(statement: ast.Statement) -> bool:
+    """Whether an expanded statement is none of version 1, such as one of a used file."""
+    match statement:
+        case ast.Edit(body=body, where=where):
+            indexed = any(isinstance(part, ast.Item) for line in body for part in walk(line.value))
+            return bool(where) or indexed or differs(body)
+        case ast.Train(where=where):
+            return bool(where)
+        case _:
+            return isinstance(statement, ast.Form | ast.Moved)
+
+
 def variants(call: ast.Call) -> Iterator[ast.Call]:
     """A call with each value of its lists. Without a list, `layer` is 1: what is wrong with it at
     a layer is known with a model.

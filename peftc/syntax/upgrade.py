@@ -11,9 +11,8 @@ from peftc.syntax.printer import print_statement
 
 def check_keywords(statements: Iterable[ast.Statement], source: Source) -> None:
     """Raises: PeftcError P029 if statements of version 1 have names that version 2 cannot print."""
-    old = tuple(statement for statement in statements if not isinstance(statement, ast.Form | ast.Moved))
     words = {text for terminal, text in keywords().items() if terminal in unknown_terminals("1")}
-    tokens = Lexemes("peft 1\n" + "\n".join(map(print_statement, old))).tokens
+    tokens = Lexemes("peft 1\n" + "\n".join(map(print_statement, statements))).tokens
     if names := [token.text for token in tokens if token.type == "NAME" and token.text in words]:
         message = f"`{names[0]}` is a keyword of version 2, in which the forms of this spec are written"
         raise PeftcError(Diagnostic("P029", message, source=source, help="use another name"))

@@ -201,3 +201,86 @@ def test_a_form_reads_another(name: str, tmp_path: Path) -> None:
     assert torch.equal(logits(again, name), value)
     assert peftc.fold(model).folded
     torch.testing.assert_close(logits(model, name), value, rtol=0, atol=1e-9)
+
+
+# The gate stands in the equation of the edit, between forms of different ranks.
+ROUTER = """form router(x, n) {
+    param W[n, d(x)] = kaiming
+    f = softmax(W @ x)
+}
+"""
+GATED = ROUTER + "edit e at SITES { let g = router(x, n=2)  h += g[0] * lora(x, r=2) + g[1] * lora(x, r=3, alpha=6) }\n"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_edit_weighs_forms_for_each_token(name: str, tmp_path: Path) -> None:
+    text = GATED.replace("SITES", "layer[*].attn.q")
+    plan = peftc.plan(f"peft 2\n{text}", zoo.build(name))
+    sites = len(queries(zoo.build(name)))
+    assert plan.totals.trained == sites * (2 * 32 + 2 * 64 + 3 * 64)
+    assert plan.edits[0].identity
+    assert not plan.edits[0].foldable
+    assert "softmax" in (plan.edits[0].reason or "")
+    model = compiled(text, name)
+    assert torch.equal(logits(model, name), logits(zoo.build(name, torch.float64).eval(), name))
+    p = peftc.parameters(shaken(model))
+
+    def change(number: int, x: Tensor) -> Tensor:
+        own = {key.partition(f"{LAYER[name].format(number)}/")[2]: value for key, value in p.items()}
+        g = torch.softmax(x @ own["router.W"].T, -1)
+        first, second = (x @ own[f"{form}.A"].T @ own[f"{form}.B"].T for form in ("lora", "lora_2"))
+        return g[..., :1] * first + 2 * g[..., 1:] * second
+
+    check(model, name, by_hand(name, change), tmp_path)
+
+
+@pytest.mark.parametrize(("name", "at"), [("gpt2", "layer[*].attn.q"), ("bart", "decoder.layer[*].attn.cross")])
+def test_gates_of_edits_are_those_that_hooks_compute(name: str, at: str) -> None:
+    text = GATED.replace("SITES", at)
+    text = text if at.endswith(".q") else text.replace("lora(x", "adapter(x").replace(", alpha=6", "")
+    model = shaken(compiled(text, name))
+    report = peftc.verify(model)
+    assert report.ok, str(report)
+
+
+def test_one_feature_for_each_token_goes_with_all() -> None:
+    """A gate of one feature is the same as its feature."""
+    lines = {
+        "one": "let g = router(x, n=1)  h += g * lora(x, r=2) - g",
+        "item": "let g = router(x, n=1)  h += g[0] * lora(x, r=2) - g[0]",
+        "constant": "let g = router(x, n=1)  h += g[first] * lora(x, r=2) - g[first]",
+        "let": "let g = router(x, n=1)  let a = g[0]  h += a * lora(x, r=2) - a",
+    }
+    texts = {key: ROUTER + f"let first = 0 edit e at layer[*].attn.q {{ {line} }}" for key, line in lines.items()}
+    texts = {key: text if key == "constant" else text.replace("let first = 0 ", "") for key, text in texts.items()}
+    values = [logits(shaken(compiled(text, "llama")), "llama") for text in texts.values()]
+    assert all(torch.equal(values[0], value) for value in values)
+    assert not torch.equal(values[0], logits(zoo.build("llama", torch.float64).eval(), "llama"))
+
+
+def test_the_number_of_a_feature_may_be_that_of_the_layer() -> None:
+    line = "edit e{0} at layer[{0}].attn.q {{ let g = router(x, n=3)  h += g[{1}] * lora(x, r=2) }}"
+    by_layer = compiled(ROUTER + line.format("", "layer").replace("layer[]", "layer[*]"), "llama")
+    each = compiled(ROUTER + "".join(line.format(i, i) for i in range(3)), "llama")
+    assert torch.equal(logits(shaken(by_layer), "llama"), logits(shaken(each), "llama"))
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "help_"),
+    [
+        ("let g = router(x, n=2)  h += g[2] * lora(x, r=2)", "P301", "the last one is `router(x, n=2)[1]`"),
+        ("let g = router(x, n=2)  h += g[i] * lora(x, r=2)", "P105", "sum(i in n, g[i] * …)"),
+        ("let g = router(x, n=2)  h += g[0, 1] * lora(x, r=2)", "P105", "sum(i in n, g[i] * …)"),
+        ("let g = router(x, n=2)  h += g[-1] * lora(x, r=2)", "P105", "`g[0]` is the first feature"),
+        ("let g = router(x, n=2)  h += g * lora(x, r=2)", "P301", "`router(x, n=2)[0]`"),
+        ("h += softmax(W @ x)[0] * lora(x, r=2)", "P101", "`softmax` stands in equations of forms"),
+        ("w += w[0] * lowrank(r=2)", "P301", "features are those of hidden states"),
+    ],
+)
+def test_a_gate_that_is_none_teaches(line: str, code: str, help_: str) -> None:
+    with pytest.raises(PeftcError) as error:
+        peftc.plan(f"peft 2\n{ROUTER}edit e at layer[*].attn.q {{ {line} }}", zoo.build("llama"))
+    (diagnostic,) = error.value.diagnostics
+    assert diagnostic.code == code
+    assert help_ in (diagnostic.help or "")
+    assert diagnostic.span is not None

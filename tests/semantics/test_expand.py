@@ -330,3 +330,14 @@ def test_the_mam_recipe_takes_what_the_paper_varies() -> None:
 )
 def test_invalid_let_inside_an_edit(body: str, expected: list[str]) -> None:
     assert codes(f"edit a at layer[*].ffn {{ {body} }}") == expected
+
+
+@pytest.mark.parametrize(
+    "body", ["edit e at layer[*].attn.q { h += x[1] * lora(x, r=2) }", "train t = [w] at head where d(x) >= 2"]
+)
+def test_what_a_file_of_version_2_brings_is_printed_in_version_2(body: str, tmp_path: Path) -> None:
+    (tmp_path / "two.peft").write_text(f"peft 2\nmethod m() {{ {body} }}\n")
+    (tmp_path / "one.peft").write_text('peft 1\nuse m from "two.peft"\napply m()\n')
+    expanded = expand(read_spec(tmp_path / "one.peft"))
+    assert expanded.version == 2
+    assert parse_text(print_spec(expanded)) == expanded

@@ -47,6 +47,8 @@ def text(term: Node) -> str:
             return name
         case ir.FrozenCall(function=function, input=value) | ast.Call(function=function, args=(value,)):
             return f"{function}({text(value)})"
+        case ir.Feature(input=value, index=index):
+            return f"{text(value)}[{index}]"
         case ir.Concat(parts=parts):
             return f"concat({', '.join(map(text, parts))})"
         case ir.Arithmetic(op="+") | ast.Binary(op="+"):

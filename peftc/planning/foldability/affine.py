@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 from peftc.addressing.sites import INPUT, Site, WeightRef, parameter_name
 from peftc.forms.shapes import Ids, Tokens, Weight
-from peftc.planning.ir import Arithmetic, Concat, Constant, FormCall, FrozenCall, Read, SiteEdit, Term
+from peftc.planning.ir import Arithmetic, Concat, Constant, Feature, FormCall, FrozenCall, Read, SiteEdit, Term
 
 
 class SitesByPath(Protocol):
@@ -192,6 +192,13 @@ def term_structure(
             if not value.varies:
                 raise NotAffine(f"`{show_term(term)}` reads nothing that the Linear reads", term)
             return value.mapped(instance.form.shifts(instance.args, instance.dims))
+        case Arithmetic(left=left, right=right) if _is_broadcast(left, right):
+            for side in (left, right):
+                structure(side)
+            raise NotAffine(f"`{show_term(term)}`: one feature for each token is not folded through", term)
+        case Feature(input=value):
+            structure(value)
+            raise NotAffine(f"`{show_term(term)}`: one feature for each token is not folded through", term)
         case Arithmetic(op="+" | "-" as op, left=left, right=right):
             return structure(left) + (structure(right) if op == "+" else structure(right).mapped())
         case Arithmetic(op=op, left=left, right=right):
@@ -209,6 +216,12 @@ def term_structure(
             raise NotAffine(f"`{show_term(term)}` adds {rows}, which no weight holds", term)
 
 
+def _is_broadcast(left: Term, right: Term) -> bool:
+    """Whether one of two values has one feature for each token, and the other several."""
+    widths = {term.shape.d for term in (left, right) if isinstance(term.shape, Tokens)}
+    return len(widths) > 1
+
+
 def show_term(term: Term) -> str:
     """A term without the arguments of its forms: `1 - scalar()`, `adapter(h)`."""
     match term:
@@ -220,6 +233,8 @@ def show_term(term: Term) -> str:
             return f"{instance.form.name}({', '.join(map(show_term, values))})"
         case FrozenCall(function=function, input=value):
             return f"{function}({show_term(value)})"
+        case Feature(input=value, index=index):
+            return f"{show_term(value)}[{index}]"
         case Arithmetic(op=op, left=left, right=right):
             sides = (f"({show_term(s)})" if isinstance(s, Arithmetic) else show_term(s) for s in (left, right))
             return f" {op} ".join(sides)

@@ -5,7 +5,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from peftc.forms.shapes import KeyValue, Tokens
-from peftc.planning.ir import Arithmetic, Assign, Concat, Constant, FormCall, FrozenCall, Read, SiteEdit, Term, subterms
+from peftc.planning.ir import (
+    Arithmetic,
+    Assign,
+    Concat,
+    Constant,
+    Feature,
+    FormCall,
+    FrozenCall,
+    Read,
+    SiteEdit,
+    Term,
+    subterms,
+)
 
 Insertion = Literal["sequential", "parallel", "weight", "scaling", "tokens"]
 FACTORS = {"scalar": "s", "gate": "g", "vector": "l"}  # forms that only scale, with the symbols of the paper
@@ -121,6 +133,8 @@ def show_composition(term: Term, main: FormCall | None, change: str = "Δh") -> 
             return FACTORS.get(instance.form.name, instance.form.name)
         case FrozenCall(function=function, input=value):
             return f"{function}({show_composition(value, main, change)})"
+        case Feature(input=value, index=index):
+            return f"{show_composition(value, main, change)}[{index}]"
         case Arithmetic(op=op, left=left, right=right):
             sides = [show_composition(side, main, change) for side in (left, right)]
             if op in ("*", "/"):

@@ -1,10 +1,10 @@
 """Checks of edits without a model: defined names, calls that fit forms, names of sites."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from peftc.diagnostics import Diagnostic, PeftcError, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
-from peftc.equations.primitives import ACTIVATIONS
+from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS
 from peftc.filesystem.resources import recipes
 from peftc.forms.form import Form
 from peftc.forms.registry import entry_point
@@ -12,7 +12,7 @@ from peftc.semantics.arguments import bind
 from peftc.semantics.checks.definitions import unused
 from peftc.semantics.checks.equations import equation_errors, presence_errors, replacement_warnings
 from peftc.semantics.layer_values import variants
-from peftc.semantics.substitute import is_constant
+from peftc.semantics.substitute import constant, is_constant
 from peftc.syntax import ast
 from peftc.syntax.printer import print_expression
 from peftc.syntax.vocabulary import (
@@ -29,7 +29,7 @@ from peftc.syntax.vocabulary import (
     STATES_AT,
     TOWERS,
 )
-from peftc.syntax.walk import above_modules, arms, children, selects_stack, walk
+from peftc.syntax.walk import above_modules, arms, children, differs_by_layer, selects_stack, walk
 
 _WRITTEN = [name for name in STATES if name not in ("x", "res", "c")]
 _LINEAR_HELP = f"every Linear below is `**.{LINEAR}`, as in `layer[*].**.{LINEAR}`"
@@ -112,7 +112,10 @@ class _EquationChecker:
                 yield Diagnostic("P105", "`@` belongs to the equation of a form", value.span, help=help_)
             case ast.Negative() | ast.Binary():
                 yield from (error for operand in children(value) for error in self._value(operand))
-            case ast.Boolean() | ast.String() | ast.Pair() | ast.Item() | ast.Attribute() | ast.Binding():
+            case ast.Item(owner, indices):
+                yield from self._value(owner)
+                yield from _index_errors(value, indices)
+            case ast.Boolean() | ast.String() | ast.Pair() | ast.Attribute() | ast.Binding():
                 message = f"expected a hidden state or a number, found `{print_expression(value)}`"
                 yield Diagnostic("P105", message, value.span)
             case ast.Number():
@@ -125,7 +128,9 @@ class _EquationChecker:
             yield Diagnostic("P105", message, item.span, help="e.g. `r=[4, 4, 8]` for three layers")
 
     def _call(self, call: ast.Call) -> Iterator[Diagnostic]:
-        for arg in call.args if call.function != SHARED else ():
+        is_known = call.function in (*FROZEN_MODULES, CONCAT) or call.function in self._shared
+        is_of_forms = call.function in FUNCTIONS and not is_known and call.function not in self._forms
+        for arg in call.args if call.function != SHARED and not is_of_forms else ():
             yield from self._value(arg)
         lists = (part for k in call.kwargs for part in walk(k.value) if isinstance(part, ast.List))
         if wrong := [error for part in lists for error in self._value(part)]:
@@ -161,6 +166,16 @@ class _EquationChecker:
             yield Diagnostic("P108", f"`{call.function}` takes {inputs}, found {len(call.args)}", call.span)
 
 
+def _index_errors(item: ast.Item, indices: Sequence[ast.Expr]) -> Iterator[Diagnostic]:
+    """P105 for an index that is not a number: `g[i]`."""
+    number = constant(indices[0]) if len(indices) == 1 else None
+    if (isinstance(number, int) and number >= 0) or (len(indices) == 1 and differs_by_layer(indices[0])):
+        return
+    help_ = "`g[0]` is the first feature of `let g = …`; a form has sums over them: `sum(i in n, g[i] * …)`"
+    message = f"expected the number of a feature, from 0, in `{print_expression(item)}`"
+    yield Diagnostic("P105", message, indices[0].span.until(indices[-1].span), help=help_)
+
+
 def bind_errors(call: ast.Call, forms: Forms, shared: bool = False) -> Iterator[Diagnostic]:
     """The errors of `bind` for a call of a form."""
     errors: dict[Diagnostic, None] = {}
@@ -184,6 +199,8 @@ def unknown_form(call: ast.Call, shared: Shared, forms: Forms) -> Diagnostic:
         suggestion = f"`{call.function}` is a recipe: `use {call.function} from std`, then `apply {call.function}()`"
     elif call.function in ACTIVATIONS:
         suggestion = f"an activation is an argument of a form: `adapter(x, r=8, act={call.function})`"
+    elif call.function in FUNCTIONS:
+        suggestion = f"`{call.function}` stands in equations of forms: `form NAME(x, …) {{ … f = {call.function}(…) }}`"
     help_ = suggestion or f"the forms are {join_names(sorted(forms))}"
     return Diagnostic("P101", f"there is no form `{call.function}`", call.function_span, help=help_)
 

@@ -109,6 +109,8 @@ class Interpreter:
                 return self.forms.get(site_edit, instance)(*(arguments or [like]))
             case ir.FrozenCall(module=module, input=value):
                 return self.base.get_submodule(module)(self.evaluate(site_edit, value, current))
+            case ir.Feature(input=value, index=index):
+                return self.evaluate(site_edit, value, current)[..., [index]]
             case ir.Arithmetic(op=op, left=left, right=right):
                 return calculate(op, *(self.evaluate(site_edit, side, current) for side in (left, right)))
             case ir.Concat(parts=parts):
