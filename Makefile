@@ -117,7 +117,7 @@ $(READY): pyproject.toml constraints-dev.txt
 foreign: $(FOREIGN)
 	OMP_NUM_THREADS=1 .venv-foreign/bin/python -m benchmarks.foreign
 
-# The scripts of examples/workflows: trainers of transformers, TRL and sentence-transformers.
+# The scripts of examples/workflows: trainers of transformers, TRL and sentence-transformers, pipelines of diffusers.
 workflows: $(WORKFLOWS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_workflows.py
 

@@ -1,5 +1,6 @@
 """Small models and a tokenizer that need no download, for the workflows beside this file."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -50,6 +51,15 @@ def bases(folder: Path) -> None:
     for name, model in all_models.items():
         model.save_pretrained(folder / name)
         tokenizer().save_pretrained(folder / name)
+
+
+def refusal(act: Callable[[], object]) -> str:
+    """The message of the error that `act` raises. It is an error if it raises none."""
+    try:
+        act()
+    except Exception as error:
+        return str(error)
+    raise AssertionError("nothing was refused")
 
 
 def losses(trainer) -> list[float]:

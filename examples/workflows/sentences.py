@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from datasets import Dataset
-from models import bases, losses, options
+from models import bases, losses, options, refusal
 from sentence_transformers import (
     SentenceTransformer,
     SentenceTransformerTrainer,
@@ -41,6 +41,7 @@ def main(folder: Path) -> None:
     again.train(resume_from_checkpoint=str(folder / "whole" / "checkpoint-2"))
     assert losses(again)[-2:] == losses(whole)[-2:]
     whole.model.eval().save(str(folder / "saved"))
+    assert "peftc.from_pretrained" in refusal(lambda: SentenceTransformer(str(folder / "saved")))
     loaded = peftc.from_pretrained(folder / "saved")
     assert isinstance(loaded, SentenceTransformer)
     assert (loaded.encode(TEXTS) == whole.model.encode(TEXTS)).all()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
+from torch.utils._pytree import tree_map_only
 
 from peftc.concurrency.garbage_collection import paused_gc
 from peftc.concurrency.interrupts import shielded
@@ -22,7 +23,7 @@ from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.lazy_layers import lazy_copy
 from peftc.fakes.tensors import fake_copy, fake_mode, make_fake
 from peftc.models.names import error_summary
-from peftc.models.samples import further_samples
+from peftc.models.samples import further_samples, joint_sample
 from peftc.models.sources import ModelSource
 
 BATCH, TOKENS, DECODER_TOKENS = 2, 5, 4
@@ -38,7 +39,8 @@ def sample_inputs(model: nn.Module) -> dict[str, Any]:
         reason = f"its main input is `{name}`" if isinstance(name, str) else "it has no `main_input_name`"
         notes = (reason, f"known inputs: {', '.join(_MAKERS)}", forward_arguments(model))
         message = f"no sample input can be made for {type(model).__name__}"
-        raise PeftcError(Diagnostic("P507", message, notes=notes, help="give a sample: `sample={name: tensor}`"))
+        help_ = known_part(model) or "give a sample: `sample={name: tensor}`"
+        raise PeftcError(Diagnostic("P507", message, notes=notes, help=help_))
     parameters = inspect.signature(model.forward).parameters
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with fake_mode(model), torch.device(device):
@@ -47,6 +49,15 @@ def sample_inputs(model: nn.Module) -> dict[str, Any]:
             inputs["decoder_input_ids"] = token_ids(DECODER_TOKENS)
     dtype = floating_dtype(model)
     return {k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
+
+
+def known_part(model: nn.Module) -> str | None:
+    """What to do where an outermost part of a model has an input that can be made; None without."""
+    # Seen in: the models of sentence-transformers
+    for name, part in model.named_modules():
+        if getattr(part, "main_input_name", None) in _MAKERS and getattr(part, "config", None) is not None:
+            return f'its `{name}` is a {type(part).__name__}: compile `model.get_submodule("{name}")`, or give a sample'
+    return None
 
 
 def forward_arguments(model: nn.Module) -> str:
@@ -94,6 +105,18 @@ def skeleton(source: ModelSource) -> nn.Module:
     if source.module is not None:
         return lazy_copy(source.module, True, source.rows) or fake_copy(source.module, widen=True, whole=True)
     return make_fake(meta_model(source))
+
+
+def skeleton_sample(source: ModelSource, sample: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """A sample of a source's model for its skeleton, whose weights are in at least float32."""
+    if sample is None or source.module is None:
+        return sample
+    widened = [tree_map_only(torch.Tensor, _widened, dict(one)) for one in (sample, *further_samples(sample))]
+    return joint_sample(None, widened)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def meta_model(source: ModelSource) -> nn.Module:
@@ -157,6 +180,7 @@ def check_runs(source: ModelSource, sample: Mapping[str, Any] | None) -> None:
     except Exception as error:  # whatever copying an attribute of a module raises
         message = f"{source.id} cannot be analysed: the analysis runs on a copy without data, and copying it fails"
         raise PeftcError(Diagnostic("P509", message, notes=stop_notes(error))) from error
+    sample = skeleton_sample(source, sample)
     if next(chain(fake.parameters(), fake.buffers()), None) is None:
         message = f"{source.id} has no parameters and no buffers, so there is nothing to edit"
         raise PeftcError(Diagnostic("P509", message, help="give the model itself, not one of its functions"))

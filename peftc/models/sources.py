@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
 from peftc.diagnostics.activity import activity
+from peftc.diagnostics.suggestions import join_names
 from peftc.filesystem.bounded_read import check_regular
 from peftc.models import catalogue
 from peftc.models.catalogue import Head
@@ -85,7 +86,8 @@ def resolve(
         cls = class_of(model, name, name) if own_code else model_class(model, name)
         return ModelSource(name, "config", model.model_type, model, cls, own_code=own_code)
     if not isinstance(model, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
-        raise PeftcError(Diagnostic("P502", f"a model is a module, a config or a name, not a {type(model).__name__}"))
+        message = f"a model is a module, a config or a name, not a {type(model).__name__}"
+        raise PeftcError(Diagnostic("P502", message, help=modules_of(model)))
     name = os.fspath(model)
     try:
         return _from_name(name, trust_remote_code)
@@ -93,6 +95,12 @@ def resolve(
         source = Source("--model", name)
         span = Span(0, len(name), 1, 1, 1, len(name) + 1)
         raise PeftcError(replace(d, source=source, span=span) for d in error.diagnostics) from error.__cause__
+
+
+def modules_of(value: object) -> str | None:
+    """What to do with an object that holds models, as pipelines do; None without any."""
+    names = [name for name, part in getattr(value, "__dict__", {}).items() if isinstance(part, nn.Module)]
+    return f"it holds {join_names(names)}: compile one of these" if names else None
 
 
 def _from_name(name: str, trust_remote_code: bool) -> ModelSource:

@@ -16,7 +16,7 @@ from peftc.addressing.sites import SiteTable, UntracedModule
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.tensors import fake_mode
 from peftc.models.identity import VERSION, ParameterFacts
-from peftc.models.skeleton import skeleton
+from peftc.models.skeleton import skeleton, skeleton_sample
 from peftc.models.sources import ModelSource, resolve
 from peftc.modules.instance_forward import instance_forward
 from peftc.modules.lazy_children import lazy_children
@@ -59,7 +59,7 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
     source = model if isinstance(model, ModelSource) else resolve(model)
     fake = set_eval(skeleton(source))
     _check_names(fake)
-    structure = analyze_structure(fake, sample, fake_mode(fake))
+    structure = analyze_structure(fake, skeleton_sample(source, sample), fake_mode(fake))
     name_stacks(structure)
     structure.shared = shared_modules(structure)
     layers = [kind for stack in structure.stacks for kind in stack.kinds]

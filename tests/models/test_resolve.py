@@ -3,6 +3,8 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from torch import nn
@@ -77,6 +79,12 @@ def test_a_path_to_nothing(name: str) -> None:
     diagnostic = refusal(lambda: resolve(name))
     assert diagnostic.code == "P502"
     assert name in diagnostic.message
+
+
+def test_an_object_that_holds_models_names_them() -> None:
+    pipeline: Any = SimpleNamespace(unet=nn.Linear(2, 2), scheduler=3, text_encoder=nn.Linear(2, 2))
+    assert refusal(lambda: resolve(pipeline)).help == "it holds `unet` and `text_encoder`: compile one of these"
+    assert refusal(lambda: resolve(cast(Any, 3))).help is None
 
 
 def test_a_folder_without_config(tmp_path: Path) -> None:

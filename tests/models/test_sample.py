@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import peftc
 from peftc.diagnostics import PeftcError
 from peftc.fakes.tensors import fake_copy, fake_mode
 from peftc.models.skeleton import sample_inputs
@@ -26,3 +27,31 @@ def test_a_model_with_unknown_inputs_asks_for_a_sample() -> None:
         sample_inputs(fake_copy(nn.Linear(2, 2)))
     assert excinfo.value.diagnostics[0].code == "P507"
     assert "sample=" in str(excinfo.value)
+
+
+def test_a_wrapper_names_the_model_that_has_an_input() -> None:
+    model = nn.Sequential(nn.ModuleDict({"model": zoo.build("bert")}), nn.Linear(2, 2))
+    with pytest.raises(PeftcError) as excinfo:
+        peftc.compile("peft 1  edit q at layer[*].attn.q { h += lora(x, r=2) }", model)
+    assert 'compile `model.get_submodule("0.model")`' in str(excinfo.value)
+
+
+class Convolution(nn.Module):
+    """PyTorch has no convolution of several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.down = nn.Conv1d(4, 8, 1), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, more: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+        return self.down(nn.functional.conv1d(self.first(x), more["kernels"][0]).transpose(1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_sample_has_the_dtype_of_its_model(dtype: torch.dtype) -> None:
+    """The analysis runs on a copy that is in at least float32: so is its sample."""
+    model = Convolution().to(dtype)
+    sample = {"x": torch.ones(3, 4, 5, dtype=dtype), "more": {"kernels": [torch.ones(8, 8, 1, dtype=dtype)]}}
+    base = model(**sample)
+    peftc.compile('peft 1  edit a at "down" { h += lora(x, r=2) }', model, sample=sample)
+    assert torch.equal(model(**sample), base)
