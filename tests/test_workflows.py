@@ -32,8 +32,12 @@ def test_a_workflow_runs(script: Path) -> None:
 
 def test_every_workflow_is_here() -> None:
     assert [script.stem for script in SCRIPTS] == [
+        "adapters",
+        "deployment",
+        "diffusion",
         "exchange",
         "merging",
+        "modalities",
         "preferences",
         "sentences",
         "trainers",
