@@ -319,7 +319,7 @@ class TextForm(Form):
         return self.at(args, dims).value.initial
 
     def keeps_base(self, args: Args, dims: Dims) -> bool:
-        return self.at(args, dims).value.first == "w"
+        return self.at(args, dims).value.first in self.inputs[:1]
 
     def not_affine(self, args: Args, dims: Dims) -> str | None:
         value = self.at(args, dims).value

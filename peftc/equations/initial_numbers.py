@@ -19,8 +19,8 @@ def initial_value(primitive: Primitive, operands: Sequence[Operand]) -> float | 
             return numbers[0]
         if primitive.name in ("*", "@", "kron", "permuted", "gather", "scatter", "pruned") and 0.0 in numbers:
             return 0.0
-        if primitive.name == "/" and numbers[0] == 0.0:
-            return 0.0  # `_apply` refuses a divisor that is 0
+        if primitive.name in ("/", "ratio") and numbers[0] == 0.0:
+            return 0.0  # `_apply` refuses a divisor that is 0, and a ratio has none
         if primitive.initial is None or None in numbers:
             return None
         result = primitive.initial(*numbers)
@@ -30,7 +30,8 @@ def initial_value(primitive: Primitive, operands: Sequence[Operand]) -> float | 
 
 
 def first_value(primitive: Primitive, operands: Sequence[Operand]) -> str:
-    """What a value is when training starts, as a function of the base's weight w; empty: unknown.
+    """What a value is when training starts, as a function of the base's weight w, or as the input
+    that it equals; empty: unknown.
 
     The ratio of two equal values is 1 where they are not 0, and w is 0 where its norm is: its
     product with w is w, bit for bit.
@@ -56,6 +57,10 @@ def first_value(primitive: Primitive, operands: Sequence[Operand]) -> str:
             return f"ratio({a})"
         case "*", ["ratio(norm(w))", "w"] | ["w", "ratio(norm(w))"]:
             return "w"
+        case "*", [first, _] if first and initial_number(operands[1]) == 1:
+            return first
+        case "*", [_, first] if first and initial_number(operands[0]) == 1:
+            return first
         case _:
             return ""
 

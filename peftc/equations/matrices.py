@@ -155,7 +155,8 @@ MATRICES: Mapping[str, Primitive] = TRANSFORMS | {
             "the matrix with the blocks of A [count, rows, columns] on its diagonal",
             rules.block_diagonal,
             "peftc.equation_code.functions.blocks",
-            affinity="linear",
+            lambda x: 0.0 if x == 0 else None,
+            "linear",
         ),
         Primitive(
             "orthonormal",

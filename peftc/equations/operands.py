@@ -184,7 +184,7 @@ class Operands:
         if name in self.inputs:
             type_ = self.types[name]
             rank = type_.size[-1] if type_.batch and type_.size else None
-            return Value(type_, varies=True, rank=rank, first="w" if name == "w" else "")
+            return Value(type_, varies=True, rank=rank, first=name)
         if name in self.sizes:
             initial = self.initial(self.parameters[name])
             return Value(Type(self.sizes[name]), initial, shifted=True, first=self._first(self.parameters[name]))

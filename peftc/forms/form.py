@@ -234,7 +234,7 @@ class Form:
         return bool(args.get("bias"))
 
     def keeps_base(self, args: Args, dims: Dims) -> bool:
-        """Whether its value is its input before training, bit for bit, where that is the base's weight."""
+        """Whether its value is its input before training, bit for bit, where that is a value of the base."""
         return False
 
     def rank(self, args: Args, dims: Dims) -> int | None:

@@ -122,7 +122,7 @@ def initial_value(term: Term, env: dict[str, Initial], values: dict[int, Initial
         case FormCall(instance=instance, input=source):
             if source is not None and instance.form.keeps_base(instance.args, instance.dims):
                 value = initial_value(source, env, values)
-                return value if value == BaseValue("w") else None
+                return value if isinstance(value, BaseValue) else None
             return instance.form.initial(instance.args, instance.dims)
         case Arithmetic(op=op, left=left, right=right):
             return _arithmetic(op, initial_value(left, env, values), initial_value(right, env, values))

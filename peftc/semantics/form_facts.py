@@ -89,7 +89,7 @@ def shapes_of(form: Form) -> str:
 def first_of(form: Form) -> str:
     """What it equals before any training, with the defaults or with another argument."""
     if form.keeps_base(example_args(form), next(stands(form))[0]):
-        return "what it reads, where that is the base's own weight"
+        return "what it reads, where that is the base's own value"
     dims, _ = next(stands(form))
     value = form.initial(example_args(form), dims)
     if value is not None:

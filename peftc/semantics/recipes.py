@@ -12,7 +12,7 @@ from peftc.filesystem import resources
 from peftc.semantics.expand import expand
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
-from peftc.syntax.printer import print_expression, print_selector
+from peftc.syntax.printer import print_expression, print_selector, print_statement
 
 _NAME = r"[A-Z][\w’-]+"
 _PAPER = re.compile(
@@ -85,6 +85,15 @@ def _read(name: str, path: Path) -> Recipe:
     text = path.read_text(encoding="utf-8")
     method = next(s for s in parse_text(text, str(path)).statements if isinstance(s, ast.Method))
     return Recipe(name, path, text, tuple(comment_of(text)), method)
+
+
+@cache
+def form_text(recipe: str, form: str | None = None) -> str:
+    """The text of a form in a recipe's file, with its comments; by default that of its name."""
+    path = resources.recipes()[recipe]
+    spec = parse_text(path.read_text(encoding="utf-8"), str(path))
+    own = next(s for s in spec.statements if isinstance(s, ast.Form) and s.name == (form or recipe))
+    return print_statement(own)
 
 
 def comment_of(text: str) -> Iterator[str]:

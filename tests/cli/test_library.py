@@ -18,6 +18,7 @@ from tests import zoo
 Out = pytest.CaptureFixture[str]
 WITHOUT_ARXIV = {
     "attention_fusion",
+    "hira",
     "hypernetwork_adaptbert",
     "hypernetwork_adaptbert_narrow",
     "lora_adapter",

@@ -34,7 +34,8 @@ from peftc.semantics import expand, read_spec
 from peftc.semantics.spec_argument import flat_spec
 from peftc.syntax import ast, parse_text, print_spec
 from tests.laws.harness import randomise
-from tests.laws.test_specs import CASES, CHOSEN, SMALL, method
+from tests.laws.test_specs import CASES, CHOSEN
+from tests.verification.pairs import settings_of
 
 FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # since Python 3.11.4
 
@@ -219,7 +220,7 @@ def write(folder: Path) -> None:
         recipe = text if case.startswith("recipe-") else None
         described = description(name, DEPTHS.get(recipe or ""))
         model = build(described)
-        settings = {} if recipe is None else {p.name: SMALL[p.name] for p in method(recipe).params if p.name in SMALL}
+        settings = {} if recipe is None else settings_of(recipe)
         source = text if recipe is None else resources.recipes()[recipe]
         tasks = (
             ["a", "b"]

@@ -15,11 +15,10 @@ import peftc
 from benchmarks.families import build
 from benchmarks.families.forward import main_output
 from peftc.filesystem import resources
-from peftc.semantics import read_spec
-from peftc.syntax import ast
 from tests import zoo
 from tests.laws.harness import randomise
-from tests.laws.test_specs import CHOSEN, LAYERS, SMALL, small
+from tests.laws.test_specs import CHOSEN, LAYERS, small
+from tests.verification.pairs import settings_of
 
 RECIPES = resources.recipes()
 # Of tests/zoo.py: biases, tied and fused weights, norms before and behind, gates, images.
@@ -71,12 +70,6 @@ def save_base(folder: Path, family: str, recipe: str) -> Checkpoint:
     model.config.architectures = [type(model).__name__]
     model.save_pretrained(folder, max_shard_size="100KB")
     return Checkpoint(folder, type(model), inputs)
-
-
-def settings_of(recipe: str) -> dict[str, Any]:
-    """Sizes for small models."""
-    method = next(s for s in read_spec(RECIPES[recipe]).statements if isinstance(s, ast.Method))
-    return {p.name: SMALL[p.name] for p in method.params if p.name in SMALL}
 
 
 class _Float64(TorchFunctionMode):

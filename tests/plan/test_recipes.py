@@ -18,7 +18,7 @@ from tests.matrix import checkerboard
 
 RECIPES = resources.recipes()
 MODELS = ("facebook/bart-large", "bert-base-uncased", "t5-large", "meta-llama/Meta-Llama-3-8B")
-NEED_BIASES = ("bitfit", "difffit", "glora", "far")
+NEED_BIASES = ("bitfit", "difffit", "glora", "glora_kinds", "far")
 NEED_A_CONTEXT = ("cross_attention",)
 WITH_A_GATE = ("qlora", "adalora")  # if there is one
 PAIRS = sorted({*checkerboard(list(RECIPES), MODELS), *((name, MODELS[3]) for name in WITH_A_GATE)})
@@ -130,6 +130,23 @@ COUNTS = {
     "diff_pruning": 2 * EVERYTHING + 2 * (QKVO + 2 * FFN + 5 * 12) + 1 + 2 + 2 * 2,
     "adapterfusion": FFN * (3 * D * D + D),
     "attention_fusion": 2 * D,
+    "beft": ATTN * D,
+    "boft": QV * (D // 4 * 4 * 4 + D),
+    "c3a": QV * D * D // 256,
+    "deft": QV * 8 * 2 * D,
+    "delora": QV * (8 * 2 * D + 1 + D),
+    "fourierft": QV * 1000,
+    "glora_kinds": QV * (2 * 8 * 2 * D + 8 * (D + 1) + 2),
+    "gralora": QV * 32 * 2 * D,
+    "hira": QV * 32 * 2 * D,
+    "hra": QV * 8 * D,
+    "miss": QV * 64 * D,
+    "peanut": QV * 32 * 2 * D,
+    "randlora": QV * (D + D // 32 * D) + 32 * D + D * D,
+    "road": QV * D,
+    "shira": QV * 32 * 2 * D,
+    "supertuning": QV * (D * D // 100),
+    "vblora": QV * 2 * 4 * (D // 256) * 256 + 256 * 256,
     "unipelt": 43_914_372,  # measured in AdapterHub
 }
 

@@ -307,7 +307,9 @@ def test_every_recipe_of_the_library_is_there() -> None:
         "difffit loreft direft s4 unipelt lora_adapter lora_adapter_narrow "
         "hypernetwork_adaptbert_narrow multi_head_parallel learned_scale parallel_res "
         "qlora spot ladder adaptive_prefix "
-        "hypernetwork hypernetwork_adaptbert adapterfusion attention_fusion"
+        "hypernetwork hypernetwork_adaptbert adapterfusion attention_fusion "
+        "beft boft c3a deft delora fourierft glora_kinds gralora hira hra miss peanut "
+        "randlora road shira supertuning vblora"
     )
     assert set(resources.recipes()) == set(names.split())
 

@@ -14,7 +14,21 @@ from peftc.syntax import ast
 from tests import zoo
 
 RECIPES = resources.recipes()
-SETTINGS = {"r": 4, "a": 4, "len": 5, "l": 3, "m": 6, "t": 5, "d": 40, "reduction": 4}
+# Where a recipe has such a parameter.
+SETTINGS = {
+    "r": 4,
+    "a": 4,
+    "len": 5,
+    "l": 3,
+    "m": 6,
+    "t": 5,
+    "d": 40,
+    "reduction": 4,
+    "group": 8,
+    "vectors": 9,
+    "length": 8,
+}
+SETTINGS_OF = {"c3a": {"block": 8}, "fourierft": {"n": 40}}
 BIASES = ("bart", "mbart", "bert", "bert-base", "bert-classifier", "roberta", "gpt2", "opt", "vit")
 CROSS = ("bart", "mbart", "t5", "t5-gated")
 GATED = ("t5-gated", "llama", "qwen2", "qwen3", "mistral")
@@ -27,7 +41,7 @@ def models(recipe: str) -> tuple[str, ...]:
     """The species of the zoo with the sites of a recipe."""
     if recipe == "cross_attention":
         return CROSS
-    if recipe in ("bitfit", "difffit", "glora", "far"):
+    if recipe in ("bitfit", "difffit", "glora", "glora_kinds", "far"):
         return BIASES
     if "ffn.gate" in RECIPES[recipe].read_text(encoding="utf-8"):
         return GATED
@@ -60,6 +74,11 @@ def compiled(recipe: str, name: str, layers: int = 2, *, device: str = "cpu", **
     depth = 10 if recipe == "s4" else layers  # which has four groups of layers
     fields = {field: depth for field in DEPTH if hasattr(zoo.config(name), field)}
     model = zoo.build(name, torch.float64, **fields).to(device)
+    return peftc.compile(RECIPES[recipe], model, seed=0, settings=settings_of(recipe), **options)
+
+
+def settings_of(recipe: str) -> dict[str, Any]:
+    """Sizes for small models."""
     method = next(s for s in read_spec(RECIPES[recipe]).statements if isinstance(s, ast.Method))
-    settings = {p.name: SETTINGS[p.name] for p in method.params if p.name in SETTINGS}
-    return peftc.compile(RECIPES[recipe], model, seed=0, settings=settings, **options)
+    own = {**SETTINGS, **SETTINGS_OF.get(recipe, {})}
+    return {p.name: own[p.name] for p in method.params if p.name in own}

@@ -9,19 +9,9 @@ from torch import Tensor
 
 from peftc.exchange.peft_format.config import PeftConfig
 from peftc.exchange.peft_format.types import Numbers, PeftRow, PeftType, Size, Tensors
+from peftc.semantics.recipes import form_text
 
-_BOFT = """
-# The inputs of a weight are rotated, block by block, and its outputs are scaled.
-# Liu et al. 2023, arXiv:2311.06243 (BOFT), with one butterfly factor
-form boft(
-    w,
-    block,  # size of one block of the rotation, in inputs; it divides them
-) {
-    param R[cols(w) / block, block, block] = 0
-    param s[rows(w)] = 1
-    f = column(s) * (w @ t(blocks(cayley((R - t(R)) / 2))))
-}
-"""
+_BOFT = form_text("boft")
 
 _BUTTERFLY = """
 # The inputs of a weight are rotated by a product of factors, block by block, each between the permutation of a

@@ -6,59 +6,11 @@ from itertools import product
 
 from peftc.exchange.peft_format.config import PeftConfig
 from peftc.exchange.peft_format.types import Numbers, PeftRow, PeftType, Tensors
+from peftc.semantics.recipes import form_text
 
-_OF_WEIGHT = """
-# A weight changes by W ⊙ A + B.
-# Chavan et al. 2023, arXiv:2306.07967, Eq. 7 (GLoRA)
-form glora(
-    w,
-    r,  # rank of the products
-    kind = lora,  # of A and B: lora is a product, vector a number for each row, constant one number
-) {
-    param Ad[rows(w), r] = 0 if kind == lora
-    param Au[r, cols(w)] = kaiming if kind == lora
-    param Bd[rows(w), r] = 0 if kind == lora
-    param Bu[r, cols(w)] = kaiming if kind == lora
-    param A[rows(w)] = 0 if kind == vector
-    param B[rows(w)] = 0 if kind == vector
-    param A[1] = 0 if kind == constant
-    param B[1] = 0 if kind == constant
-    f = w * (Ad @ Au) + Bd @ Bu if kind == lora
-    f = column(A) * w + column(B) if kind == vector
-    f = A * w + B if kind == constant
-}
-"""
-
-_IMAGE = """
-# A bias changes by W C.
-# Chavan et al. 2023, arXiv:2306.07967, Eq. 7 (GLoRA)
-form glora_image(
-    w,
-    r,  # rank of the product
-    kind = lora,  # of C: lora is a product, vector a number for each input
-) {
-    param Cd[cols(w), r] = 0 if kind == lora
-    param Cu[r, 1] = kaiming if kind == lora
-    param C[cols(w)] = 0 if kind == vector
-    f = w @ reshape(Cd @ Cu, cols(w)) if kind == lora
-    f = w @ C if kind == vector
-}
-"""
-
-_SHIFT = """
-# A bias changes by b ⊙ D + E.
-# Chavan et al. 2023, arXiv:2306.07967, Eq. 7 (GLoRA)
-form glora_shift(
-    b,
-    kind = vector,  # of D and E: vector is a number for each output, constant one number
-) {
-    param D[d(b)] = 0 if kind == vector
-    param E[d(b)] = 0 if kind == vector
-    param D[1] = 0 if kind == constant
-    param E[1] = 0 if kind == constant
-    f = b * D + E
-}
-"""
+_OF_WEIGHT = form_text("glora_kinds", "glora")
+_IMAGE = form_text("glora_kinds", "glora_image")
+_SHIFT = form_text("glora_kinds", "glora_shift")
 
 # Tensors of each kind: their ends in PEFT, and ours.
 _KINDS = {"lora": {".Xd": "d", ".Xu": "u"}, "vector": {".X": ""}, "constant": {".X": ""}, "none": dict[str, str]()}

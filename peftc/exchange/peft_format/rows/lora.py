@@ -20,6 +20,7 @@ from peftc.exchange.peft_format.types import (
     shown,
     whole,
 )
+from peftc.semantics.recipes import form_text
 
 _LORA_INITS = (True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga")  # which leave the base as it is
 
@@ -57,44 +58,8 @@ form vera_of(
 }
 """
 
-_VBLORA = """
-# LoRA whose A and B are made of vectors of one bank, each a mixture of the few with the largest logits.
-# Li et al. 2024, arXiv:2405.15179 (VB-LoRA)
-form vblora(
-    x,
-    r,  # rank of the product B A
-    vectors,  # of the bank
-    length,  # of a vector, in features; it divides those read and those written
-    most,  # vectors of a mixture
-    dropout = 0,  # probability of zeroing a feature while training
-) {
-    param A[r, d(x) / length, vectors] = normal(0.1)
-    param B[d(out) / length, r, vectors] = normal(0.1)
-    param bank[vectors, length] per edit = uniform(0.02)
-    let a = softmax(reshape(A, r * d(x) / length, vectors), most) @ bank
-    let b = softmax(reshape(B, r * d(out) / length, vectors), most) @ bank
-    let up = reshape(t(reshape(b, d(out) / length, r, length)), d(out), r)
-    f = up @ reshape(a, r, d(x)) @ dropout(x, dropout)
-}
-"""
-
-_GRALORA = """
-# LoRA of n × n blocks of a weight: each block of inputs has its A, and each block of outputs its B.
-# Jung et al. 2025, arXiv:2505.20355 (GraLoRA)
-form gralora(
-    x,
-    n,  # blocks of the features read, and of those written
-    r,  # rank of a block of outputs; n divides it
-    alpha = r,  # numerator of the scale; without it alpha = r, so that the scale is 1
-    dropout = 0,  # probability of zeroing a feature while training
-) {
-    param A[n, d(x) / n, r] = kaiming
-    param B[n, r, d(out) / n] = 0
-    let inner = r / n * d(x)
-    let rows = reshape(t(reshape(blocks(t(A)), n, n * inner)), n, inner, n)
-    f = alpha / r * blocks(t(B)) @ reshape(t(rows), n * r, d(x)) @ dropout(x, dropout)
-}
-"""
+_VBLORA = form_text("vblora")
+_GRALORA = form_text("gralora")
 
 
 def rank_and_alpha(args: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,71 +20,13 @@ from peftc.exchange.peft_format.types import (
     shown,
     whole,
 )
+from peftc.semantics.recipes import form_text
 
 _DEEPEST = 8  # PEANuT
 
-_C3A = """
-# Blocks of a weight change by circulant matrices, each of one vector.
-# Chen et al. 2024, arXiv:2407.19342 (C3A)
-form c3a(
-    x,
-    block,  # size of a block; it divides the features read and those written
-) {
-    param c[d(out) / block, d(x) / block, block] = 0
-    f = circulant(c) @ x / d(x)
-}
-"""
-
-_ROAD = """
-# Features rotate in pairs, of the two halves of each group, and are scaled.
-# Liao et al. 2024, arXiv:2409.00119 (RoAd)
-form road(
-    h,
-    group,  # features of a group; it divides them
-    variant = 1,  # angles and scales: 1 of each pair, 2 of each feature, 4 of the cosine and the sine of each feature
-) {
-    param theta[d(h) / 2] = 0 if variant == 1
-    param theta[variant / 2 * d(h)] = 0 if variant != 1
-    param alpha[d(h) / 2] = 1 if variant == 1
-    param alpha[variant / 2 * d(h)] = 1 if variant != 1
-    fixed one[1] = ones
-    fixed two[2, 1] = ones if variant == 1
-    fixed groups[d(h) / group, d(h) / group] = identity
-    fixed halves[group / 2, group / 2] = identity
-    let angles = reshape(kron(reshape(theta, d(h) / group, group / 2), two), 1, d(h)) if variant == 1
-    let scales = reshape(kron(reshape(alpha, d(h) / group, group / 2), two), 1, d(h)) if variant == 1
-    let angles = reshape(theta, 1, d(h)) if variant == 2
-    let scales = reshape(alpha, 1, d(h)) if variant == 2
-    let angles = t(reshape(t(reshape(theta, d(h) / group, 2, group)), d(h), 2)) if variant == 4
-    let scales = t(reshape(t(reshape(alpha, d(h) / group, 2, group)), d(h), 2)) if variant == 4
-    let second = 0 if variant != 4
-    let second = 1 if variant == 4
-    let turned = kron(groups, kron(t(skew(one)), halves)) @ h
-    f = scales[0] * cos(angles[0]) * h + scales[second] * sin(angles[second]) * turned
-}
-"""
-
-_DEFT = """
-# A subspace of the outputs of a weight, which is learnt, is taken away, and what it holds is learnt anew.
-# DEFT; with `para` it is taken away alone: Chen et al. 2025 (PaRa)
-form deft(
-    w,
-    r,  # dimensions of the subspace
-    scale = 1,  # of what it holds
-    basis = relu,  # how the directions P make the projection: P relu(P)ᵀ, or Q Qᵀ of an orthonormal Q
-    para = false,  # nothing is put there
-) {
-    require r <= rows(w)
-    param P[rows(w), r] = normal(0.02)
-    param R[r, cols(w)] = 0 if para == false
-    let left = P if basis == relu
-    let right = relu(P) if basis == relu
-    let left = t(orthonormal(t(P))) if basis == qr
-    let right = left if basis == qr
-    f = w - left @ (t(right) @ w - scale * R) if para == false
-    f = w - left @ (t(right) @ w) if para
-}
-"""
+_C3A = form_text("c3a")
+_ROAD = form_text("road")
+_DEFT = form_text("deft")
 
 
 def _c3a(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
@@ -166,26 +108,15 @@ def _peanut_config(args: Mapping[str, Any], depth: int) -> dict[str, Any]:
 def _peanut_row(depth: int) -> PeftRow:
     """A network of so many encoders, and as many decoders with residuals."""
     name, layers = f"peanut_{depth}", range(1, depth + 1)
-    lines = [
-        "param A[r, rows(w)] = kaiming",
-        *(f"param {kind}{i}[r, r] = kaiming" for kind in "ED" for i in layers),
-        "param B[rows(w), r] = 0",
-        "let z0 = act(A @ w)",
+    squares = "".join(f"    param {kind}{i}[r, r] = kaiming\n" for kind in "ED" for i in layers)
+    inner = [
         *(f"let z{i} = act(E{i} @ z{i - 1})" for i in layers),
         *(f"let y{i} = act(D{i} @ {f'y{i - 1}' if i > 1 else f'z{depth}'}) + z{depth - i}" for i in layers),
-        f"f = scale * B @ {f'y{depth}' if depth else 'z0'}",
     ]
-    head = [
-        "# The change of a weight is a network of the weight itself.",
-        "# Zhong et al. 2024, arXiv:2410.01870 (PEANuT)",
-        f"form {name}(",
-        "    w,",
-        "    r,  # width of the network",
-        "    act = relu,",
-        "    scale = 1,",
-        ") {",
-    ]
-    text = "\n".join(["", *head, *(f"    {line}" for line in lines), "}", ""])
+    flat = form_text("peanut", "peanut_0").replace("peanut_0", name).replace("    param B", f"{squares}    param B")
+    head, _, value = flat.rpartition("    f = ")
+    last = f"y{depth}" if depth else "z0"
+    text = "".join([head, *(f"    {line}\n" for line in inner), "    f = ", value.replace("z0", last)])
     ends = {"peanut_A.weight": "A", "peanut_B.weight": "B"}
     ends |= {f"peanut_encoders.{i - 1}.weight": f"E{i}" for i in layers}
     ends |= {f"peanut_decoders.{i - 1}.weight": f"D{i}" for i in layers}

@@ -10,50 +10,11 @@ from torch import Tensor
 
 from peftc.exchange.peft_format.config import PeftConfig, refusal
 from peftc.exchange.peft_format.types import NoConfig, Numbers, PeftRow, PeftType, Size, Tensors, shown, whole
+from peftc.semantics.recipes import form_text
 
-_SHIRA = """
-# A change of as many entries of a weight as a LoRA has parameters.
-# Bhardwaj et al. 2024, arXiv:2406.13175 (SHiRA)
-form shira(
-    r,  # rank of the LoRA
-    select = random,  # which entries: fisher, change, magnitude or random
-) {
-    let count = r * (rows(out) + cols(out))
-    require count <= entries(out)
-    param values[count] = 0
-    fixed places[count] = selection(select)
-    f = reshape(scatter(values, places, entries(out)), rows(out), cols(out))
-}
-"""
-
-_FOURIERFT = """
-# A change of a weight with few entries of its spectrum, at random places.
-# Gao et al. 2024, arXiv:2405.03003 (FourierFT)
-form fourierft(
-    n,  # entries of the spectrum
-    scale = 150,
-    select = random,  # which entries
-) {
-    require n <= entries(out)
-    param spectrum[n] = 0
-    fixed places[n] = selection(select)
-    f = scale * fourier(reshape(scatter(spectrum, places, entries(out)), rows(out), cols(out)))
-}
-"""
-
-_SUPERTUNING = """
-# A change of the largest entries of a weight.
-# Super-Tuning; with `lowrank` it is Supra
-form supertuning(
-    density,  # part of the entries
-    select = magnitude,  # which entries: fisher, change, magnitude or random
-) {
-    let count = floor(entries(out) * density)
-    param values[count] = 0
-    fixed places[count] = selection(select)
-    f = reshape(scatter(values, places, entries(out)), rows(out), cols(out))
-}
-"""
+_SHIRA = form_text("shira")
+_FOURIERFT = form_text("fourierft")
+_SUPERTUNING = form_text("supertuning")
 
 
 _RECOMPUTED = "PEFT finds the places again in the weights of the base, and its file does not have them"

@@ -4,32 +4,9 @@ from __future__ import annotations
 
 from peftc.exchange.peft_format.config import PeftConfig
 from peftc.exchange.peft_format.types import Numbers, PeftRow, PeftType, Tensors, dropout_text, shown
+from peftc.semantics.recipes import form_text
 
-_RANDLORA = """
-# A sum of products of random matrices, which all sites of the edit have in common, with trained factors between them.
-# Albert et al. 2025, arXiv:2502.00987 (RandLoRA)
-form randlora(
-    x,
-    r,  # rank of each product
-    alpha = r,  # numerator of the scale
-    dropout = 0,  # probability of zeroing a feature while training
-) {
-    let least = min(d(x), d(out))
-    let most = max(d(x), d(out))
-    let n = floor((least + r - 1) / r)
-    let widest_n = floor((min(widest(x), widest(out)) + r - 1) / r)
-    param A[r, min(widest(x), widest(out))] per edit = kaiming
-    param B[max(widest(x), widest(out)), widest_n, r] per edit = kaiming
-    param factors[r, n] = 0
-    param gamma[n, least] = 1 / most
-    fixed copies[n, 1] = ones
-    fixed ranks[r, 1] = ones
-    let scaled = column(reshape(factors, r * n)) * kron(corner(frozen(A), r, least), copies) * kron(ranks, gamma)
-    let wide = corner(reshape(frozen(B), max(widest(x), widest(out)), widest_n * r), most, n * r)
-    f = alpha / r * wide @ scaled @ dropout(x, dropout) if d(x) <= d(out)
-    f = alpha / r * t(scaled) @ t(wide) @ dropout(x, dropout) if d(x) > d(out)
-}
-"""
+_RANDLORA = form_text("randlora")
 
 _NOT_SAVED = "PEFT draws the matrices for all modules together, and its file does not have them"
 

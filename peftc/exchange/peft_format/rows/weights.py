@@ -13,74 +13,16 @@ from peftc.exchange.peft_format.config import PeftConfig, refusal
 from peftc.exchange.peft_format.rows.kronecker import LOKR
 from peftc.exchange.peft_format.rows.lora import rank_and_alpha
 from peftc.exchange.peft_format.types import NoConfig, Numbers, PeftRow, PeftType, Tensors, dropout_text, shown
+from peftc.semantics.recipes import form_text
 
 _SERIES = (0, 18)  # of PEFT, since when the series of OFT is the present one
 _LEAST_NORM = 1e-4  # to which PEFT raises the norms in DeLoRA
 
-_HRA = """
-# The inputs of a weight are reflected, one after the other, in the directions of the columns of u.
-# Yuan et al. 2024, arXiv:2405.17484 (HRA)
-form hra(
-    w,
-    r,  # reflections
-) {
-    param u[cols(w), r] = kaiming
-    let v = t(u) / norm(t(u))
-    f = w @ product(i in r, eye(u @ t(u)) - 2 * column(v[i]) @ t(column(v[i])))
-}
-"""
+_HRA = form_text("hra")
 
-_ORTHOGONAL_HRA = """
-# The same in directions that are orthogonal to each other.
-# Yuan et al. 2024, arXiv:2405.17484 (HRA)
-form hra_orthogonal(
-    w,
-    r,  # reflections
-) {
-    require r <= cols(w)
-    param u[cols(w), r] = kaiming
-    let v = orthonormal(t(u))
-    f = w - 2 * (w @ t(v)) @ v
-}
-"""
-
-_DELORA = """
-# A sum of r products of unit vectors with a trained length, times the norms of the columns of the weight.
-# Bini et al. 2025, arXiv:2503.18225 (DeLoRA)
-form delora(
-    w,
-    r,  # rank of the product B A
-    bound = 15,  # first value of the trained length λ
-) {
-    require r <= min(rows(w), cols(w))
-    param A[r, cols(w)] = kaiming
-    param B[rows(w), r] = 0
-    param scale[1] = bound
-    param norms[cols(w)] = norm(t(w))
-    let a = ratio(A, norm(A))
-    let b = ratio(t(B), norm(t(B)))
-    f = w + scale / r * (t(b) @ a) * frozen(norms)
-}
-"""
-
-_MISS = """
-# The inputs are added up, r by r, and one matrix maps the r sums.
-# Kang et al. 2024, arXiv:2409.15371 (MiSS, Bone)
-form miss(
-    x,
-    r,  # rows of the matrix
-    mini = none,  # columns of the matrix, which is repeated for all features; without it, it has as many
-    dropout = 0,  # probability of zeroing a feature while training
-) {
-    param block[r, d(out)] = 0 if mini == none
-    param block[r, mini] = 0 if mini != none
-    fixed ones[1, floor((d(x) + r - 1) / r)] = ones
-    fixed copies[d(out) / mini, 1] = ones if mini != none
-    let up = t(block) if mini == none
-    let up = kron(copies, t(block)) if mini != none
-    f = up @ corner(kron(ones, eye(block @ t(block))), r, d(x)) @ dropout(x, dropout)
-}
-"""
+_ORTHOGONAL_HRA = form_text("hra", "hra_orthogonal")
+_DELORA = form_text("delora")
+_MISS = form_text("miss")
 
 
 def _loha(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
