@@ -50,12 +50,10 @@ class EquationModule(Hookable, FormModule):
         place, own = self.place, self.own_names()
         self.arity = len(place.inputs)
         tensors = self.definition.tensors(self.form_args, self.form_dims)
-        lines = {name: (at.parameters[line], line in at.states) for name, (at, line) in tensors.items()}
-        self._fixed = tuple(
-            n for n in own if lines[n][0].fixed and (not lines[n][1] or is_choice_of_numbers(lines[n][0]))
-        )
+        starting = [name for name in own if _has_first_value(*tensors[name])]
+        self._fixed = tuple(n for n in starting if tensors[n][0].parameters[tensors[n][1]].fixed)
         # Those whose first values follow from the base's weight.
-        self._computed = tuple(name for name in own if name not in self._draws() and not lines[name][1])
+        self._computed = tuple(name for name in starting if name not in self._draws())
         lines_of_others = ((n, line) for n, line in place.parameters.items() if place.tensor(n) not in own)
         self._owners = tuple((name, owner_path(line, self.definition)) for name, line in lines_of_others)
         if self.differs_by_site:  # which is called, also by compiled code
@@ -143,10 +141,7 @@ class EquationModule(Hookable, FormModule):
         if key not in self.place.code:
             tensors = self.definition.tensors(self.form_args, self.form_dims)
             own = ((name, *tensors[name]) for name in self.own_names())
-            drawn = (
-                one for one in own if one[2] not in one[1].states or is_choice_of_numbers(one[1].parameters[one[2]])
-            )
-            draws = ((name, draw_at(at, line)) for name, at, line in drawn)
+            draws = ((name, draw_at(at, line)) for name, at, line in own if _has_first_value(at, line))
             self.place.code[key] = {name: draw for name, draw in draws if draw is not None}
         return self.place.code[key]
 
@@ -207,6 +202,12 @@ class EquationModule(Hookable, FormModule):
         assert up is not None
         factor = bottleneck.factor
         return down, down_bias, factor * up, None if up_bias is None else factor * up_bias, bottleneck.act
+
+
+def _has_first_value(place: Place, name: str) -> bool:
+    """Whether the text says what a tensor is at first, rather than a command, or the parameter of which it is a copy."""
+    line = place.parameters[name]
+    return name not in place.states or is_choice_of_numbers(line) or name in place.frozen
 
 
 def tensor_named(form: EquationModule, name: str) -> Tensor:

@@ -50,6 +50,7 @@ from peftc.equations.words import (
     SCATTER,
     SELECTION,
     criterion_of,
+    frozen_parameters,
     function_of,
     is_choice_of_numbers,
     optional_inputs_of,
@@ -135,7 +136,7 @@ class Place(Operands):
                     if self.saved is not None:
                         raise FormError("P111", "the conditions of two lines `save` hold here", line)
                     values = {k.name: self._written_out(k.value) for k in call.kwargs}
-                    self.saved = {name: value for name, value in values.items() if self._is_tensor(value)}
+                    self.saved = {name: value for name, value in values.items() if isinstance(self.operand(value), Value)}
                 case ast.Equation(target, value=value) if target.startswith(LOSS):
                     self._add_loss(line, target.removeprefix(LOSS), self._written_out(value))
                 case ast.Equation(target, value=value):
@@ -227,10 +228,15 @@ class Place(Operands):
 
     @cached_property
     def states(self) -> tuple[str, ...]:
-        """The names of tensors that are saved, and change in other ways than by gradients."""
+        """The names of tensors that are saved, and have no gradient."""
         lines = self.parameters.items()
         places = (name for name, line in lines if criterion_of(line) or is_choice_of_numbers(line))
-        return (*self.copies, *self.buffers, *places, *(() if self.pruning is None else (KEPT, PRUNED)))
+        return (*self.copies, *self.buffers, *places, *self.frozen, *(() if self.pruning is None else (KEPT, PRUNED)))
+
+    @cached_property
+    def frozen(self) -> list[str]:
+        """The parameters that no gradient reaches."""
+        return [name for name in frozen_parameters(self.form) if name in self.parameters]
 
     def _add_loss(self, line: ast.Equation, name: str, value: ast.Expr) -> None:
         """Raises: FormError if a term of the loss is not one number of the parameters."""
@@ -261,9 +267,6 @@ class Place(Operands):
         if condition.op not in ("==", "!="):
             left, right = real(left, condition.left), real(right, condition.right)
         return COMPARISONS[condition.op](left, right)
-
-    def _is_tensor(self, node: ast.Expr) -> bool:
-        return isinstance(self.operand(node), Value)
 
     def _written_out(self, node: ast.Expr) -> ast.Expr:
         """An expression with `sum(i in n, …)` and `initial(…)` as what they stand for."""

@@ -371,3 +371,26 @@ def names_of_whole(node: ast.Expr) -> set[str]:
             is_rounded = isinstance(node, ast.Call) and node.function in ("round", "floor")
     inner = [] if is_rounded else map(names_of_whole, children(node))
     return {node.id} if isinstance(node, ast.Name) else set[str]().union(*inner)
+
+
+def frozen_parameters(form: ast.Form) -> list[str]:
+    """The parameters that equations have in `frozen(…)` alone: no gradient reaches them."""
+    reached, moving = (_names_in_equations(form, through) for through in (True, False))
+    own = {line.name: line for line in _parameters(form)}
+    return [name for name, line in own.items() if not line.fixed and name in reached - moving]
+
+
+def _names_in_equations(form: ast.Form, through_frozen: bool) -> set[str]:
+    """The names that the value and the terms of the loss depend on."""
+    lets = [line for line in form.body if isinstance(line, ast.Let)]
+    names, todo = set[str](), [line.value for line in form.body if isinstance(line, ast.Equation)]
+    while todo:
+        match node := todo.pop():
+            case ast.Name(name) if name not in names:
+                names.add(name)
+                todo += [let.value for let in lets if let.name == name]
+            case ast.Call("frozen") if not through_frozen:
+                pass
+            case _:
+                todo += children(node)
+    return names

@@ -261,7 +261,8 @@ def _fill(
         for instance in site_edit.instances if common else ():
             place = record.form_modules.get(f"{site_edit.edit}/{instance.owner}/{instance.key}")
             for name, tensor in common.items() if place is not None else ():
-                _set(model.get_submodule(place).get_parameter(name.partition(".")[2]), tensor, name)  # pyright: ignore[reportArgumentType]
+                form = cast(EquationModule, model.get_submodule(place))
+                _set(tensor_named(form, name.partition(".")[2]), tensor, name)
     if left:
         raise unfit(f"`{min(left)[1]}` is not among the modules that the edits change")
     _fill_saved(model, saved)

@@ -125,11 +125,11 @@ class FormModule(nn.Module):
 
         Parameters without storage (meta, fake) are left alone.
         """
-        if not any(has_values(p) for p in self._parameters.values() if p is not None):
+        if not any(has_values(t) for t in (*self.parameters(False), *self.buffers(False))):
             return
         for name, draw in self.draws().items():
-            if has_values(parameter := self.get_parameter(name)):
-                fill_values(parameter, draw, generator(name))
+            if has_values(tensor := cast(Tensor, getattr(self, name))):
+                fill_values(tensor, draw, generator(name))
 
     def sets_values(self) -> bool:
         """Whether `initialise` or `fix` may set values where parameters have no storage, or nothing is to be drawn."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from peftc.equations.checks import check_form
 from peftc.equations.definition import text_form
 from peftc.forms.affine_module import Affine
-from peftc.forms.form import Args, Dims, Form
+from peftc.forms.form import Args, Count, Dims, Form
 from peftc.forms.module import FormModule, build, seeded
 from peftc.forms.shapes import Tokens, Weight
 from peftc.syntax import ast
@@ -110,13 +110,31 @@ def test_a_random_form(kind: str, seed: int) -> None:
 
     sizes = [line for line in case.form.body if isinstance(line, ast.Parameter) and not line.fixed]
     count = sum(prod(size_of(size) for size in line.sizes) for line in sizes)
-    assert row.count(ARGS, dims).trained == count == sum(p.numel() for p in case.module.parameters())
+    assert row.count(ARGS, dims) == Count(sum(p.numel() for p in case.module.parameters()), count)
+    check_gradients(case.module, x)
 
     if kind == "weight":
         rank = row.rank(ARGS, dims)
         assert rank is None or torch.linalg.matrix_rank(value) <= rank
         return
     check_affinity(case, x)
+
+
+def check_gradients(module: FormModule, x: Tensor) -> None:
+    """A gradient reaches each parameter that the value depends on, and no tensor that is saved beside them."""
+    states = [module.get_buffer(name).requires_grad_() for name in module.states()]
+    parameters = list(module.parameters())
+    value = module(x)
+    gradients = [None] * len(states + parameters)
+    if value.requires_grad:
+        gradients = torch.autograd.grad(value.sum(), [*states, *parameters], allow_unused=True)
+    assert all(gradient is None for gradient in gradients[: len(states)])
+    with torch.no_grad():
+        for parameter, gradient in zip(parameters, gradients[len(states) :], strict=True):
+            if gradient is None:  # what an unused `let` has
+                parameter += 1
+                assert module(x).equal(value)
+                parameter -= 1
 
 
 def check_affinity(case: Case, x: Tensor) -> None:

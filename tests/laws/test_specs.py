@@ -31,8 +31,6 @@ ONLY: Mapping[str, tuple[str, ...]] = {
 LAYERS = {"s4": 12}  # has four groups of layers
 CHOSEN = ("fishmask", "lt_sft", "far", "sparse_adapter", "supertuning")  # by `peftc.calibrate`
 GATED = ("unipelt", "adaptive_prefix")  # a mean over the tokens of a call: cached decoding is another function
-# What an adapter keeps, as PEFT does, and no gradient reaches: `frozen` in the equation.
-FROZEN = {"delora": ("norms",), "randlora": ("A", "B")}
 DRAWS = 4  # `diff_pruning`: the gate of a whole weight closes in about one of two hundred draws
 CASES = [  # the families in turn
     (recipe, (own := ONLY.get(recipe, FAMILIES))[i % len(own)]) for i, recipe in enumerate(sorted(RECIPES))
@@ -100,17 +98,18 @@ def test_counts_and_identity_at_init(case: Case) -> None:
 
 
 def test_a_gradient_reaches_every_parameter(case: Case) -> None:
-    """In at least one of a few draws: a gate drawn in the forward may close, and then what it
-    multiplies has no gradient.
+    """In at least one of a few draws: a gate drawn in the forward may close, and all units of a relu
+    may be 0, and then what they multiply has no gradient.
     """
-    randomise(case.own)
     case.model.train().zero_grad()
     for seed in range(DRAWS):
         torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in case.own.values():
+                parameter += 0.3 * torch.randn_like(parameter)
         (case.model(**case.inputs).loss + sum(peftc.losses(case.model).values())).backward()
     missing = [key for key, p in case.own.items() if p.grad is None or not p.grad.abs().sum() > 0]
-    frozen = FROZEN.get(case.recipe, ())
-    assert missing == [key for key in case.own if key.rpartition(".")[2].rpartition("/")[2] in frozen]
+    assert not missing
     own = {id(p) for p in case.own.values()}
     assert all(p.grad is None for p in case.model.parameters() if id(p) not in own)
     case.model.zero_grad()
