@@ -13,31 +13,7 @@ from peftc.semantics.recipes import form_text
 
 _BOFT = form_text("boft")
 
-_BUTTERFLY = """
-# The inputs of a weight are rotated by a product of factors, block by block, each between the permutation of a
-# butterfly and its inverse; the outputs are scaled.
-# Liu et al. 2023, arXiv:2311.06243 (BOFT)
-form butterfly(
-    w,
-    block,  # size of one block of a factor, in inputs: an even number
-    factors,  # of the product; block times 2 to the power of `factors` - 1 divides the inputs
-) {
-    require block >= 2
-    require factors >= 2
-    let count = cols(w) / block
-    param R[factors * count, block, block] = 0
-    param s[rows(w)] = 1
-    let Q = cayley((R - t(R)) / 2)
-    let P = product(
-        i in factors,
-        shuffle(
-            t(shuffle(blocks(narrow(Q, i * count, count)), count / power(2, i), power(2, i), 2)),
-            count / power(2, i), power(2, i), 2
-        )
-    )
-    f = column(s) * (w @ P)
-}
-"""
+_BUTTERFLY = form_text("boft", "butterfly")
 
 
 def _boft(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
