@@ -205,7 +205,7 @@ class EquationModule(Hookable, FormModule):
 
 
 def _has_first_value(place: Place, name: str) -> bool:
-    """Whether the text says what a tensor is at first, rather than a command, or the parameter of which it is a copy."""
+    """Whether the text has the first value: not of a copy, nor of what a command fills."""
     line = place.parameters[name]
     return name not in place.states or is_choice_of_numbers(line) or name in place.frozen
 

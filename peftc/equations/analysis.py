@@ -136,7 +136,7 @@ class Place(Operands):
                     if self.saved is not None:
                         raise FormError("P111", "the conditions of two lines `save` hold here", line)
                     values = {k.name: self._written_out(k.value) for k in call.kwargs}
-                    self.saved = {name: value for name, value in values.items() if isinstance(self.operand(value), Value)}
+                    self.saved = {n: value for n, value in values.items() if isinstance(self.operand(value), Value)}
                 case ast.Equation(target, value=value) if target.startswith(LOSS):
                     self._add_loss(line, target.removeprefix(LOSS), self._written_out(value))
                 case ast.Equation(target, value=value):

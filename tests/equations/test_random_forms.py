@@ -121,7 +121,7 @@ def test_a_random_form(kind: str, seed: int) -> None:
 
 
 def check_gradients(module: FormModule, x: Tensor) -> None:
-    """A gradient reaches each parameter that the value depends on, and no tensor that is saved beside them."""
+    """A gradient reaches each parameter that the value depends on, and no state."""
     states = [module.get_buffer(name).requires_grad_() for name in module.states()]
     parameters = list(module.parameters())
     value = module(x)

@@ -98,7 +98,7 @@ def test_counts_and_identity_at_init(case: Case) -> None:
 
 
 def test_a_gradient_reaches_every_parameter(case: Case) -> None:
-    """In at least one of a few draws: a gate drawn in the forward may close, and all units of a relu
+    """In at least one of a few draws: a gate drawn in the forward may close, or all units of a relu
     may be 0, and then what they multiply has no gradient.
     """
     case.model.train().zero_grad()
