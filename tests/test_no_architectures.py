@@ -33,7 +33,6 @@ OTHERS = {
     "peftc/dataflow/operations.py": {"clip"},  # `torch.clip`
     "peftc/models/settings.py": {"beam"},  # `num_beam_groups`, a setting of `generate`
     "peftc/exchange/peft_format/rows/prompts.py": {"opt"},  # `opt_loss_decay_factor`, a key of PEFT's CPT
-    "peftc/exchange/peft_format/rows/randlora.py": {"albert"},  # the author of a paper
     "peftc/cli/check/watch.py": {"ctrl"},  # the key
     **{key: {"git"} for key in ("peftc/checking/configuration.py", "peftc/cli/parser/commands.py")},
     "peftc/comparison/sides.py": {"git"},
