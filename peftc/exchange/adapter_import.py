@@ -260,8 +260,10 @@ def _fill(
             _set(parameter, tensor, f"{part.module}.{name}")
         for instance in site_edit.instances if common else ():
             place = record.form_modules.get(f"{site_edit.edit}/{instance.owner}/{instance.key}")
-            form = None if place is None else cast(EquationModule, model.get_submodule(place))
-            for name, tensor in common.items() if form is not None else ():
+            if place is None:
+                continue
+            form = cast(EquationModule, model.get_submodule(place))
+            for name, tensor in common.items():
                 _set(tensor_named(form, name.partition(".")[2]), tensor, name)
     if left:
         raise unfit(f"`{min(left)[1]}` is not among the modules that the edits change")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import peftc
 from peftc.exchange.peft_format.table import TYPES
+from peftc.installation.contents import states
 from tests import zoo
 from tests.exchange.adapters import assert_same_outputs, edited, in_peft, tensors
 from tests.exchange.test_export_refusals import export_refused
@@ -133,8 +134,8 @@ def test_a_form_that_is_trained_here_goes_to_peft(name: str, tmp_path: Path) -> 
     torch.manual_seed(0)
     with torch.no_grad():
         for key, parameter in peftc.parameters(model).items():
-            if key.rpartition(".")[2] not in fixed.split():
-                parameter += 0.1 * torch.randn_like(parameter)
+            assert key.rpartition(".")[2] not in fixed.split()
+            parameter += 0.1 * torch.randn_like(parameter)
     if name == "WAVEFT":  # PEFT draws other places than peftc
         assert "PEFT draws the places from a seed" in export_refused("P801", model, tmp_path).message
         return
@@ -228,6 +229,9 @@ def test_a_decomposition_needs_the_weights(tmp_path: Path) -> None:
 def test_other_singular_vectors_than_those_of_the_base(name: str, tmp_path: Path) -> None:
     equation, _ = OF_SPECS[name]
     model = edited("llama", f"{form_of(name, equation)}\nedit e at layer[*].ffn.down {{ {equation} }}")
+    with torch.no_grad():
+        for state in states(model).values():
+            state += 0.1
     assert "decomposes the weight of" in export_refused("P801", model, tmp_path).message
 
 
