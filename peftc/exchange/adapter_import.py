@@ -96,7 +96,7 @@ def import_adapter(
     base = open_base_of(config.base, model, trust_remote_code)
     try:
         return write_adapter(
-            base, read_peft(config, tensors, base.module, base.matrix), path_of(output), output_name(output)
+            base, read_peft(config, tensors, base.module, base.of_linear), path_of(output), output_name(output)
         )
     finally:
         base.close()

@@ -59,7 +59,7 @@ def spec_of_config(source: str | PathLike[str], model: str | None = None, trust_
             tensors = files.read_tensors(folder, files.TENSORS, files.PICKLED)
         else:
             tensors = expected_tensors(PeftConfig(values), base.module)
-        incoming = read_peft(PeftConfig(values), tensors, base.module, base.matrix)
+        incoming = read_peft(PeftConfig(values), tensors, base.module, base.of_linear)
     finally:
         base.close()
     table = sites(name, trust_remote_code=trust_remote_code)

@@ -49,12 +49,12 @@ class Base:
             value = value.t() if ref.transposed else value
             return rows_of_site(value, ref).flatten(0, 1).to(torch.float64, copy=True)
 
-    def matrix(self, module: str) -> Tensor:
-        """The weight (out, in) of a Linear without edits, in its dtype. Raises: P806."""
-        with self.values([f"{module}.weight"]):
+    def of_linear(self, module: str, name: str = "weight") -> Tensor:
+        """The weight (out, in) or the bias of a Linear, in its dtype. Raises: P806."""
+        with self.values([f"{module}.{name}"]):
             owner = self.module.get_submodule(module)
-            value = dense_parameter(owner, "weight").clone()
-            return value.t() if isinstance(owner, Conv1D) else value
+            value = dense_parameter(owner, name).clone()
+            return value.t() if isinstance(owner, Conv1D) and name == "weight" else value
 
     @contextmanager
     def values(self, names: Collection[str]) -> Generator[None]:

@@ -161,7 +161,7 @@ def lora_export(
 
 def typed_export(base: Base, folding: Folding) -> tuple[dict[str, Any], dict[str, Tensor], ExportReport] | None:
     """The edits in a type of PEFT that has them as they stand."""
-    typed, saved, biases = typed_adapter(folding, base.matrix), dict[str, dict[str, Tensor]](), dict[str, Tensor]()
+    typed, saved, biases = typed_adapter(folding, base.of_linear), dict[str, dict[str, Tensor]](), dict[str, Tensor]()
     if typed is not None:
         biases = lone_biases(base, folding) if typed.type == "LORA" else biases
         saved = whole_modules(base, folding, typed.modules, biases)

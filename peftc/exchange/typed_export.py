@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -61,11 +61,11 @@ class TypedAdapter:
     notes: list[str] = field(default_factory=list[str])
 
 
-def typed_adapter(folding: Folding, weight_of: Callable[[str], Tensor]) -> TypedAdapter | None:
+def typed_adapter(folding: Folding, of_linear: Callable[[str, str], Tensor]) -> TypedAdapter | None:
     """The edits in one of PEFT's types; None where they are not those of a type that has them as
     they stand. Raises: P801 for edits of a type with numbers that it cannot have, P806.
 
-    Args: `weight_of`: the weight (out, in) of a module of the base.
+    Args: `of_linear`: the weight (out, in) or the bias of a module of the base.
     """
     site_edits = list(folding.record.site_edits)
     if site_edits and all(map(_replaces_rows, site_edits)):
@@ -82,7 +82,7 @@ def typed_adapter(folding: Folding, weight_of: Callable[[str], Tensor]) -> Typed
     (name,) = types
     own = [(site_edit, row[1]) for site_edit, row in zip(site_edits, rows, strict=True) if row is not None]
     try:
-        return _adapter(folding, name, own, weight_of)
+        return _adapter(folding, name, own, of_linear)
     except _Unfit as error:
         if TYPES[name].is_lora:
             return None
@@ -90,7 +90,7 @@ def typed_adapter(folding: Folding, weight_of: Callable[[str], Tensor]) -> Typed
 
 
 def _adapter(
-    folding: Folding, name: str, edits: Sequence[tuple[SiteEdit, PeftRow]], weight_of: Callable[[str], Tensor]
+    folding: Folding, name: str, edits: Sequence[tuple[SiteEdit, PeftRow]], of_linear: Callable[[str, str], Tensor]
 ) -> TypedAdapter:
     """Raises: _Unfit."""
     peft_type, adapter, inputs = TYPES[name], TypedAdapter(name, {}), list[str]()
@@ -108,7 +108,7 @@ def _adapter(
             raise _Unfit(site_edit.edit, f"`{module}`: {reason}, where PEFT computes something else")
         try:
             numbers[module] = _config(row, site_edit)
-            _check_of_base(folding, site_edit, row, PeftConfig(numbers[module]), tensors[module], weight_of)
+            _check_of_base(folding, site_edit, row, PeftConfig(numbers[module]), tensors[module], of_linear)
         except NoConfig as error:
             raise _Unfit(site_edit.edit, str(error)) from error
         adapter.modules.append(module)
@@ -336,13 +336,13 @@ def _check_of_base(
     row: PeftRow,
     config: PeftConfig,
     tensors: Mapping[str, Tensor],
-    weight_of: Callable[[str], Tensor],
+    of_linear: Callable[[str, str], Tensor],
 ) -> None:
     """Raises: NoConfig where PEFT would compute other tensors of the weight than an edit has."""
     if row.of_base is None:
         return
     modules, module = folding.modules(site_edit), site_edit.site.module
-    for name, tensor in row.of_base(config, tensors, weight_of(module)).items():
+    for name, tensor in row.of_base(config, tensors, partial(of_linear, module)).items():
         own = _tensor(modules, name)
         if own.shape != tensor.shape or not torch.allclose(own.double(), tensor.double(), rtol=1e-4, atol=1e-5):
             raise NoConfig(f"PEFT decomposes the weight of `{module}` anew, and its `{name}` is another one")

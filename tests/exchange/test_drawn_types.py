@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,6 +87,54 @@ def test_a_type_comes_and_goes_back(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", ONE_WAY)
 def test_a_type_comes(case: str, tmp_path: Path) -> None:
     assert_comes(ONE_WAY[case], tmp_path)
+
+
+ADAMSS: dict[str, Case] = {
+    "with a bias": ("bert", peft.AdamssConfig, {"r": 8, "num_subspaces": 3, "subspace_rank": 2, **BERT}),
+    "dynamic ranks": (
+        "llama",
+        peft.AdamssConfig,
+        {"r": 6, "num_subspaces": 4, "subspace_rank": 3, "use_dynamic_rank": True, "svd_threshold": 0.5, **LLAMA},
+    ),
+}
+
+
+class NearestRows:
+    """In the place of scikit-learn's KMeans: Lloyd's rounds, from the first rows on."""
+
+    def __init__(self, n_clusters: int, max_iter: int, **options: Any) -> None:
+        self.count, self.rounds = n_clusters, max_iter
+
+    def fit_predict(self, rows: Any) -> Any:
+        points = torch.as_tensor(rows)
+        centres = points[: self.count].clone()
+        labels = torch.cdist(points, centres).argmin(1)
+        for _ in range(self.rounds):
+            for number in labels.unique().tolist():
+                centres[number] = points[labels == number].mean(0)
+            labels = torch.cdist(points, centres).argmin(1)
+        return labels.numpy()
+
+
+def without_scikit_learn(monkeypatch: pytest.MonkeyPatch, cluster: Any) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None if cluster is None else SimpleNamespace(cluster=cluster))
+    monkeypatch.setitem(sys.modules, "sklearn.cluster", cluster)
+
+
+@pytest.mark.parametrize("case", ADAMSS)
+def test_adamss_comes(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("sklearn") is None:
+        without_scikit_learn(monkeypatch, SimpleNamespace(KMeans=NearestRows))
+    assert_comes(ADAMSS[case], tmp_path)
+
+
+def test_adamss_needs_scikit_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_scikit_learn(monkeypatch, SimpleNamespace(KMeans=NearestRows))
+    name, type_, options = ADAMSS["with a bias"]
+    trained(name, tmp_path / "in", type_=type_, **options)
+    without_scikit_learn(monkeypatch, None)
+    diagnostic = import_refused("P802", tmp_path, zoo.build(name, torch.float64))
+    assert "scikit-learn" in diagnostic.message
 
 
 @pytest.mark.parametrize("case", PSOFT)

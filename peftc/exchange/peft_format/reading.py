@@ -49,11 +49,11 @@ class Incoming:
 
 
 def read_peft(
-    config: PeftConfig, tensors: Mapping[str, Tensor], model: nn.Module, weight_of: Callable[[str], Tensor]
+    config: PeftConfig, tensors: Mapping[str, Tensor], model: nn.Module, of_linear: Callable[[str, str], Tensor]
 ) -> Incoming:
     """What a file has. Raises: P802, P803, P804, P806.
 
-    Args: `weight_of`: the weight (out, in) of a module of the base.
+    Args: `of_linear`: the weight (out, in) or the bias of a module of the base.
     """
     peft_type = type_of(config)
     if peft_type.unpack is not None:
@@ -103,7 +103,7 @@ def read_peft(
     for name, ends in own.items():
         if any(part.module == name for part in incoming.parts):  # tied with one before
             continue
-        part = _part(config, peft_type, modules[name], name, ends, weight_of, groups.get(name, ""))
+        part = _part(config, peft_type, modules[name], name, ends, of_linear, groups.get(name, ""))
         incoming.parts += _tied_parts(part, config, peft_type, ends, model)
     for part in incoming.parts if any(row.tied for row in peft_type.rows) else ():
         for end, tensor in own.get(part.module, {}).items():
@@ -230,7 +230,7 @@ def _part(
     owner: nn.Module,
     module: str,
     tensors: Mapping[str, Tensor],
-    weight_of: Callable[[str], Tensor],
+    of_linear: Callable[[str, str], Tensor],
     group: str,
 ) -> ModulePart:
     row, own = peft_type.row(config, tensors), join_names(sorted(tensors))
@@ -262,7 +262,7 @@ def _part(
     )
     if row.of_base is not None:
         weight_size(owner)
-        named |= row.of_base(config, tensors, weight_of(module))
+        named |= row.of_base(config, tensors, partial(of_linear, module))
     own = (group, *(id(tensors[end]) for end in row.shared))
     equation, tasks = row.equation.format(**numbers), numbers.get("tasks", 0)
     return ModulePart(module, equation, named, row.step, row.form, group=own, tasks=tasks, by_task=row.by_task)

@@ -19,9 +19,9 @@ from peftc.exchange.peft_format.rows import (
     vectors,
     weights,
 )
+from peftc.exchange.peft_format.rows.adamss import ADAMSS
 from peftc.exchange.peft_format.rows.butterflies import BOFT
 from peftc.exchange.peft_format.rows.glora import GLORA
-from peftc.exchange.peft_format.rows.randlora import RANDLORA
 from peftc.exchange.peft_format.rows.wavelets import WAVEFT
 from peftc.exchange.peft_format.types import PeftType
 
@@ -33,10 +33,10 @@ TYPES: Mapping[str, PeftType] = {
     **places.TYPES,
     **random.TYPES,
     **decompositions.TYPES,
+    "ADAMSS": ADAMSS,
     "BOFT": BOFT,
     "WAVEFT": WAVEFT,
     "GLORA": GLORA,
-    "RANDLORA": RANDLORA,
     **prompts.TYPES,
     **routed.TYPES,
     **cached.TYPES,
@@ -45,7 +45,6 @@ TYPES: Mapping[str, PeftType] = {
 
 # Why no equation says what PEFT computes.
 WITHOUT_EQUATION: Mapping[str, str] = {
-    "ADAMSS": "its matrices are of the rows that a clustering of the weights put together when PEFT made it",
     "ADAPTION_PROMPT": "its tokens pass the projections of each layer, which no state of peftc does",
     "SHADOW": "its first state is computed by a model of its own, with layers, attention and a cache",
     "XLORA": "what it reads is computed by a forward of its own, without its adapters",

@@ -17,6 +17,7 @@ Tensors = Mapping[str, Tensor]  # of one module, by the end of their names in PE
 Numbers = dict[str, Any]  # for the braces of an equation; `tasks` is their number
 Size = tuple[int, int]  # of a weight (out, in)
 Sizes = Mapping[str, Size]  # by module
+OfBase = Callable[[str], Tensor]  # of "weight" (out, in) and "bias" of a module of the base
 Files = Mapping[str, Tensor]  # tensors of an adapter, by PEFT's names
 
 
@@ -54,7 +55,7 @@ class PeftRow:
             they are one edit.
         computed: the names of ours of tensors that PEFT computes of the weight of the base when it
             loads an adapter, and does not save.
-        of_base: computes these of the weight (out, in).
+        of_base: computes these of the weight (out, in), and of the bias.
     """
 
     tensors: Mapping[str, str]
@@ -74,7 +75,7 @@ class PeftRow:
     check: Callable[[Tensors], str | None] | None = None
     shared: Collection[str] = field(default=())
     computed: Collection[str] = field(default=())
-    of_base: Callable[[PeftConfig, Tensors, Tensor], dict[str, Tensor]] | None = None
+    of_base: Callable[[PeftConfig, Tensors, OfBase], dict[str, Tensor]] | None = None
 
 
 @dataclass(frozen=True)

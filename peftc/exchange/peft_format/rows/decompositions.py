@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from peftc.exchange.peft_format.config import PeftConfig, refusal
 from peftc.exchange.peft_format.folder import PREFIX, damaged
-from peftc.exchange.peft_format.types import Files, NoConfig, Numbers, PeftRow, PeftType, Size, Tensors
+from peftc.exchange.peft_format.types import Files, NoConfig, Numbers, OfBase, PeftRow, PeftType, Size, Tensors
 
 _TINYLORA = """
 # The core of a weight's largest singular vectors changes by random matrices, times the entries of a trained vector.
@@ -181,8 +181,9 @@ def _svd(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.linalg.svd(weight.float(), full_matrices=False)
 
 
-def _osf_of_base(config: PeftConfig, tensors: Tensors, weight: Tensor) -> dict[str, Tensor]:
+def _osf_of_base(config: PeftConfig, tensors: Tensors, of_base: OfBase) -> dict[str, Tensor]:
     """The first values, and the singular vectors that stay as they are."""
+    weight = of_base("weight")
     u, s, v = (part.to(weight.dtype) for part in _svd(weight))
     r, (rows, columns) = len(s) - len(tensors["osf_svd_params.S_low"]), weight.shape
     own = {"osf.U_initial": u[:, r:], "osf.s_initial": s[r:], "osf.V_initial": v[r:]}
@@ -223,8 +224,8 @@ def _is_even(config: PeftConfig) -> bool:
     return config.one_of("ab_svd_init", known, f"PEFT knows {' and '.join(known)}") == "pissa_init"
 
 
-def _psoft_of_base(config: PeftConfig, tensors: Tensors, weight: Tensor) -> dict[str, Tensor]:
-    rank = config.whole("r", 32)
+def _psoft_of_base(config: PeftConfig, tensors: Tensors, of_base: OfBase) -> dict[str, Tensor]:
+    rank, weight = config.whole("r", 32), of_base("weight")
     u, s, v = _low_rank_svd(config, weight, rank) if config.read("psoft_svd", "full") == "lowrank" else _svd(weight)
     u, s, v = u[:, :rank], s[:rank], v[:rank]
     a, b = (s.sqrt()[:, None] * v, u * s.sqrt()) if _is_even(config) else (v, u * s)
@@ -287,9 +288,10 @@ def _read_frod(config: PeftConfig, tensors: Tensors, size: Size) -> dict[str, Te
     return {**named, "frod.places": rows * size[1] + columns}
 
 
-def _frod_of_base(config: PeftConfig, tensors: Tensors, weight: Tensor) -> dict[str, Tensor]:
+def _frod_of_base(config: PeftConfig, tensors: Tensors, of_base: OfBase) -> dict[str, Tensor]:
     """U, as PEFT makes it: the columns of W V⁻ᵀ of length 1, in float32."""
-    wide, v = weight.double(), tensors["frod_V"].double()
+    weight, v = of_base("weight"), tensors["frod_V"].double()
+    wide = weight.double()
     try:
         product = torch.linalg.solve(v, wide.T).T
     except RuntimeError:

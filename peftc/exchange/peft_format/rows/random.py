@@ -1,4 +1,4 @@
-"""Types of PEFT with random numbers: places of one vector, and noise in training."""
+"""Types of PEFT with random numbers: places of a vector, matrices of all modules, noise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from peftc.exchange.peft_format.types import (
     Sizes,
     Tensors,
     dropout_text,
+    shown,
 )
+from peftc.semantics.recipes import form_text
 
 _UNILORA = """
 # A LoRA whose entries are those of one vector of all modules, at random places, times a number for each.
@@ -62,6 +64,8 @@ form pvera(
     f = b * corner(frozen(B), d(out), r) @ normal_noise(mean, exp(logarithm / 2))
 }
 """
+
+_RANDLORA = form_text("randlora")
 
 _THETA, _SCALES = "base_model.unilora_theta_d", "base_model.unilora_scales"
 _ENDS = ("A", "B")
@@ -175,6 +179,18 @@ def _pvera_config(args: Mapping[str, Any]) -> dict[str, Any]:
     return {**own, "sample_at_inference": False, "bias": "none"}
 
 
+_NOT_SAVED = "PEFT draws the matrices for all modules together, and its file does not have them"
+
+
+def _randlora(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:
+    config.one_of("save_projection", (True,), _NOT_SAVED)
+    for key in ("projection_prng_key", "sparse", "very_sparse"):  # the file has the matrices
+        config.read(key, None)
+    rank, alpha = config.whole("r", 32), config.number("randlora_alpha", 640)
+    options = f", alpha={shown(alpha)}" if alpha != rank else ""
+    return {"r": rank, "options": options + dropout_text(config, "randlora_dropout")}
+
+
 TYPES: Mapping[str, PeftType] = {
     "UNILORA": PeftType(
         (
@@ -208,5 +224,18 @@ TYPES: Mapping[str, PeftType] = {
         ("d_initial", "generator_seed"),
         common=_pvera_draws,
         has_transposition=True,
+    ),
+    "RANDLORA": PeftType(
+        (
+            PeftRow(
+                {"randlora_lambda": "randlora.factors", "randlora_gamma": "randlora.gamma"},
+                "h += randlora(x, r={r}{options})",
+                _RANDLORA,
+                common={"base_model.randlora_A": "randlora.A", "base_model.randlora_B": "randlora.B"},
+            ),
+        ),
+        _randlora,
+        has_transposition=True,
+        dimensions=3,
     ),
 }
