@@ -100,6 +100,18 @@ def write(
         _prune(folder)
 
 
+def count_entries(folder: Path) -> tuple[int, int, int]:
+    """How many entries a folder has, how many of these are unusable, and their size in bytes."""
+    paths = [path for path in folder.glob("*.json") if path.is_file()] if folder.is_dir() else []
+    unusable = 0
+    for path in paths:
+        try:
+            _content(path)
+        except (OSError, ValueError):
+            unusable += 1
+    return len(paths), unusable, sum(path.stat().st_size for path in paths)
+
+
 def _text(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 

@@ -10,5 +10,5 @@ def bug_of(error: Exception) -> Diagnostic:
     last = extract_tb(error.__traceback__)[-1]
     summary = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     note = f"in {last.name}, line {last.lineno} of {last.filename}"
-    help_ = "please report it, with the command, the spec and what PEFTC_TRACEBACK=1 shows"
+    help_ = "please report it, with the command, the spec, what PEFTC_TRACEBACK=1 shows and `peftc doctor`"
     return Diagnostic("P900", f"this is a bug in peftc: {summary}", notes=(note,), help=help_)

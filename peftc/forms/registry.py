@@ -88,6 +88,11 @@ def entry_point(name: str) -> str | None:
     return next(map(_described, _entry_points(name=name)), None)
 
 
+def entry_points() -> dict[str, str]:
+    """What offers forms in the installed distributions, by name, without importing it."""
+    return {entry.name: _described(entry) for entry in _entry_points()}
+
+
 def python_form(name: str) -> Form:
     """The registered form of that name. Raises: PeftcError P101 for another."""
     if name not in _forms:

@@ -27,7 +27,7 @@ from peftc.cli.parser.arguments import (
     models,
 )
 from peftc.cli.parser.command import Command
-from peftc.cli.parser.library_commands import COMPLETION, LIST_FORMS, NEW, RECIPES
+from peftc.cli.parser.library_commands import COMPLETION, DOCTOR, LIST_FORMS, NEW, RECIPES
 
 _CODES = {"type": comma_separated, "action": "extend", "metavar": "CODE,…"}
 
@@ -295,5 +295,6 @@ COMMANDS = {
     "recipes": RECIPES,
     "forms": LIST_FORMS,
     "new": NEW,
+    "doctor": DOCTOR,
     "completion": COMPLETION,
 }

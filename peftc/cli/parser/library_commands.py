@@ -49,6 +49,11 @@ NEW = Command(
         MODEL_FORMAT,
     ),
 )
+DOCTOR = Command(
+    "print versions, devices and caches, and test peftc on a small model: for reports of bugs",
+    "doctor.command",
+    (FORMS, JSON),
+)
 COMPLETION = Command(
     "print a script with which a shell completes commands, options, models, recipes and files",
     "completion.command",
