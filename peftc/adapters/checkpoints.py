@@ -36,7 +36,7 @@ from peftc.adapters.files import path_of, write
 from peftc.adapters.hub import upload
 from peftc.adapters.loading import check_tensors, notify_forms
 from peftc.adapters.metadata import METADATA, Adapter
-from peftc.adapters.saving import describe, require_one
+from peftc.adapters.saving import describe, edit_modules, require_one
 from peftc.comparison.moves import Moves
 from peftc.concurrency.context import ALL
 from peftc.diagnostics import Diagnostic, PeftcError, warn
@@ -45,6 +45,7 @@ from peftc.installation.completeness import complete_installation
 from peftc.installation.contents import names_on_model, parameters, states
 from peftc.installation.journal import transaction
 from peftc.installation.record import Installation, InstalledSpec, joint_spec
+from peftc.modules.offload import offloaded_values
 from peftc.semantics.export_forms import without_expectations
 
 CONFIGURATION, INDEX = "config.json", "model.safetensors.index.json"
@@ -73,8 +74,18 @@ def save_checkpoint(
 
     Raises: P436, P526, P527, P561, P566, P573 as `save`; P580 (no values in the state dict).
     """
-    target = path_of(directory)
-    record = complete_installation(model)
+    target, record = path_of(directory), complete_installation(model)
+    with offloaded_values(edit_modules(model, record)):
+        return _save_checkpoint(model, record, target, state_dict, is_main_process)
+
+
+def _save_checkpoint(
+    model: nn.Module,
+    record: Installation,
+    target: Path,
+    state_dict: Mapping[str, Tensor] | None,
+    is_main_process: bool,
+) -> Path:
     parts = require_one(record, acting_specs(record))
     trained = {saved: p for part in parts for saved, p in parameters(model, part.name).items()}
     own = trained | {saved: t for part in parts for saved, t in states(model, part.name).items()}

@@ -29,6 +29,7 @@ from peftc.installation.completeness import active_installation
 from peftc.installation.contents import parameters, states
 from peftc.installation.record import Installation, InstalledSpec, joint_spec
 from peftc.installation.spec_names import with_note
+from peftc.modules.offload import offloaded_values
 from peftc.planning.ir import SiteEdit
 from peftc.semantics.export_forms import has_common_parameters, saved_form, stored_statements
 from peftc.semantics.moves import without_moves
@@ -67,6 +68,19 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
 def save_as(model: nn.Module, target: Path, name: str | None = None, description: Base | None = None) -> Path:
     """As `save`. `description`: of the base, if it is not that of the model."""
     record = active_installation(model)
+    with offloaded_values(edit_modules(model, record)):
+        return _save(model, record, target, name, description)
+
+
+def edit_modules(model: nn.Module, record: Installation) -> Iterator[nn.Module]:
+    """The modules with parameters of edits, and of the base that edits train."""
+    for place in record.form_modules.values():
+        yield from model.get_submodule(place).modules()
+    for name in record.trained.values():
+        yield model.get_submodule(name.rpartition(".")[0])
+
+
+def _save(model: nn.Module, record: Installation, target: Path, name: str | None, description: Base | None) -> Path:
     parts = parts_to_save(record, name)
     trained = {key: value for part in parts for key, value in parameters(model, part.name).items()}
     require_values(trained.items())

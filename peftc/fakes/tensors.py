@@ -21,7 +21,7 @@ from peftc.fakes.repeated_layers import IMMUTABLE, copied_class
 from peftc.fakes.shape_mode import ShapeMode
 from peftc.modules.instance_forward import FORWARD, class_and_attributes
 from peftc.modules.memory import MEMORY, Memory, memory_of
-from peftc.modules.offload import is_dispatched
+from peftc.modules.offload import is_dispatched, offloaded_ties
 from peftc.modules.packed import PACKED, packed_dtype, packed_shape, packed_shapes
 from peftc.modules.torch_attributes import ATTRIBUTES, TABLES
 from peftc.modules.walk import modules_in
@@ -127,6 +127,10 @@ def copy_model(
                 memo[id(p)] = copier.fake(p)
         if any(map(own.get, HOOKS)):
             memo |= {id(own[name]): OrderedDict[int, Any]() for name in HOOKS if own.get(name)}
+    if dispatched:
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        ties = offloaded_ties(model).items()
+        memo |= {id(parameters[name]): memo[id(parameters[first])] for name, first in ties}
     if packed := packed_shapes(modules):
         dtype = packed_dtype(modules)
         memo |= {number: _stand_in(memo[number], shape, copier.dtype(dtype)) for number, shape in packed.items()}
@@ -212,7 +216,7 @@ class _ModuleCopier:
         if kind not in self.classes:
             self.classes[kind] = copied_class(kind)
         if (cls := self.classes[kind]) is None:
-            return copy.deepcopy(module, self.memo)
+            return self.special(module)
         if FORWARD in attributes:
             patched, attributes = class_and_attributes(module)
             cls = patched if cls is kind else cls
@@ -227,6 +231,22 @@ class _ModuleCopier:
                 copies[name] = {}
             elif not name.startswith("__composable_api"):  # FSDP2 keeps its state under this prefix
                 copies[name] = self.attribute(value)
+        return new
+
+    def special(self, module: nn.Module) -> nn.Module:
+        """A module with copy methods of its own, without the hooks that stand in instances."""
+        hidden = {
+            name: set(vars(inner)).difference(class_and_attributes(inner)[1])
+            for name, inner in module.named_modules()
+            if FORWARD in vars(inner)
+        }
+        for name, attributes in hidden.items():
+            own = vars(module.get_submodule(name))
+            self.memo.update((id(own[attribute]), None) for attribute in attributes)
+        new = copy.deepcopy(module, self.memo)
+        for name, attributes in hidden.items():
+            for attribute in attributes:
+                del vars(new.get_submodule(name))[attribute]
         return new
 
     def attribute(self, value: Any) -> Any:

@@ -15,6 +15,7 @@ from torch import nn
 from peftc.models.settings import settings
 from peftc.modules.lazy_children import lazy_children
 from peftc.modules.memory import distinct_entries, memory_of, overlapping, overlaps_itself
+from peftc.modules.offload import offloaded_ties
 from peftc.modules.packed import packed_shapes
 from peftc.modules.walk import (
     Named,
@@ -58,9 +59,9 @@ def parameter_count(
     model: nn.Module, keep: Callable[[str], bool] = any_name, parameters: NamedParameters | None = None
 ) -> int:
     """The number of scalars; shared memory counts once, a packed weight as what it stands for."""
-    packed = packed_shapes(model.modules()) if parameters is None else {}
+    packed, ties = (packed_shapes(model.modules()), offloaded_ties(model)) if parameters is None else ({}, {})
     parameters = parameters_of(model, keep) if parameters is None else parameters
-    own = list({id(parameter): parameter for _, parameter in parameters}.values())
+    own = list({ties.get(name) or id(parameter): parameter for name, parameter in parameters}.values())
     groups = overlapping(own)
     shared = {i for group in groups for i in group}
     alone = sum(prod(packed.get(id(p), p.shape)) for i, p in enumerate(own) if i not in shared)
@@ -71,10 +72,11 @@ def tied_groups(
     model: nn.Module, keep: Callable[[str], bool] = any_name, parameters: NamedParameters | None = None
 ) -> Ties:
     """Groups of dotted names that are one tensor, or several over the same memory."""
+    ties = offloaded_ties(model) if parameters is None else {}
     parameters = parameters_of(model, keep) if parameters is None else parameters
     groups: dict[object, list[str]] = {}
     for name, parameter in parameters:
-        groups.setdefault(memory_of(parameter) or id(parameter), []).append(name)
+        groups.setdefault(ties.get(name) or memory_of(parameter) or id(parameter), []).append(name)
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
 
@@ -114,13 +116,14 @@ def identity(
     A packed weight has the shape of the matrix that it stands for.
     """
     packed = packed_shapes(model.modules()) if parameters is None else {}
+    tied = tied_groups(model, keep, parameters) if tied is None else tied
     parameters = parameters_of(model, keep) if parameters is None else parameters
     config = getattr(model, "config", None)
     values: dict[str, Any] = {
         "type": getattr(config, "model_type", None) or type(model).__name__,
         "facts": {name: value for name in _FACTS if isinstance(value := _config_value(config, name), (int, str))},
         "parameters": {name: list(packed.get(id(p), p.shape)) for name, p in parameters},
-        "tied": tied_groups(model, keep, parameters) if tied is None else tied,
+        "tied": tied,
     }
     return values if version == 1 else values | {"configuration": settings(model)}
 

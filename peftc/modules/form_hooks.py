@@ -10,6 +10,9 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from peftc.diagnostics import PeftcError
+from peftc.modules.offload import offloaded_error
+
 FORWARD = "forward"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -68,12 +71,19 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def has_hooks(container: nn.Module | None) -> bool:
-    """Whether hooks want to see the calls of the forms in the container of an edited module."""
-    if any(GLOBAL_HOOKS.values()):
-        return True
+    """Whether hooks want to see the calls of the forms in the container of an edited module.
+
+    Raises: P566 for parameters that several sites share and a hook of accelerate has offloaded: no
+    call of theirs loads them.
+    """
+    hooked = any(GLOBAL_HOOKS.values())
     for module in () if container is None else container.modules():
         if isinstance(module, Hookable):
-            owner = getattr(module, "owner_module", None)
-            if is_hooked(module) or (owner is not None and is_hooked(owner)):
-                return True
-    return False
+            owner: nn.Module | None = getattr(module, "owner_module", None)
+            if owner is not None and is_hooked(owner):
+                hooked = True
+                if names := [name for name, p in owner.named_parameters() if p.is_meta]:
+                    why = "several sites share them: dispatch the model first, and compile the edits then"
+                    raise PeftcError(offloaded_error(names, why))
+            hooked = hooked or is_hooked(module)
+    return hooked

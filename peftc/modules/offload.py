@@ -5,12 +5,13 @@ device on which the module runs.
 """
 
 import contextlib
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Container, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.modules.walk import modules_in
 
@@ -54,6 +55,63 @@ def offloaded_parameters(model: nn.Module) -> frozenset[str]:
         for parameter, value in module.named_parameters(recurse=False)
         if value.is_meta and _is_offloaded(module, parameter)
     )
+
+
+def offloaded_ties(model: nn.Module) -> dict[str, str]:
+    """The first name of each offloaded parameter that is one with others, by all of its names.
+
+    Hooks keep its value once for each name: in memory, where it is one tensor, or on a disk, where
+    what transformers says of the model is left.
+    """
+    parameters = [
+        (f"{name}.{parameter}".lstrip("."), module, parameter)
+        for name, module in (model.named_modules(remove_duplicate=False) if is_dispatched(model) else ())
+        for parameter, value in module.named_parameters(recurse=False)
+        if value.is_meta and _is_offloaded(module, parameter)
+    ]
+    declared = _declared_ties(model) if parameters else {}
+    groups: dict[object, list[str]] = {}
+    for name, module, parameter in parameters:
+        groups.setdefault(_address(module, parameter) or declared.get(name, name), []).append(name)
+    return {name: names[0] for names in groups.values() if len(names) > 1 for name in names}
+
+
+def _declared_ties(model: nn.Module) -> dict[str, str]:
+    """The first name of a tied parameter, by its other names, as transformers says."""
+    ties: dict[str, str] = {}
+    for name, module in model.named_modules():
+        own: Mapping[str, str] = getattr(module, "all_tied_weights_keys", {})
+        ties |= {f"{name}.{one}".lstrip("."): f"{name}.{first}".lstrip(".") for one, first in own.items()}
+    return ties
+
+
+def _address(module: nn.Module, name: str) -> int:
+    """Where the value of an offloaded parameter is in memory; 0 for one on a disk."""
+    for hook in hooks(module):
+        map_: Any = getattr(hook, "weights_map", None)
+        stored = getattr(map_, "dataset", map_)
+        stored = getattr(stored, "state_dict", stored)
+        value = stored.get(f"{getattr(map_, 'prefix', '')}{name}") if isinstance(stored, dict) else None
+        if isinstance(value, torch.Tensor):
+            return value.data_ptr()
+    return 0
+
+
+@shielded
+def offloaded_values(modules: Iterable[nn.Module]) -> Generator[None]:
+    """Inside of the block, own parameters of these modules have the values that hooks keep."""
+    replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    try:
+        for module in modules:
+            table: dict[str, Any] = vars(module)["_parameters"]
+            for name, parameter in list(table.items()):
+                if parameter is not None and parameter.is_meta and (value := offloaded_value(module, name)) is not None:
+                    replaced.append((table, name, parameter))
+                    table[name] = nn.Parameter(value, parameter.requires_grad)
+        yield
+    finally:
+        for table, name, parameter in reversed(replaced):
+            table[name] = parameter
 
 
 def _is_offloaded(module: nn.Module, name: str) -> bool:
