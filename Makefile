@@ -70,6 +70,7 @@ docs: $(READY)
 	$(BIN)/python -m tools.forms_page > docs/forms.md
 	$(BIN)/python -m tools.python_api_page > docs/python-api.md
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tools.gallery_page
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tools.methods_page > docs/methods.md
 
 # docs/ as a site, in build/site: plain files, which any server has, and which load nothing from elsewhere.
 site: $(SITE)
