@@ -81,14 +81,14 @@ OTHER_TESTS = {  # of other tables
 def tests_of_peft() -> Mapping[str, tuple[str, str]]:
     """The test of each type of PEFT, and how near the outputs are."""
     names = {cls: key.value for key, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
-    found = {name: (_test(module, test), FLOAT64) for name, (module, test) in OTHER_TESTS.items()}
+    tests = {name: (_test(module, test), FLOAT64) for name, (module, test) in OTHER_TESTS.items()}
     for module, cases, test in TABLES:
         for case, values in cases.items():
             near = FLOAT32 if module is test_types and test_types.rounding(case) else FLOAT64
             near = ROUNDED if module is test_types_in_common and values[-1] else near
             near = SINGLE if test == "test_psoft_comes_and_goes_back" else near
-            found.setdefault(names[values[1]], (f"{_test(module, test)}[{case}]", near))
-    return found
+            tests.setdefault(names[values[1]], (f"{_test(module, test)}[{case}]", near))
+    return tests
 
 
 def _test(module: Any, test: str) -> str:
