@@ -2,9 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from types import EllipsisType
 from typing import Any
 
-from torch import fx
+import torch
+from torch import fx, nn
+from torch.fx.node import map_aggregate
 
 from peftc.addressing.sites import Site
 from peftc.diagnostics import Diagnostic, PeftcError
@@ -29,6 +34,8 @@ from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from peftc.tracing.module_calls import forward_signature
 from peftc.tracing.tracer import RegionTracer
+
+_PRINTED = int | float | complex | str | EllipsisType | torch.dtype | torch.device | torch.layout | torch.memory_format
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +71,19 @@ class TracedRegion:
         graph.output(graph.graph_copy(self.graph, {}))
         return function("forward", signature, function_body(graph, GlobalNames(signature.parameters), signature))
 
+    def graph_module(self, layer: nn.Module) -> fx.GraphModule:
+        """The graph as a module that has what it reads of a layer: for `fx.Interpreter`,
+        `ShapeProp`, and other tools of torch.fx.
+
+        Its inputs are the arguments of the layer's forward, by position or by name; `**kwargs` is
+        one dictionary, `kwargs`, where the code reads it. Functions and other objects among the
+        operands, which torch.fx cannot print, are attributes. Nodes have the `meta` of the graph.
+
+        Args:
+            layer: of the model, one of `layers`.
+        """
+        return graph_module(self.graph, layer)
+
     def state(self, name: str) -> fx.Node:
         """The node of a hidden state: `h` if the region has one site, `ffn.h`, or a full path.
 
@@ -80,6 +100,31 @@ class TracedRegion:
         close = nearest(name, self.states)
         help = f"did you mean {join_names(close)}?" if close else None
         raise PeftcError(Diagnostic("P207", f"`{self.module}` has no state `{name}`", help=help))
+
+
+def graph_module(graph: fx.Graph, layer: nn.Module) -> fx.GraphModule:
+    """A copy of a layer's graph as a module. See `TracedRegion.graph_module`."""
+    own, objects = fx.Graph(), dict[str, object]()
+    own.output(own.graph_copy(graph, {}))
+    for node in list(own.nodes):
+        if node.op == "placeholder" and str(node.target).startswith("*"):
+            node.target, node.args = str(node.target).lstrip("*"), ({},)
+            if not node.users:
+                own.erase_node(node)
+        with own.inserting_before(node):
+            lift = partial(_as_node, own, objects)
+            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), lift)
+    parts = {str(node.target) for node in own.nodes if node.op in ("get_attr", "call_module")}
+    return fx.GraphModule({name: objects[name] if name in objects else attrgetter(name)(layer) for name in parts}, own)
+
+
+def _as_node(graph: fx.Graph, objects: dict[str, object], value: Any) -> Any:
+    """An operand that torch.fx can print: of an object, the node that reads it."""
+    if value is None or isinstance(value, fx.Node | slice | range | _PRINTED):
+        return value
+    name = next((name for name, other in objects.items() if other is value), f"object_{len(objects)}")
+    objects[name] = value
+    return graph.get_attr(name)
 
 
 def trace(

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, fx
+from torch.fx.passes.shape_prop import ShapeProp
+from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
 
 import peftc
 from benchmarks.families import build
@@ -86,3 +94,47 @@ def test_tracing_a_name_reads_no_weights() -> None:
     region = peftc.trace("gpt2")[0]
     assert len(region.layers) == 12
     assert isinstance(region.state("ffn.h").meta["example"], torch.Tensor)
+
+
+def called_with(model: torch.nn.Module, path: str, name: str) -> tuple[dict[str, Any], Tensor]:
+    """The arguments by name of a layer's first call in a forward, and what it gave."""
+    layer = model.get_submodule(path)
+    calls: list[tuple[dict[str, Any], Any]] = []
+
+    def record(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        bound = inspect.signature(layer.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        calls.append((dict(bound.arguments), output))
+
+    handle = layer.register_forward_hook(record, with_kwargs=True)
+    model(**zoo.inputs(name, model))
+    handle.remove()
+    arguments, output = calls[0]
+    return arguments, output[0] if isinstance(output, tuple) else output
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "bart", "gpt2", "t5", "mixtral", "vit"])
+def test_tools_of_torch_fx_work_on_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.build(name)
+    region = peftc.trace(model)[0]
+    module = region.graph_module(model.get_submodule(region.layers[0]))
+    arguments, expected = called_with(model, region.layers[0], name)
+    module.graph.lint()
+    inputs = [arguments.get(node.target) for node in module.graph.nodes if node.op == "placeholder"]
+    for value in (fx.Interpreter(module).run(*inputs), module(*inputs)):
+        assert torch.equal(value[0] if isinstance(value, tuple) else value, expected)
+
+    ShapeProp(module).propagate(*inputs)
+    ffn = next(node for node in module.graph.nodes if node.name == region.state("ffn.h").name)
+    assert ffn.meta["tensor_meta"].shape == expected.shape
+
+    rows: list[list[object]] = []
+    table = SimpleNamespace(tabulate=lambda values, headers: rows.extend(values) or "")
+    monkeypatch.setitem(sys.modules, "tabulate", table)
+    module.graph.print_tabular()
+    assert [row[1] for row in rows] == [node.name for node in module.graph.nodes]
+
+    residual = fx.symbolic_trace(lambda x, y: x + y).graph
+    sums = [node for match in SubgraphMatcher(residual).match(module.graph) for node in match.anchors]
+    assert len(sums) >= 2

@@ -259,6 +259,26 @@ def test_plans_count_what_passes_have() -> None:
     assert "`steer` is a pass" in entry.reason
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["buffer", "parameter"])
+def test_a_tensor_gives_sizes_and_values(kind: str, tmp_path: Path) -> None:
+    base = zoo.build("llama", torch.float64)
+    v = torch.randn(base.config.hidden_size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def add(region: Any) -> None:
+        region.replace("ffn.h", region.call(torch.add, region["ffn.h"], getattr(region, kind)("v", v)))
+
+    model = peftc.apply(add, zoo.build("llama", torch.float64), at=FFN)
+    for layer in base.model.layers:
+        layer.mlp.register_forward_hook(lambda module, args, output: output + v)
+    batch = zoo.inputs("llama", model)
+    assert torch.equal(model(**batch).logits, base(**batch).logits)
+    assert len(peftc.parameters(model)) == (len(base.model.layers) if kind == "parameter" else 0)
+    peftc.save(model, tmp_path)
+    again = peftc.load(tmp_path, zoo.build("llama", torch.float64), passes={"add": add})
+    assert torch.equal(again(**batch).logits, base(**batch).logits)
+
+
 def test_tools_of_fx_work() -> None:
     shapes: list[tuple[int, ...]] = []
     matches: list[int] = []
@@ -342,7 +362,17 @@ def unknown_state(region: Any) -> None:
     region["ffn.hh"]
 
 
+def negative_size(region: Any) -> None:
+    region.buffer("v", (-1, 4))
+
+
+def values_of_another_shape(region: Any) -> None:
+    region.parameter("v", (region.width("ffn.h"),), torch.ones(1))
+
+
 REFUSALS = [
+    ("P440", negative_size, "sizes"),
+    ("P440", values_of_another_shape, "first values"),
     ("P441", two_nodes_in_the_wrong_order, "relu"),
     ("P442", wrong_shape, "mean"),
     ("P442", wrong_dtype, "gt"),

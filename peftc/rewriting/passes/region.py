@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from peftc.dataflow.nodes import ancestors, nodes_in
 from peftc.diagnostics import Diagnostic, PeftcError
@@ -19,7 +18,7 @@ from peftc.rewriting.insert import Inserter
 from peftc.rewriting.passes.node_values import NodeValues
 from peftc.rewriting.passes.state_access import StateAccess
 
-Initial = float | str | tuple[str, float] | torch.Tensor | Callable[[torch.Tensor], object]
+Initial = float | str | tuple[str, float] | Tensor | Callable[[Tensor], object]
 _PLAIN = nn.Module()
 
 
@@ -137,19 +136,19 @@ class Region:
 
     # Members --------------------------------------------------------------------------------------
 
-    def parameter(self, name: str, shape: Sequence[int], init: Initial = 0.0) -> fx.Node:
+    def parameter(self, name: str, shape: Sequence[int] | Tensor, init: Initial = 0.0) -> fx.Node:
         """A trained parameter of the site, saved under `<pass>/<site>/<pass>.<name>`.
 
         Args:
             name: of the parameter.
-            shape: its sizes.
+            shape: its sizes; or a tensor, whose sizes and values it has at every site.
             init: a number; a distribution as in equations ("kaiming", ("normal", 0.02)); a tensor;
                 or a function that fills one, such as `nn.init.xavier_uniform_`. It is drawn once
                 for each site, from the seed of the pass.
         """
         return self._tensor("parameter", name, shape, init)
 
-    def buffer(self, name: str, shape: Sequence[int], init: Initial = 0.0) -> fx.Node:
+    def buffer(self, name: str, shape: Sequence[int] | Tensor, init: Initial = 0.0) -> fx.Node:
         """As `parameter`, of a tensor that is saved and not trained."""
         return self._tensor("buffer", name, shape, init)
 
@@ -205,8 +204,18 @@ class Region:
             last = last.next
         return last
 
-    def _tensor(self, kind: Literal["parameter", "buffer"], name: str, shape: Sequence[int], init: Initial) -> fx.Node:
-        self._add(PassMember.tensor(kind, name, tuple(map(int, shape)), init))
+    def _tensor(
+        self, kind: Literal["parameter", "buffer"], name: str, shape: Sequence[int] | Tensor, init: Initial
+    ) -> fx.Node:
+        if isinstance(shape, Tensor):
+            shape, init = shape.shape, shape
+        sizes = tuple(map(int, shape))
+        if any(size < 0 for size in sizes):
+            raise self._refusal(f"`{name}` has the sizes {list(sizes)}", "sizes are whole numbers of at least 0")
+        if isinstance(init, Tensor) and init.shape != sizes:
+            message = f"`{name}` has the sizes {list(sizes)}, and its first values {list(init.shape)}"
+            raise self._refusal(message, f"write `region.{kind}({name!r}, values)`")
+        self._add(PassMember.tensor(kind, name, sizes, init))
         if name not in self._tensors:
             with self.graph.inserting_after(self._last(())):
                 self._tensors[name] = self.graph.get_attr(f"{self._place}.{name}")
