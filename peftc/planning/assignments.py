@@ -45,6 +45,29 @@ def conflicts(edits: Sequence[tuple[ast.Edit, Sequence[SiteEdit]]]) -> Iterator[
                 earlier[key].append((site_edit, assign, rows))
 
 
+def changed_weights(edits: Sequence[tuple[ast.Edit, Sequence[SiteEdit]]]) -> Iterator[tuple[ast.Edit, Diagnostic]]:
+    """P324, with the edit that reads, for each pair of one that reads the weight of a Linear and one
+    that changes what the Linear computes: a fold would change what the first one reads.
+    """
+    reads = [(edit, one, name) for edit, own in edits for one in own for name in one.weights]
+    writers = defaultdict[object, list[SiteEdit]](list)
+    for one in (use for _, own in edits for site_edit in own for use in site_edit.uses()) if reads else ():
+        if (weight := one.site.states.get("w")) is not None and weight.weight is not None:
+            writers[weight.weight.module, weight.weight.attribute].append(one)
+    reported = set[tuple[str, str]]()
+    for edit, one, name in reads:
+        weight = one.site.states[name].weight
+        assert weight is not None
+        for other in writers[weight.module, weight.attribute]:
+            rows = _storage(other, "w")[1]
+            overlap = rows is None or weight.rows is None or rows.overlaps(weight.rows)
+            if overlap and (edit.name, other.edit) not in reported:
+                reported.add((edit.name, other.edit))
+                message = f"`{edit.name}` reads `{name}` of `{one.site.path}`, and `{other.edit}` changes that Linear"
+                help_ = "let the other edit be at other Linears"
+                yield edit, Diagnostic("P324", message, one.assigns[-1].source.span, help=help_)
+
+
 def _storage(site_edit: SiteEdit, name: str) -> tuple[object, Slice | None]:
     """The same key for two names of one state, such as `z` of an ffn and `h` of `ffn.hidden`."""
     state = site_edit.site.states[name]

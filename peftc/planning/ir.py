@@ -7,13 +7,13 @@ folding and rewriting read this IR.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from typing import Literal
 
 from peftc.addressing.renaming import with_changes
-from peftc.addressing.sites import Site
+from peftc.addressing.sites import Site, State
 from peftc.forms.form import Args, Count, Dims, Form
 from peftc.forms.shapes import Ids, KeyValue, Scalar, Shape, Tokens, Vector, Weight
 from peftc.syntax import ast
@@ -132,7 +132,9 @@ class Arithmetic(TypedTerm):
 
 @dataclass(frozen=True, eq=False)
 class Concat(TypedTerm):
-    """Rows joined along the tokens, in this order; exactly one part is the state itself."""
+    """Rows joined along the tokens, in this order; exactly one part is the state itself. Of weights,
+    which are read and not written, their rows.
+    """
 
     parts: tuple[Term, ...]
 
@@ -161,6 +163,8 @@ class SiteEdit:
     lets: tuple[tuple[int, Term], ...] = ()  # (i, term): computed once, just before equation i
     parameter_site: Site | None = None  # the site that owns the parameters, if it is another of the module
     count: int = 1
+    # the weights of Linears around the site that it reads, by `weight(k)`; their modules are relative to the site's
+    weights: Mapping[str, State] = field(default_factory=dict[str, State])
 
     @property
     def owner_path(self) -> str:
@@ -210,9 +214,22 @@ def _with_site(site_edit: SiteEdit, site: Site) -> SiteEdit:
 
 def at_sites(site_edit: SiteEdit) -> Callable[[Site], SiteEdit]:
     """The edit at another site, with the frozen modules of that site."""
+    weights = site_edit.weights
     if any(isinstance(term, FrozenCall) for term in site_edit.terms()):
-        return partial(_at_site, site_edit)
-    return lambda site: with_changes(site_edit, site=site, count=1)
+        return lambda site: _at_site(site_edit, with_weights(site, weights))
+    return lambda site: with_changes(site_edit, site=with_weights(site, weights), count=1)
+
+
+def with_weights(site: Site, weights: Mapping[str, State]) -> Site:
+    """A site with the weights of Linears around it among its states."""
+    if not weights:
+        return site
+    own = dict(site.states)
+    for name, state in weights.items():
+        assert state.weight is not None
+        module = ".".join(filter(None, (site.module, state.weight.module)))
+        own[name] = with_changes(state, weight=with_changes(state.weight, module=module))
+    return with_changes(site, states=own)
 
 
 def _at_site(site_edit: SiteEdit, site: Site) -> SiteEdit:

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from peftc.addressing.module_infos import infos_of
+from peftc.addressing.renaming import inner_name
+from peftc.addressing.site_list import site_list
 from peftc.addressing.sites import Site, State
 from peftc.diagnostics import Diagnostic, PeftcError, Related, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names, plural
 from peftc.forms import Dims, Form, PlacementError
 from peftc.forms.calls import shape_at
-from peftc.forms.shapes import KeyValue, Prompt, Scalar, Tokens
+from peftc.forms.shapes import KeyValue, Prompt, Scalar, Tokens, Weight
 from peftc.planning.ir import (
     Arithmetic,
     Assign,
@@ -25,6 +27,7 @@ from peftc.planning.ir import (
     Term,
     combine_shapes,
     subterms,
+    with_weights,
 )
 from peftc.planning.lowering_context import FormInstances, LoweringContext
 from peftc.planning.repeated_calls import check_calls_of_weight
@@ -33,7 +36,7 @@ from peftc.semantics.arguments import bind
 from peftc.syntax import ast
 from peftc.syntax.numbers import ARITHMETIC, numeric_value
 from peftc.syntax.printer import print_expression
-from peftc.syntax.vocabulary import FROZEN_MODULES
+from peftc.syntax.vocabulary import FROZEN_MODULES, WEIGHT
 from peftc.syntax.walk import names_in
 
 _CONTAINERS = frozenset({"ModuleList", "ModuleDict"})
@@ -61,7 +64,14 @@ def lower_edit(edit: ast.Edit, site: Site, context: LoweringContext) -> SiteEdit
             terms.target = terms.state(*use)
             terms.lets[line.name] = terms.term(line.value)
             lets.append((len(assigns), terms.lets[line.name]))
-    site_edit = SiteEdit(edit.name, site, tuple(assigns), tuple(instances.instances), tuple(lets))
+    site_edit = SiteEdit(
+        edit.name,
+        with_weights(site, terms.weights),
+        tuple(assigns),
+        tuple(instances.instances),
+        tuple(lets),
+        weights=terms.weights,
+    )
     check_calls_of_weight(edit, site_edit)
     return site_edit
 
@@ -114,6 +124,7 @@ class TermLowering:
     instances: FormInstances
     lets: dict[str, Term] = field(default_factory=dict[str, Term])
     target: State | None = None  # the state that the current equation writes
+    weights: dict[str, State] = field(default_factory=dict[str, State])  # of Linears around the site
 
     def term(self, source: ast.Expr) -> Term:
         match source:
@@ -201,12 +212,38 @@ class TermLowering:
             return self.frozen_call(call, module)
         if (form := self.context.forms.get(name)) is not None:
             return self.form_call(call, form)
+        if name == WEIGHT:
+            return self.weight(call)
         if name in FROZEN_MODULES:
             modules = join_names(self.site.frozen_modules) if self.site.frozen_modules else "none"
             notes = (f"modules of the model that an equation can call there: {modules}",)
             raise error("P307", f"`{self.site.path}` has no `{name}`", call.function_span, notes=notes)
         known = ["concat", *self.site.frozen_modules, *self.context.forms, *self.context.shared]
         raise error("P101", f"there is no form `{name}`", call.function_span, help=did_you_mean(name, known))
+
+    def weight(self, call: ast.Call) -> Read | Concat:
+        """The weights of Linears of the sub-layer, as they are in the base, one above the other."""
+        parts = [self.weight_of(arg.id, arg.span) for arg in call.args if isinstance(arg, ast.Name)]
+        shapes = [part.shape for part in parts if isinstance(part.shape, Weight)]
+        if len({shape.d_in for shape in shapes}) > 1:
+            texts = join_names(f"{part.state} is {part.shape}" for part in parts)
+            raise error("P301", f"weights of different inputs are not one matrix: {texts}", call.span)
+        if len(parts) == 1:
+            return parts[0]
+        whole = replace(shapes[0], d_out=sum(shape.d_out for shape in shapes))
+        return Concat(tuple(parts), shape=whole, source=call)
+
+    def weight_of(self, name: str, span: Span) -> Read:
+        """The weight of the Linear `k`. Raises: P307 where the sub-layer has none of that name."""
+        sites, read = site_list(self.context.table), f"{WEIGHT}({name})"
+        outer = self.site.path.rpartition(".")[0]
+        site = next(filter(None, (sites.get(f"{path}.{name}") for path in (self.site.path, outer))), None)
+        state = None if site is None else site.states.get("w")
+        inside = None if site is None else inner_name(site.module, self.site.module)
+        if state is None or state.weight is None or inside is None or not isinstance(state.shape, Weight):
+            raise error("P307", f"`{self.site.path}` has no Linear `{name}`, whose weight could be read", span)
+        self.weights[read] = replace(state, weight=replace(state.weight, module=inside.lstrip(".")))
+        return Read(read, shape=state.shape, source=ast.Name(read, span=span))
 
     def concat(self, call: ast.Call) -> Concat:
         parts = tuple(self.term(argument) for argument in call.args)

@@ -13,7 +13,7 @@ from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.diagnostics.suggestions import for_sites, plural
 from peftc.equations.table import forms_of
 from peftc.forms import Form
-from peftc.planning.assignments import change_at_first, conflicts
+from peftc.planning.assignments import change_at_first, changed_weights, conflicts
 from peftc.planning.expectations import evaluate
 from peftc.planning.foldability.check import check_foldability
 from peftc.planning.ir import FrozenCall, SiteEdit
@@ -153,7 +153,7 @@ class Planner:
             edits = [(edit, self.lower(edit, edit_sites, context)) for edit, edit_sites in sites]
         for edit, site_edits in edits:
             self.warn(edit, linear_form_warnings(edit, site_edits))
-        for edit, diagnostic in conflicts(edits):
+        for edit, diagnostic in (*conflicts(edits), *changed_weights(edits)):
             self.report(edit, (diagnostic,))
         return edits
 
@@ -352,7 +352,7 @@ def is_independent(site_edit: SiteEdit) -> bool:
 
 def names_modules(site_edit: SiteEdit) -> bool:
     """Whether an edit depends on its site, or on modules of others that are one with it."""
-    is_own = bool(site_edit.site.shared_with) or form_of_pass(site_edit) is not None
+    is_own = bool(site_edit.site.shared_with or site_edit.weights) or form_of_pass(site_edit) is not None
     return is_own or any(isinstance(term, FrozenCall) for term in site_edit.terms())
 
 

@@ -337,8 +337,8 @@ class EquationInserter(NodeBuilder):
                 return self.function(ARITHMETIC[op], state, self.term(right))
             case ir.Arithmetic(op=op, left=left, right=right):
                 return self.function(ARITHMETIC[op], self.term(left), self.term(right))
-            case ir.Concat():
-                raise AssertionError("`key_value` and `write_tokens` handle concatenations")
+            case ir.Concat(parts=parts):  # of weights; `key_value` and `write_tokens` handle the others
+                return self.function(torch.cat, list(map(self.term, parts)))
 
     def sum_with_form(self, op: str, state: fx.Node, form: ir.FormCall, factor: float) -> fx.Node:
         """A state plus, or minus, a form times a factor."""

@@ -66,6 +66,7 @@ STATES_AT: Mapping[str, tuple[str, ...]] = {
 
 FROZEN_MODULES = ("norm", "head")  # frozen modules of a site that equations can call
 CONCAT = "concat"
+WEIGHT = "weight"  # of Linears of the same sub-layer, by their names: `weight(k, v)`
 SHARED = "shared"
 LAYER = "layer"  # as a number: that of the layer of a site
 

@@ -211,6 +211,8 @@ def term_structure(
             return value if isinstance(factor, Constant) and factor.value == 1 else value.mapped()
         case FrozenCall(function=function):
             raise NotAffine(f"`{show_term(term)}`: the model's own `{function}` is not folded through", term)
+        case Concat(shape=Weight()):
+            raise NotAffine(f"`{show_term(term)}` is not what the Linear reads", term)
         case Concat(shape=shape):
             rows = "tokens to the input" if isinstance(shape, Tokens) else "rows to the keys and values"
             raise NotAffine(f"`{show_term(term)}` adds {rows}, which no weight holds", term)

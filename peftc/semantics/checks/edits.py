@@ -28,6 +28,7 @@ from peftc.syntax.vocabulary import (
     STATES,
     STATES_AT,
     TOWERS,
+    WEIGHT,
 )
 from peftc.syntax.walk import above_modules, arms, children, differs_by_layer, selects_stack, walk
 
@@ -128,9 +129,10 @@ class _EquationChecker:
             yield Diagnostic("P105", message, item.span, help="e.g. `r=[4, 4, 8]` for three layers")
 
     def _call(self, call: ast.Call) -> Iterator[Diagnostic]:
+        is_weight = call.function == WEIGHT and call.function not in (*self._forms, *self._shared)
         is_known = call.function in (*FROZEN_MODULES, CONCAT) or call.function in self._shared
         is_of_forms = call.function in FUNCTIONS and not is_known and call.function not in self._forms
-        for arg in call.args if call.function != SHARED and not is_of_forms else ():
+        for arg in call.args if call.function != SHARED and not is_of_forms and not is_weight else ():
             yield from self._value(arg)
         lists = (part for k in call.kwargs for part in walk(k.value) if isinstance(part, ast.List))
         if wrong := [error for part in lists for error in self._value(part)]:
@@ -141,6 +143,11 @@ class _EquationChecker:
         elif call.function in self._forms:
             yield from bind_errors(call, self._forms)
             yield from presence_errors(call, self._forms[call.function])
+        elif is_weight:
+            wrong = [arg for arg in call.args if not isinstance(arg, ast.Name)]
+            if wrong or call.kwargs or not call.args:
+                what = "`weight` takes names of Linears of the sub-layer"
+                yield Diagnostic("P108", what, call.span, help="e.g. `weight(k, v)` at `layer[*].attn`")
         elif call.function in (*FROZEN_MODULES, CONCAT):
             for keyword in call.kwargs:
                 yield Diagnostic("P102", f"`{call.function}` has no argument `{keyword.name}`", keyword.span)

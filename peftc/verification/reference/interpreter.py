@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from peftc.addressing.sites import Slice, WeightRef
 from peftc.forms.module import FormModule, Member
+from peftc.forms.shapes import Weight
 from peftc.forms.tasked_module import Tasked
 from peftc.installation.record import Installation
 from peftc.planning import ir
@@ -115,6 +116,8 @@ class Interpreter:
                 return calculate(op, *(self.evaluate(site_edit, side, current) for side in (left, right)))
             case ir.Concat(parts=parts):
                 values = [self.evaluate(site_edit, part, current) for part in parts]
+                if isinstance(term.shape, Weight):
+                    return torch.cat(values)
                 pair = next(value for value in values if isinstance(value, KeyValues))
                 # Every query attends to every row, so the order of rows does not matter.
                 return replace(pair, rows=(*pair.rows, *(value for value in values if value is not pair)))
