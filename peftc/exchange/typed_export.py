@@ -2,63 +2,37 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
-from typing import Any, cast
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from peftc.equation_code.module import EquationModule, tensor_named
-from peftc.equations.table import FORMS
 from peftc.exchange.lora_export import no_form
+from peftc.exchange.peft_format.attention_export import attention_adapter
 from peftc.exchange.peft_format.config import PeftConfig
 from peftc.exchange.peft_format.folder import PREFIX
+from peftc.exchange.peft_format.form_texts import equation_of, is_form, is_same
 from peftc.exchange.peft_format.names import target_names
 from peftc.exchange.peft_format.reading import tied_bias, tied_with_input, weight_size
-from peftc.exchange.peft_format.rows.cached import (
-    CACHED,
-    PREFIX_FORM,
-    SINK,
-    SINK_FORM,
-    attentions,
-    cached_config,
-    pool_of,
-    positions_refusal,
-)
-from peftc.exchange.peft_format.rows.cached import TASK as CACHED_TASK
 from peftc.exchange.peft_format.rows.places import DELTA, TOKENS_FORM
 from peftc.exchange.peft_format.rows.prompts import PROMPT, TASKS, prompt_config
 from peftc.exchange.peft_format.table import TYPES
 from peftc.exchange.peft_format.task_types import task_type
-from peftc.exchange.peft_format.types import NoConfig, PeftRow
+from peftc.exchange.peft_format.types import NoConfig, PeftRow, TypedAdapter
 from peftc.exchange.selector_text import is_whole
 from peftc.folding.own_forward import base_class
 from peftc.folding.weights import Folding
-from peftc.forms.form import Form
 from peftc.forms.module import FormModule
 from peftc.planning.ir import SiteEdit
 from peftc.planning.selection.selectors import resolve
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
-from peftc.syntax.printer import print_statement
 
 _OPTIONS = ("options", "dropout", "neumann", "penalty", "mini")  # in braces of equations
-
-
-@dataclass(eq=False)
-class TypedAdapter:
-    """An adapter of one type. `config`: the keys of the type."""
-
-    type: str
-    config: dict[str, Any]
-    tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    modules: list[str] = field(default_factory=list[str])
-    ranks: dict[str, int] = field(default_factory=dict[str, int])
-    notes: list[str] = field(default_factory=list[str])
 
 
 def typed_adapter(folding: Folding, of_linear: Callable[[str, str], Tensor]) -> TypedAdapter | None:
@@ -70,8 +44,8 @@ def typed_adapter(folding: Folding, of_linear: Callable[[str, str], Tensor]) -> 
     site_edits = list(folding.record.site_edits)
     if site_edits and all(map(_replaces_rows, site_edits)):
         return tokens_adapter(folding)
-    if site_edits and all(map(_joins_cached_rows, site_edits)):
-        return cached_adapter(folding)
+    if site_edits and (adapter := attention_adapter(folding)) is not None:
+        return adapter
     rows = [_row(site_edit) for site_edit in site_edits]
     types = {row[0] for row in rows if row is not None}
     modules = [site_edit.site.module for site_edit in site_edits]
@@ -217,50 +191,8 @@ def _replaces_rows(site_edit: SiteEdit) -> bool:
         return False
     (form,), source = site_edit.instances, site_edit.assigns[0].source
     is_call = isinstance(source.value, ast.Call) and source.value.args[:1] == (ast.Name("w"),)
-    is_own = form.form.name == "trainable_tokens" and _is_form(TOKENS_FORM, form.form) and not form.tasks
+    is_own = form.form.name == "trainable_tokens" and is_form(TOKENS_FORM, form.form) and not form.tasks
     return is_own and is_call and (source.target, source.op) == ("w", "=")
-
-
-def cached_adapter(folding: Folding) -> TypedAdapter:
-    """Rows before the keys and values of all attentions, which positions count. Raises: P801."""
-    edits = {edit.site.path: edit for edit in folding.record.site_edits}
-    name, cls = next(iter(edits.values())).edit, base_class(folding.model)
-    sites = [site.path for site in attentions(folding.analysis.table)]
-    if set(sites) != set(edits) or len(edits) != len(folding.record.site_edits):
-        raise no_form(name, f"PEFT has rows at all attentions alike, as at `{next(iter(sites))}`")
-    if task_type(cls, ()) != CACHED_TASK:
-        raise no_form(name, f"PEFT reads the result of a {cls.__name__} at another place")
-    if reason := positions_refusal(folding.model):
-        raise no_form(name, reason)
-    rows, frozen = list[tuple[Tensor, Tensor]](), list[int]()
-    for path in sites:
-        forms = [form.owner_module or form for form in folding.modules(edits[path]).values()]
-        own = [tuple(tensor_named(cast(EquationModule, form), name) for name in ("key", "value")) for form in forms]
-        rows.append((torch.cat([key for key, _ in own], 1), torch.cat([value for _, value in own], 1)))
-        frozen.append(own[0][0].shape[1] if forms[0].definition.name == SINK else 0)
-    if len({(*key.shape, *value.shape, sink) for (key, value), sink in zip(rows, frozen, strict=True)}) > 1:
-        raise no_form(name, "PEFT has as many rows, of one size, at all attentions")
-    if rows[0][0].shape != rows[0][1].shape:
-        raise no_form(name, "PEFT has keys and values of one size")
-    has_sink = any(one.form.name == SINK for one in edits[sites[0]].instances)
-    config = cached_config(rows[0][0].shape[1], frozen[0] if has_sink else None)
-    adapter = TypedAdapter(config["peft_type"], config, {PROMPT: pool_of(rows).detach()})
-    adapter.modules += [edit.site.module for edit in edits.values()]
-    if not torch.equal(adapter.tensors[PROMPT].float().to(rows[0][0].dtype), adapter.tensors[PROMPT]):
-        adapter.notes.append("PEFT keeps the rows of a prefix in float32, which rounds them")
-    return adapter
-
-
-def _joins_cached_rows(site_edit: SiteEdit) -> bool:
-    """Whether an edit is `kv = concat(cached_sink(…), cached_prefix(…), kv)`, or of one of them."""
-    texts, forms = {SINK: SINK_FORM, CACHED: PREFIX_FORM}, site_edit.instances
-    names = [one.form.name for one in forms]
-    if len(site_edit.assigns) != 1 or names not in ([SINK, CACHED], [CACHED], [SINK]):
-        return False
-    calls = tuple(ast.Call(name, ()) for name in names)
-    source = site_edit.assigns[0].source
-    own = ast.Equation("kv", "=", ast.Call("concat", (*calls, ast.Name("kv"))))
-    return _is_same(own, source) and all(_is_form(texts[one.form.name], one.form) and not one.tasks for one in forms)
 
 
 def norms_adapter(folding: Folding, saved: dict[str, dict[str, Tensor]]) -> TypedAdapter:
@@ -282,9 +214,9 @@ def _row(site_edit: SiteEdit) -> tuple[str, PeftRow] | None:
     source, step = site_edit.assigns[0].source, site_edit.site.steps[-1][0]
     for name, peft_type in TYPES.items():
         for row in peft_type.rows:
-            if row.config is None or not _is_same(_equation(row.equation), source):
+            if row.config is None or not is_same(equation_of(row.equation), source):
                 continue
-            if row.form and not all(_is_form(row.form, one.form) for one in site_edit.instances):
+            if row.form and not all(is_form(row.form, one.form) for one in site_edit.instances):
                 continue
             if not _parameters(site_edit) <= {*row.tensors.values(), *row.common.values(), *row.computed}:
                 continue
@@ -353,42 +285,3 @@ def _common_tensors(folding: Folding, site_edit: SiteEdit, row: PeftRow) -> Iter
     for key, name in row.common.items():
         form, _, attribute = name.partition(".")
         yield key, getattr(modules[form].owner_module or modules[form], attribute).detach()
-
-
-def _is_form(text: str, form: Form) -> bool:
-    """Whether a form is that of a text, whatever its comments say, or one of peftc's own."""
-    return form.name in FORMS or (form.text is not None and _code_of(form.text) == _code_of(text))
-
-
-@cache
-def _code_of(text: str) -> str:
-    (form,) = parse_text(f"peft 2\n{text}").statements
-    lines = (line.partition("#")[0].strip() for line in print_statement(form).splitlines())
-    return "\n".join(line for line in lines if line)
-
-
-@cache
-def _equation(text: str) -> ast.Equation:
-    numbers = defaultdict[str, Any](lambda: "1", dict.fromkeys(_OPTIONS, ""))
-    (edit,) = parse_text(f"peft 2\nedit e at layer[*] {{ {text.format_map(numbers)} }}\n").statements
-    assert isinstance(edit, ast.Edit)
-    (equation,) = edit.body
-    assert isinstance(equation, ast.Equation)
-    return equation
-
-
-def _is_same(row: ast.Equation, own: ast.Equation) -> bool:
-    return (row.target, row.op) == (own.target, own.op) and _is_same_value(row.value, own.value)
-
-
-def _is_same_value(row: ast.Expr, own: ast.Expr) -> bool:
-    """Whether two expressions are equal, but for the arguments of forms."""
-    match row, own:
-        case ast.Call(), ast.Call():
-            pairs = zip(row.args, own.args, strict=False)
-            same = row.function == own.function and len(row.args) == len(own.args)
-            return same and all(_is_same_value(a, b) for a, b in pairs)
-        case ast.Binary(), ast.Binary():
-            return row.op == own.op and _is_same_value(row.left, own.left) and _is_same_value(row.right, own.right)
-        case _:
-            return row == own

@@ -46,8 +46,8 @@ def conflicts(edits: Sequence[tuple[ast.Edit, Sequence[SiteEdit]]]) -> Iterator[
 
 
 def changed_weights(edits: Sequence[tuple[ast.Edit, Sequence[SiteEdit]]]) -> Iterator[tuple[ast.Edit, Diagnostic]]:
-    """P324, with the edit that reads, for each pair of one that reads the weight of a Linear and one
-    that changes what the Linear computes: a fold would change what the first one reads.
+    """P324, with the edit that reads, for each pair of one that reads the weight of a Linear and
+    one that changes what the Linear computes: a fold would change what the first one reads.
     """
     reads = [(edit, one, name) for edit, own in edits for one in own for name in one.weights]
     writers = defaultdict[object, list[SiteEdit]](list)

@@ -132,8 +132,8 @@ class Arithmetic(TypedTerm):
 
 @dataclass(frozen=True, eq=False)
 class Concat(TypedTerm):
-    """Rows joined along the tokens, in this order; exactly one part is the state itself. Of weights,
-    which are read and not written, their rows.
+    """Rows joined along the tokens, in this order; exactly one part is the state itself. Or the
+    weights of Linears, one above the other.
     """
 
     parts: tuple[Term, ...]
@@ -163,7 +163,7 @@ class SiteEdit:
     lets: tuple[tuple[int, Term], ...] = ()  # (i, term): computed once, just before equation i
     parameter_site: Site | None = None  # the site that owns the parameters, if it is another of the module
     count: int = 1
-    # the weights of Linears around the site that it reads, by `weight(k)`; their modules are relative to the site's
+    # the weights of other Linears that it reads, by `weight(k)`; their modules relative to its own
     weights: Mapping[str, State] = field(default_factory=dict[str, State])
 
     @property

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import peftc
-from peftc.exchange.peft_format.rows.cached import PREFIX_FORM
+from peftc.exchange.peft_format.rows.attention.cached import PREFIX_FORM
 from tests import zoo
 from tests.exchange.adapters import edited, in_peft, tensors
 from tests.exchange.test_export_refusals import export_refused

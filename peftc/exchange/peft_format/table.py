@@ -8,7 +8,6 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean
 from peftc.exchange.peft_format.config import PeftConfig, refusal
 from peftc.exchange.peft_format.rows import (
-    cached,
     decompositions,
     lora,
     maps,
@@ -20,6 +19,8 @@ from peftc.exchange.peft_format.rows import (
     weights,
 )
 from peftc.exchange.peft_format.rows.adamss import ADAMSS
+from peftc.exchange.peft_format.rows.attention import cached
+from peftc.exchange.peft_format.rows.attention.adaption import ADAPTION_PROMPT
 from peftc.exchange.peft_format.rows.butterflies import BOFT
 from peftc.exchange.peft_format.rows.glora import GLORA
 from peftc.exchange.peft_format.rows.wavelets import WAVEFT
@@ -34,6 +35,7 @@ TYPES: Mapping[str, PeftType] = {
     **random.TYPES,
     **decompositions.TYPES,
     "ADAMSS": ADAMSS,
+    "ADAPTION_PROMPT": ADAPTION_PROMPT,
     "BOFT": BOFT,
     "WAVEFT": WAVEFT,
     "GLORA": GLORA,
@@ -45,7 +47,6 @@ TYPES: Mapping[str, PeftType] = {
 
 # Why no equation says what PEFT computes.
 WITHOUT_EQUATION: Mapping[str, str] = {
-    "ADAPTION_PROMPT": "its tokens pass the projections of each layer, which no state of peftc does",
     "SHADOW": "its first state is computed by a model of its own, with layers, attention and a cache",
     "XLORA": "what it reads is computed by a forward of its own, without its adapters",
 }

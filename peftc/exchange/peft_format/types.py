@@ -166,3 +166,15 @@ def dropout_text(config: PeftConfig, key: str) -> str:
 def whole(number: Any) -> Any:
     """A number as PEFT writes it."""
     return int(number) if float(number).is_integer() else number
+
+
+@dataclass(eq=False)
+class TypedAdapter:
+    """An adapter of one type. `config`: the keys of the type."""
+
+    type: str
+    config: dict[str, Any]
+    tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    modules: list[str] = field(default_factory=list[str])
+    ranks: dict[str, int] = field(default_factory=dict[str, int])
+    notes: list[str] = field(default_factory=list[str])

@@ -25,7 +25,7 @@ from peftc.semantics.form_facts import default_of
 from peftc.syntax.automaton import Tree
 from peftc.syntax.lexer import Token, keywords
 from peftc.syntax.partial import Place
-from peftc.syntax.vocabulary import CONCAT, EDIT_FACTS, FROZEN_MODULES, LAYER, PARAMETERS, PLAN_COUNTS, STATES
+from peftc.syntax.vocabulary import CONCAT, EDIT_FACTS, FROZEN_MODULES, LAYER, PARAMETERS, PLAN_COUNTS, STATES, WEIGHT
 
 Kind = types.CompletionItemKind
 _DEFINES = frozenset({"METHOD", "FORM", "EDIT", "TRAIN", "LET", "PARAM", "FIXED", "AS"})  # before a new name
@@ -238,7 +238,7 @@ class Completer:
         else:
             if self._is_inside("EDIT"):
                 yield from self._states()
-                yield from (item(name, Kind.Function, text=f"{name}(") for name in (*FROZEN_MODULES, CONCAT))
+                yield from (item(name, Kind.Function, text=f"{name}(") for name in (*FROZEN_MODULES, CONCAT, WEIGHT))
             yield from (item(name, Kind.Function, "form", f"{name}(") for name in self._forms)
 
     def _call(self) -> tuple[str, str] | None:

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 from peftc.addressing.sites import INPUT, Site, WeightRef, parameter_name
 from peftc.forms.shapes import Ids, Tokens, Weight
 from peftc.planning.ir import Arithmetic, Concat, Constant, Feature, FormCall, FrozenCall, Read, SiteEdit, Term
+from peftc.syntax.printer import print_expression
 
 
 class SitesByPath(Protocol):
@@ -240,6 +241,8 @@ def show_term(term: Term) -> str:
         case Arithmetic(op=op, left=left, right=right):
             sides = (f"({show_term(s)})" if isinstance(s, Arithmetic) else show_term(s) for s in (left, right))
             return f" {op} ".join(sides)
+        case Concat(shape=Weight(), source=source):
+            return print_expression(source)
         case Concat(parts=parts):
             return f"concat({', '.join(map(show_term, parts))})"
 

@@ -197,7 +197,7 @@ def bind_errors(call: ast.Call, forms: Forms, shared: bool = False) -> Iterator[
 
 def unknown_form(call: ast.Call, shared: Shared, forms: Forms) -> Diagnostic:
     """P101, with the most similar form."""
-    suggestion = did_you_mean(call.function, (*forms, CONCAT, *FROZEN_MODULES, *shared))
+    suggestion = did_you_mean(call.function, (*forms, CONCAT, WEIGHT, *FROZEN_MODULES, *shared))
     if (entry := entry_point(call.function)) is not None:
         suggestion = (
             f"{entry} is one: register it with `--forms {call.function}`, or `peftc.forms.register_entry_point`"

@@ -1,0 +1,1 @@
+"""Types of PEFT at attentions, whose tensors are of no modules."""
