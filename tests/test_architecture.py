@@ -41,6 +41,7 @@ STAGES = (
     "peftc.pictures",
     "peftc.recognition",
     "peftc.rewriting",
+    "peftc.sharding",
     "peftc.specialization",
     "peftc.installation",
     "peftc.compiler",

@@ -10,7 +10,7 @@ import math
 import struct
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from peftc.models import settings
 from peftc.models.identity import VERSION, any_name, fingerprint_of, identity, parameter_count
 from peftc.modules.offload import offloaded_error, offloaded_parameters
 from peftc.modules.packed import packed_names
+from peftc.modules.sharded_tensors import entries_at, is_sharded, local_part
 from peftc.rewriting.edits import CONTAINER, SHARED
 
 _LISTED = 5  # differences of the configuration
@@ -159,11 +160,11 @@ def samples(parameters: Mapping[str, Tensor], counts: Mapping[str, int]) -> dict
     pieces: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, count in counts.items():
         parameter = parameters[name]
-        values = whole(parameter.detach())
+        values = local_part(parameter.detach())
         is_plain = type(values.data) is torch.Tensor and has_values(parameter) and parameter.is_floating_point()
         if is_plain and parameter.element_size() >= 2 and parameter.numel() > 0:
-            places = torch.linspace(0, values.numel() - 1, count, dtype=torch.float64).long()
-            piece = torch.take(values, places.to(values.device))
+            places = torch.linspace(0, parameter.numel() - 1, count, dtype=torch.float64).long()
+            piece = entries_at(parameter.detach(), places)
             pieces.setdefault((values.device, values.dtype), {})[name] = piece
     for group in pieces.values():
         flat: list[float] = torch.cat(list(group.values())).cpu().double().tolist()
@@ -268,16 +269,6 @@ def require_base(model: nn.Module) -> None:
     if elsewhere := offloaded_parameters(model):
         raise PeftcError(offloaded_error(elsewhere, "weights are changed in the places where they are"))
     require_values(model.named_parameters())
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    return hasattr(tensor, "full_tensor")
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Gathers a sharded tensor. A collective call: every process makes it, in the same order."""
-    dtensor: Any = tensor
-    return dtensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 @contextmanager

@@ -15,9 +15,8 @@ import copy
 import json
 import re
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +25,9 @@ from transformers import PreTrainedModel
 from peftc.adapters.base import (
     base_of,
     elect_writer,
-    is_sharded,
     other_gradients,
     require_finite,
     require_values,
-    whole,
 )
 from peftc.adapters.files import path_of, write
 from peftc.adapters.hub import upload
@@ -46,6 +43,7 @@ from peftc.installation.contents import names_on_model, parameters, states
 from peftc.installation.journal import transaction
 from peftc.installation.record import Installation, InstalledSpec, joint_spec
 from peftc.modules.offload import offloaded_values
+from peftc.modules.sharded_tensors import distributed_like, whole
 from peftc.semantics.export_forms import without_expectations
 
 CONFIGURATION, INDEX = "config.json", "model.safetensors.index.json"
@@ -100,7 +98,8 @@ def _save_checkpoint(
     require_finite(tensors.items())
     base = base_of(model, record, state_dict)
     spec = without_expectations(joint_spec(part.spec for part in parts))
-    with elect_writer(trained.values() if state_dict is None else ()) as is_writer:
+    sharded = (*trained.values(), *model.parameters()) if state_dict is None else ()
+    with elect_writer(sharded) as is_writer:
         if is_writer and is_main_process:
             _check_folder(target)
             adapter: list[Adapter] = []
@@ -185,14 +184,6 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in own.items():
             journal.copy(tensor, distributed_like(tensors[name].reshape(tensor.shape), tensor))
         notify_forms(model)
-
-
-def distributed_like(value: Tensor, tensor: Tensor) -> Tensor:
-    """A value that each rank has whole, in the parts of a distributed tensor (FSDP2)."""
-    if not is_sharded(tensor) or is_sharded(value):
-        return value
-    distributed, own = import_module("torch.distributed.tensor"), cast(Any, tensor)  # slow to import
-    return distributed.distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
 
 
 def check_gradients(model: nn.Module, record: Installation) -> None:

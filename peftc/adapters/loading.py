@@ -31,6 +31,7 @@ from peftc.installation.record import InstalledSpec
 from peftc.installation.spec_names import free_name, prefixed, task_names
 from peftc.models.samples import joint_sample
 from peftc.modules.offload import offloaded_parameters
+from peftc.modules.sharded_tensors import distributed_like
 from peftc.planning.planner import PlanResult
 from peftc.semantics.expand import expand
 from peftc.semantics.export_forms import stored_statements
@@ -211,7 +212,7 @@ def _warn_of_meaning(adapter: Adapter, path: Path, compiled: CompiledModel, fit:
 @torch.no_grad()
 def _fill(model: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> None:
     for saved, tensor in {**parameters(model, name), **states(model, name)}.items():
-        tensor.copy_(tensors[saved].reshape(tensor.shape))
+        tensor.copy_(distributed_like(tensors[saved].reshape(tensor.shape), tensor))
     notify_forms(model)
 
 

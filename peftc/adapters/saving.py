@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 
-from peftc.adapters.base import base_of, digest_of, elect_writer, other_gradients, require_finite, require_values, whole
+from peftc.adapters.base import base_of, digest_of, elect_writer, other_gradients, require_finite, require_values
 from peftc.adapters.files import listing, path_of, write
 from peftc.adapters.metadata import Adapter, Base, PythonForm, format_of, tensors_name
 from peftc.diagnostics import Diagnostic, PeftcError, warn
@@ -30,6 +30,7 @@ from peftc.installation.contents import parameters, states
 from peftc.installation.record import Installation, InstalledSpec, joint_spec
 from peftc.installation.spec_names import with_note
 from peftc.modules.offload import offloaded_values
+from peftc.modules.sharded_tensors import whole
 from peftc.planning.ir import SiteEdit
 from peftc.semantics.export_forms import has_common_parameters, saved_form, stored_statements
 from peftc.semantics.moves import without_moves
@@ -44,7 +45,8 @@ def save(model: nn.Module, directory: str | PathLike[str], name: str | None = No
     `<edit>/<site>/<form>.<parameter>`, base parameters in `train` statements `<edit>/<dotted
     name>`. Reparametrised prefixes are saved as their rows, unless they have `keep=true`. If the
     process ends early, the directory has the new adapter or what it had before. With sharded
-    parameters (FSDP2) every process calls this, and rank 0 writes.
+    weights (FSDP2, tensor parallelism) every process calls this. The adapter's tensors alone are
+    gathered, and rank 0 writes.
 
     Args:
         model: a compiled model.
@@ -92,7 +94,7 @@ def _save(model: nn.Module, record: Installation, target: Path, name: str | None
     require_finite(tensors.items())
     if others := other_gradients(model, record):
         warn(others)
-    with elect_writer(trained.values()) as is_writer:
+    with elect_writer((*trained.values(), *model.parameters())) as is_writer:
         if is_writer:
             write(target, tensors, partial(describe, record, parts, spec, base, tensors))
     return target

@@ -129,7 +129,9 @@ OPERATORS: Mapping[str, Primitive] = {
 }
 
 _ENTRIES: Mapping[str, Primitive] = {
-    name: Primitive(name, f"{name}(x)", doc, rules.same, torch, initial, flops=rules.entries, by_rows=True)
+    name: Primitive(
+        name, f"{name}(x)", doc, rules.same, torch, initial, flops=rules.entries, entries=True, by_rows=True
+    )
     for name, doc, torch, initial in (
         ("relu", "max(x, 0)", f"{_F}.relu", lambda x: max(x, 0.0)),
         ("gelu", "x Φ(x)", f"{_F}.gelu", _gelu),
@@ -146,7 +148,11 @@ _ENTRIES: Mapping[str, Primitive] = {
         ("exp", "the exponential function", "torch.exp", lambda x: math.exp(x) if x < 700 else math.inf),
         ("log", "the natural logarithm", "torch.log", lambda x: math.log(x) if x > 0 else None),
     )
-} | {"none": Primitive("none", "none(x)", "x", rules.same, "", lambda x: x, "linear", rules.own_rank, by_rows=True)}
+} | {
+    "none": Primitive(
+        "none", "none(x)", "x", rules.same, "", lambda x: x, "linear", rules.own_rank, entries=True, by_rows=True
+    )
+}
 _NUMBERS = ("sqrt", "abs", "log", "cos", "sin")  # functions of entries that are no activations
 ACTIVATIONS: Mapping[str, Primitive] = {name: row for name, row in _ENTRIES.items() if name not in _NUMBERS}
 
@@ -252,6 +258,7 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 "linear",
                 rules.own_rank,
                 operands=(2, 2),
+                entries=True,
                 by_rows=True,
             ),
             Primitive(
@@ -263,6 +270,7 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 lambda x, low, high: min(max(x, low), high),
                 flops=rules.entries,
                 operands=(3, 3),
+                entries=True,
                 by_rows=True,
             ),
             Primitive(
@@ -299,6 +307,7 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 lambda x: x,
                 "linear",
                 rules.own_rank,
+                entries=True,
                 by_rows=True,
             ),
             Primitive(
@@ -311,6 +320,7 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 rank=rules.quotient_rank,
                 flops=rules.entries,
                 operands=(2, 2),
+                entries=True,
                 by_rows=True,
             ),
             Primitive(

@@ -1,6 +1,4 @@
-"""What a primitive is, and the rules of primitives: the type, the rank and the cost of a value. No
-torch.
-"""
+"""Primitives, and their rules: the type, the rank and the cost of a value. No torch."""
 
 from __future__ import annotations
 
@@ -36,8 +34,8 @@ class Primitive:
         flops: for one token, of the types of operands and value.
         operands: how many it takes, at least and at most.
         only_first: whether it is its first operand in evaluation, whatever the others are.
-        by_rows: whether it also holds for operands with a first dimension of rows, aligned from
-            the right: it acts on entries, or on the last dimension.
+        entries: whether it acts on each entry alone, of operands aligned from the right.
+        by_rows: whether operands may have a first dimension of rows, aligned from the right.
     """
 
     name: str
@@ -50,6 +48,7 @@ class Primitive:
     rank: Callable[[Sequence[Operand]], int | None] | None = None
     flops: Callable[[Types, Type], int] | None = None
     operands: tuple[int, int] = (1, 1)
+    entries: bool = False
     by_rows: bool = False
     only_first: bool = False
 

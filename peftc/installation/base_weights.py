@@ -10,6 +10,7 @@ from peftc.addressing.sites import Site, WeightRef
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.modules.offload import offloaded_value
 from peftc.modules.packed import packed_names
+from peftc.modules.sharded_tensors import is_sharded, whole
 from peftc.rewriting.legality.preconditions import missing_values
 from peftc.rewriting.node_builder import row_arguments
 from peftc.runtime.parameters import as_matrix, dense, dense_parameter, is_quantised, rows_of, stacked_slice
@@ -30,6 +31,7 @@ class BaseWeights(Mapping[str, torch.Tensor]):
         module = self.model.get_submodule(ref.module)
         stored: torch.Tensor = getattr(module, ref.attribute)
         value = offloaded_value(module, ref.attribute) if stored.is_meta else None
+        value = whole(stored) if value is None and is_sharded(stored) else value
         weight = view_of(dense_parameter(module, ref.attribute) if value is None else dense(value), ref).detach()
         if weight.is_meta:
             raise PeftcError(missing_values([f"{key} of {self.form}"], "the initial values are computed from it"))

@@ -27,6 +27,7 @@ from peftc.rewriting.form_copies import FormCopies, FormCopy, container_copy
 from peftc.rewriting.legality.preconditions import check_forwards, check_loaded, check_parents
 from peftc.rewriting.prompts import CACHE_NAME, SEQUENCE
 from peftc.rewriting.region_list import RegionList
+from peftc.sharding.layouts import note_edits
 from peftc.specialization.generated_class import ClassKey, GeneratedClass, class_key, names_pattern
 from peftc.tracing.bytecode import reachable_code
 
@@ -378,6 +379,7 @@ class InstallationBuilder:
                 edited.container.train(edited.module.training)
         base_modules = [module for _, module in self.every]
         install_edits(self.model, self.installation, self.modules, shared if self.shared else None, base_modules)
+        note_edits(self.model)
 
     def undo(self) -> None:
         remove_edits(self.model, self.modules)

@@ -9,8 +9,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
-from types import CodeType
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -21,7 +20,7 @@ from peftc.concurrency.context import ALL, CHOICE, ChoiceVar, preserve_choices
 from peftc.concurrency.interrupts import Deferral, shielded
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.diagnostic import printable
-from peftc.modules.form_hooks import GLOBAL_HOOKS, HOOKED_FORMS, has_hooks
+from peftc.modules.form_hooks import has_hooks
 from peftc.modules.instance_forward import FORWARD, GENERATED, replace_base, with_generated_forward
 from peftc.rewriting.boundary import boundary_graph
 from peftc.rewriting.edits import CONTAINER, RegionEdit
@@ -29,10 +28,13 @@ from peftc.rewriting.insert import Inserter
 from peftc.rewriting.low_rank_terms import join_low_rank_terms
 from peftc.rewriting.passes.run import insert_edits
 from peftc.rewriting.weight_products import distribute_products
+from peftc.sharding.layouts import note_split
+from peftc.sharding.parallel_styles import PARALLELIZED, parallel_members
 from peftc.specialization.call_paths import CallPaths, CallTraces
 from peftc.specialization.code_printer import OtherPath, function_body
 from peftc.specialization.expressions import call_arguments, conjunction, function, is_wrapped, write_dispatch
 from peftc.specialization.names import FIXED_NAMES, GlobalNames
+from peftc.specialization.region_forward import forward_of
 from peftc.specialization.tensor_reads import READ, compile_reads, read, unpack_weights
 from peftc.specialization.visible_children import child_members
 from peftc.tracing.bytecode import reachable_code
@@ -307,39 +309,17 @@ class Unedited:
         return self
 
 
-# Arguments are passed as they came: decorators of a forward tell positional from keyword ones.
-# A bound method may outlive the edits. Each call reads cells of a closure, and looks up no globals.
-FORWARD_SOURCE = """\
-def forward_of(kind, HOOKED_FORMS, forward_hooks, forward_pre_hooks, backward_hooks, backward_pre_hooks):
-    def forward(self, *args, **kwargs):
-        if getattr(type(self), '_peftc_kind', None) is not kind:
-            return type(self).forward(self, *args, **kwargs)
-        off = self.peftc_choice.off
-        own = kind.without(off) if off else kind
-        if HOOKED_FORMS or forward_hooks or forward_pre_hooks or backward_hooks or backward_pre_hooks:
-            own = own.for_hooks_of(self)
-        return own.dispatch(self, *args, **kwargs)
-
-    return forward
-"""
-
-
-@cache
-def _forward_code(name: str) -> CodeType:
-    return compile(FORWARD_SOURCE, f"<peftc {name}>", "exec")
-
-
 def make_class(kind: GeneratedClass) -> type[nn.Module]:
     """A subclass of the region's own class under the same names."""
     preserve_choices()
-    namespace: dict[str, Any] = {}
-    exec(_forward_code(kind.name), namespace)
-    forward = namespace["forward_of"](kind, HOOKED_FORMS, **GLOBAL_HOOKS)
+    forward = forward_of(kind)
     forward.__signature__ = kind.signature
     setattr(forward, GENERATED, True)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         kind.base.__setattr__(self, name, with_generated_forward(self, value) if name == FORWARD else value)
+        if name == PARALLELIZED:
+            note_split(self)
 
     members: dict[str, Any] = {
         "forward": forward,
@@ -350,6 +330,7 @@ def make_class(kind: GeneratedClass) -> type[nn.Module]:
         CHOICE: ChoiceVar(),
         "_peftc_kind": kind,
         **child_members(kind.base),
+        **parallel_members(kind.base),
     }
     cls: Any = type(kind.base.__name__, (kind.base,), members)
     return cls

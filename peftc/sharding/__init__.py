@@ -1,0 +1,1 @@
+"""Edits of modules whose weights tensor parallelism has split."""
