@@ -13,7 +13,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import nn
 
 import peftc
-from peftc.exchange.peft_format.rows.cached import PREFIX_FORM, SINK_FORM
+from peftc.exchange.peft_format.rows.attention.cached import PREFIX_FORM, SINK_FORM
 from peftc.exchange.peft_format.table import TYPES, WITHOUT_EQUATION
 from peftc.planning.report.plan import Plan
 from peftc.semantics.recipes import recipes
@@ -62,7 +62,15 @@ PEFT: Mapping[str, Method] = {
         equation=("h += adamss(x, …)", QV),
         note="its matrices are as large as the clusters of rows that scikit-learn finds in the weights",
     ),
-    "ADAPTION_PROMPT": Method(note=WITHOUT_EQUATION["ADAPTION_PROMPT"], paper="2303.16199"),
+    "ADAPTION_PROMPT": Method(
+        equation=("h += adaption_prompt(q, weight(k, v), len={len})", "layer[-2..].attn.heads"),
+        values=lambda s: {"adapter_len": s["len"], "adapter_layers": 2},
+        settings={"len": 10},
+        targets={"llama": "self_attn"},
+        note="the softmax of PEFT is in float32, and the test gives it float64",
+        paper="2303.16199",
+        causal=True,
+    ),
     "BEFT": Method("beft", lambda s: {}),
     "BOFT": Method("boft", lambda s: {"boft_block_size": s["block"]}),
     "C3A": Method("c3a", lambda s: {"block_size": s["block"]}, small=_SMALL_BLOCKS),

@@ -23,6 +23,7 @@ import peftc
 from peftc.models.catalogue import find
 from peftc.semantics.recipes import recipes
 from tests.exchange import (
+    test_adaption_prompt,
     test_cached_rows,
     test_drawn_types,
     test_import,
@@ -68,6 +69,7 @@ TABLES: tuple[tuple[Any, Mapping[str, tuple[Any, ...]], str], ...] = (
     (test_drawn_types, test_drawn_types.PSOFT, "test_psoft_comes_and_goes_back"),
     (test_drawn_types, test_drawn_types.ADAMSS, "test_adamss_comes"),
     (test_types_in_common, test_types_in_common.CASES, "test_outputs_and_gradients_are_those_of_peft"),
+    (test_adaption_prompt, test_adaption_prompt.CASES, "test_it_comes_and_goes_back"),
     (test_cached_rows, test_cached_rows.CASES, "test_rows_come_and_go_back"),
     (test_prompts, test_prompts.CASES, "test_a_prompt_comes_and_goes_back"),
 )

@@ -17,7 +17,7 @@ from peftc.exchange.peft_format.rows.attention.adaption import FORM
 from tests import zoo
 from tests.exchange.adapters import edited
 from tests.exchange.test_import import trained
-from tests.exchange.types_of_peft import assert_comes_and_goes_back
+from tests.exchange.types_of_peft import Case, assert_comes_and_goes_back
 from tests.refusals import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -34,11 +34,16 @@ def softmax_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_of_peft, "F", SimpleNamespace(softmax=softmax))
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-@pytest.mark.parametrize("layers", [1, 2])
-def test_it_comes_and_goes_back(name: str, layers: int, tmp_path: Path) -> None:
-    case = (name, peft.AdaptionPromptConfig, {**OPTIONS, "adapter_layers": layers})
-    assert_comes_and_goes_back(case, tmp_path)
+CASES: dict[str, Case] = {
+    f"{name}, {layers}": (name, peft.AdaptionPromptConfig, {**OPTIONS, "adapter_layers": layers})
+    for name in ("llama", "mistral")
+    for layers in (2, 1)
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_comes_and_goes_back(case: str, tmp_path: Path) -> None:
+    assert_comes_and_goes_back(CASES[case], tmp_path)
 
 
 def test_the_spec_is_what_a_person_would_write(tmp_path: Path) -> None:
