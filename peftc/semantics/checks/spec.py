@@ -5,7 +5,9 @@ from dataclasses import replace
 
 from peftc.diagnostics import Diagnostic, Suggestion
 from peftc.diagnostics.suggestions import did_you_mean, join_names
+from peftc.equations.primitives import FUNCTIONS
 from peftc.equations.table import forms_of
+from peftc.equations.words import NUMBERS
 from peftc.semantics.checks.conditions import check_conditions
 from peftc.semantics.checks.definitions import unused
 from peftc.semantics.checks.edits import Forms, bind_errors, check_edit, check_selector, unknown_form
@@ -166,6 +168,8 @@ def _fact(value: ast.Expr, edits: Collection[str]) -> Iterator[Diagnostic]:
             yield from _edit_fact(value, edits)
         case ast.Call(function):
             help_ = did_you_mean(function, EDIT_FACTS) or _ALL_FACTS
+            if function in FUNCTIONS or function in NUMBERS:
+                help_ = f"`{function}` stands in forms; facts and numbers are joined by `+ - * /`: write the number"
             if function in PLAN_COUNTS:
                 help_ = f"`{function}` is a number of the whole plan: write it without `(…)`"
             yield Diagnostic("P116", f"there is no fact `{function}(…)`", value.function_span, help=help_)
