@@ -40,6 +40,7 @@ def test_every_workflow_is_here() -> None:
         "modalities",
         "preferences",
         "sentences",
+        "tokens",
         "trainers",
         "trl_trainers",
     ]

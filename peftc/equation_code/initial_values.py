@@ -10,7 +10,7 @@ from torch import Tensor
 
 from peftc.equation_code.code import evaluate_all
 from peftc.equations.analysis import Place
-from peftc.equations.words import CHOICE, INITIAL_VALUES
+from peftc.equations.words import CHOICE, INITIAL_VALUES, TAIL
 from peftc.forms.module import Draw, draw_of, has_values
 from peftc.syntax import ast
 from peftc.syntax.walk import names_in
@@ -27,6 +27,8 @@ def draw_at(place: Place, name: str) -> Draw | None:
             return draw_of(kind, size)
         case ast.Call(kind, (count,)) if kind == CHOICE:
             return partial(_choose, place.size(count))
+        case ast.Call(kind, (count,)) if kind == TAIL:
+            return partial(_count_up, place.size(count))
         case ast.Call(kind, args) if kind in INITIAL_VALUES:
             numbers = [float(place.number(arg)) for arg in args]
             return draw_of((kind, numbers[0]) if numbers else kind, size)
@@ -39,6 +41,12 @@ def _choose(n: int, values: Tensor, generator: torch.Generator) -> None:
     some = torch.randperm(n, generator=generator)[: len(values) % n]
     numbers = torch.cat([torch.arange(n).repeat(len(values) // n), some])
     values.copy_(numbers[torch.randperm(len(values), generator=generator)])
+
+
+def _count_up(n: int, values: Tensor, generator: torch.Generator) -> None:
+    """The last numbers below n, in their order."""
+    del generator
+    values.copy_(torch.arange(n - len(values), n))
 
 
 def write_initial(place: Place, base: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:

@@ -49,6 +49,7 @@ from peftc.equations.words import (
     PRUNED,
     SCATTER,
     SELECTION,
+    TAIL,
     criterion_of,
     frozen_parameters,
     function_of,
@@ -319,7 +320,7 @@ class Place(Operands):
                 message = f"`{name}` is a first value of {wanted}, and `{line.name}` is {Type(sizes)}"
                 raise FormError("P318", message, node)
             for part in node.args if isinstance(node, ast.Call) and name != SELECTION else ():
-                if name == CHOICE:
+                if name in (CHOICE, TAIL):
                     self.size(part)
                 elif real(self.number(part), part) < 0:
                     raise FormError("P106", f"`{print_expression(part)}` is a deviation or a bound, and below 0", part)

@@ -23,6 +23,7 @@ NONE = "none"  # an argument without a value
 BUFFER = "buffer"  # a first value of what a command fills
 PERMUTATION = "permutation"  # a first value that is an order of entries
 CHOICE = "choice"  # `fixed places[k] = choice(n)`: k of the numbers 0, 1, … n - 1, which an adapter keeps
+TAIL = "tail"  # `fixed places[k] = tail(n)`: the last k of them
 BUDGET = "budget"  # `budget(v, target, total, …)`: v, of which training gives up entries
 OUT = "out"  # the name of the state that the equation writes, in sizes
 POSITIONS = "positions"  # `positions(x, first, last, token)`
@@ -144,6 +145,7 @@ INITIAL_VALUES: Mapping[str, str] = {
     SELECTION: "of a `fixed` vector the numbers of what `peftc.calibrate` selects: selection(select)",
     PERMUTATION: "0, 1, … n - 1 in any order, of a `fixed` vector",
     CHOICE: "of a `fixed` vector, numbers below n in any order, each as often as another, or once more: choice(n)",
+    TAIL: "of a `fixed` vector, the last numbers below n, in their order: tail(n)",
 }
 
 
@@ -203,8 +205,8 @@ def is_drawn(value: ast.Expr) -> bool:
 
 
 def is_choice_of_numbers(line: ast.Parameter) -> bool:
-    """Whether a line is `fixed places[k] = choice(n)`."""
-    return isinstance(line.value, ast.Call) and line.value.function == CHOICE
+    """Whether a line is `fixed places[k] = choice(n)`, or `tail(n)`."""
+    return isinstance(line.value, ast.Call) and line.value.function in (CHOICE, TAIL)
 
 
 def is_whole(line: ast.Parameter) -> bool:
@@ -340,7 +342,7 @@ def _names_in_sizes(form: ast.Form) -> set[str]:
 def whole_numbers(node: ast.Expr) -> tuple[ast.Expr, ...]:
     """The parts of an expression that are whole numbers, whatever they are."""
     match node:
-        case ast.Binding(_, count) | ast.Call("random" | "choice", (count,)):
+        case ast.Binding(_, count) | ast.Call("random" | "choice" | "tail", (count,)):
             return (count,)
         case ast.Item(_, indices):
             return indices

@@ -186,12 +186,13 @@ def tokens_adapter(folding: Folding) -> TypedAdapter:
 
 
 def _replaces_rows(site_edit: SiteEdit) -> bool:
-    """Whether an edit is `w = trainable_tokens(w, …)` of an embedding, or of a head."""
+    """Whether an edit is `w = trainable_tokens(w, …)`, or `new_tokens`, of an embedding."""
     if len(site_edit.assigns) != 1 or len(site_edit.instances) != 1 or not is_whole(site_edit.site):
         return False
     (form,), source = site_edit.instances, site_edit.assigns[0].source
     is_call = isinstance(source.value, ast.Call) and source.value.args[:1] == (ast.Name("w"),)
-    is_own = form.form.name == "trainable_tokens" and is_form(TOKENS_FORM, form.form) and not form.tasks
+    is_one = form.form.name in ("trainable_tokens", "new_tokens")
+    is_own = is_one and is_form(TOKENS_FORM, form.form) and not form.tasks
     return is_own and is_call and (source.target, source.op) == ("w", "=")
 
 

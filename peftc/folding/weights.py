@@ -151,11 +151,15 @@ class Folding:
         """What is folded, by the module into which it is."""
         groups: dict[str, list[Fold]] = defaultdict(list)
         first = {name: group[0] for group in self.analysis.table.shared_modules for name in group}
-        owners = self.owners()
+        owners, tied = self.owners(), {name: group[0] for group in self.analysis.table.tied for name in group}
+        written: dict[tuple[str, str], str] = {}
         for site_edit in self.record.site_edits:
             if site_edit.edit in folded:
                 target, (region, index, _) = self.target(site_edit), self.region(site_edit)
                 assert target is not None
+                names = [name for name in map(parameter_name, target.refs) if name in tied]
+                if any(written.setdefault((site_edit.edit, tied[name]), name) != name for name in names):
+                    continue  # the same change of a weight under another name
                 fold = Fold(site_edit, target, self.modules(site_edit), (-region.count("."), index))
                 modules = [first.get(ref.module, ref.module) for ref in target.refs]
                 groups[owners.get(modules[0], modules[0])].append(fold)

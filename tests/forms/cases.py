@@ -103,6 +103,7 @@ CASES = (
     Case("lowrank", W, None, {"r": 3, "alpha": 16}),
     Case("lowrank", Weight(10, 4), None, {"r": 4, "rslora": True}),
     Case("magnitude", W, W),
+    Case("new_tokens", W, W, {"n": 4}),
     Case("prefix", KeyValue(2, 4), None, {"len": 6}),
     Case("prefix", KeyValue(2, 4), None, {"len": 1, "std": 1.0}),
     Case("prefix", KeyValue(2, 4), None, {"len": 6, "reparam": MLP}, sites=3),

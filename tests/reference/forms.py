@@ -62,6 +62,11 @@ def magnitude(w: Weights, weight: Tensor) -> Tensor:
     return (w["m"] / weight.norm(dim=1).detach())[:, None] * weight
 
 
+def new_tokens(w: Weights, weight: Tensor) -> Tensor:
+    """The weight with trained values in the place of its last rows."""
+    return torch.cat([weight[: len(weight) - len(w["values"])], w["values"]])
+
+
 def gate(w: Weights, x: Tensor) -> Tensor:
     """mean over tokens of sigmoid(x Wᵀ + b): (batch, 1, 1), or (batch, rows, 1)."""
     return torch.sigmoid(linear(x, w["weight"], w["bias"])).mean(1)[:, :, None]

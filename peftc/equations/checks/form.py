@@ -41,6 +41,7 @@ from peftc.equations.words import (
     SCATTER,
     SELECTION,
     SIZES,
+    TAIL,
     criterion_of,
     function_of,
     inputs_of,
@@ -233,7 +234,7 @@ class _FormChecker:
                     yield Diagnostic("P105", message, line.value.span, help=help_)
                 yield from (error for arg in args for error in self._expression(arg))
             case ast.Call(name, args, ()) if name in INITIAL_VALUES:
-                if len(args) > (1 if name in ("normal", "truncated", "uniform", "identity", CHOICE) else 0):
+                if len(args) > (1 if name in ("normal", "truncated", "uniform", "identity", CHOICE, TAIL) else 0):
                     yield Diagnostic("P108", f"`{name}` is {INITIAL_VALUES[name]}", line.value.span)
                 yield from (error for arg in args for error in self._expression(arg))
             case value:

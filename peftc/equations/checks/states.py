@@ -107,7 +107,7 @@ def check_choices(form: ast.Form) -> Iterator[Diagnostic]:
     help_ = "write `fixed places[k] = choice(n)`, and `gather(v, places)`"
     for line in lines.values():
         if not line.fixed or len(line.sizes) != 1 or len(getattr(line.value, "args", ())) != 1:
-            message = f"`{line.name}` has whole numbers that are drawn once, which nothing trains"
+            message = f"`{line.name}` has whole numbers, which nothing trains"
             yield Diagnostic("P105", message, line.value.span, help=help_)
     for call in calls_of(form):
         places = call.args[-1] if call.args else call

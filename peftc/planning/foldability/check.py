@@ -8,6 +8,7 @@ from peftc.addressing.module_infos import used_ties
 from peftc.addressing.parameter_ranges import EntryChoice, Parameters, RowRange
 from peftc.addressing.site_list import site_list
 from peftc.addressing.sites import SiteTable, Slice, WeightRef
+from peftc.equations.definition import TextForm
 from peftc.forms.shapes import Weight
 from peftc.planning.foldability.affine import (
     FoldTarget,
@@ -75,13 +76,39 @@ def check_foldability(
 
 def _site_folds(site_edits: Sequence[SiteEdit], order: int, table: SiteTable) -> Iterator[_SiteFold]:
     sites, ties = site_list(table), used_ties(table)
+    tied = frozenset[str]().union(*ties)
     for site_edit in site_edits:
         uses = [(use, fold_target(use, sites)) for use in site_edit.uses()]
         targets = [target for _, target in uses if isinstance(target, FoldTarget)]
         edited = frozenset[str]().union(*(target.parameters for target in targets))
+        if not tied.isdisjoint(edited):
+            same = [fold_target(other, sites) for other in site_edits if is_same_change(site_edit, other)]
+            edited = edited.union(*(target.parameters for target in same if isinstance(target, FoldTarget)))
         for use, target in uses:
             reason = fold_reason(use, sites, ties, table.overlaps, edited, table.external_reads)
             yield _SiteFold(use, order, target if isinstance(target, FoldTarget) else None, reason)
+
+
+def is_same_change(one: SiteEdit, other: SiteEdit) -> bool:
+    """Whether an edit changes two weights by one value, so that a fold into weights that are tied
+    is one. Both are of one edit, whose equations are those of its text.
+    """
+    terms = [*one.terms(), *other.terms()]
+    return (
+        one is not other
+        and len(one.instances) == len(other.instances) > 0
+        and all(assign.state == "w" and assign.text is None for assign in (*one.assigns, *other.assigns))
+        and all(term.state == "w" for term in terms if isinstance(term, Read))
+        and all(map(_is_same_value, one.instances, other.instances))
+    )
+
+
+def _is_same_value(one: FormInstance, other: FormInstance) -> bool:
+    """Whether two uses of a form have all parameters in common, and one equation."""
+    form = one.form
+    if one.owner is None or one.owner != other.owner or one.has_site_parameters or one.tasks:
+        return False
+    return isinstance(form, TextForm) and form.at(one.args, one.dims) is form.at(other.args, other.dims)
 
 
 def _foldability(folds: Sequence[_SiteFold], parameters: Parameters) -> Foldability:
