@@ -11,8 +11,6 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -20,7 +18,7 @@ from typing import Any
 
 LIBRARIES = ("torch", "transformers")
 _DECORATORS = ("huggingface_hub",)  # whose functions stand around those of configurations
-_OWN_SOURCE = Path(__file__).resolve().parent.parent
+_PACKAGES = ("transformers.", "peftc.")  # how the names of modules begin whose code a trace may run
 _METADATA = (".dist-info", ".egg-info")
 # Variables that change what these libraries do, and so the code that a trace meets.
 _SWITCHES = ("TRANSFORMERS_", "TORCH_", "PYTORCH_", "USE_", "ATTN_", "FLASH_", "CUDA_VISIBLE_DEVICES", "PEFTC_")
@@ -41,7 +39,7 @@ def environment() -> dict[str, Any]:
         "machine": f"{sys.platform} {platform.machine()}",
         "distributions": _digest(distributions()),
         "origins": [_origin(library) for library in LIBRARIES],
-        "peftc": _own_source(),
+        "peftc": __file__,
         "switches": {name: switches[name] for name in sorted(switches.keys() - _INDIFFERENT)},
     }
 
@@ -67,37 +65,16 @@ def _origin(library: str) -> str | None:
     return spec.origin if spec is not None else None
 
 
-@cache
-def _own_source() -> str:
-    """A digest of peftc's own files, by size and time: it may be in development."""
-    return _digest(sorted(_own_files(str(_OWN_SOURCE))))
-
-
-def _own_files(folder: str) -> list[str]:
-    """A line for each file, with its size and time."""
-    lines: list[str] = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            name = entry.name
-            if name.endswith((".py", ".json")):
-                with suppress(OSError):
-                    status = entry.stat()
-                    lines.append(f"{folder}/{name} {status.st_size} {status.st_mtime_ns}")
-            elif name != "__pycache__" and entry.is_dir():
-                lines += _own_files(f"{folder}/{name}")
-    return lines
-
-
 def _digest(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def source_records(classes: Iterable[type]) -> list[FileRecord]:
     """The source files of these classes, with their content, and those of all loaded modules of
-    transformers, with their size and time.
+    transformers and peftc, which may be in development, with their size and time.
     """
     names = {name for cls in classes if (name := cls.__module__).partition(".")[0] in LIBRARIES}
-    loaded = {name for name in list(sys.modules) if name.startswith("transformers.")}
+    loaded = {name for name in list(sys.modules) if name.startswith(_PACKAGES)}
     files = {file: name in names for name in sorted(loaded | names) if (file := _file(sys.modules.get(name)))}
     records = [_status(file, with_content) for file, with_content in files.items()]
     return [record for record in records if record is not None]
@@ -147,13 +124,15 @@ def _is_own(cls: object, module: ModuleType, name: str, roots: tuple[str, ...]) 
     """Whether this is the class that a module defines, with the functions that it had there."""
     if not isinstance(cls, type) or (cls.__module__, cls.__qualname__) != (module.__name__, name):
         return False
-    is_checked = module.__name__.partition(".")[0] in LIBRARIES
-    return not is_checked or all(_is_from(value, key, roots) for key, value in vars(cls).items())
+    if module.__name__.partition(".")[0] not in LIBRARIES:
+        return True
+    members = [(name, value) for name, value in vars(cls).items() if type(value) not in _WITHOUT_CODE]
+    return all(_is_from(value, name, roots) for name, value in members)
 
 
 def _is_from(value: Any, name: str, roots: tuple[str, ...]) -> bool:
-    if type(value) in _WITHOUT_CODE:
-        return True
+    if type(value) is FunctionType and not value.__dict__ and value.__code__.co_filename.startswith(roots):
+        return True  # most are
     value = getattr(value, "fget", None) or getattr(value, "__func__", value)
     while value is not None:
         code = getattr(value, "__code__", None)

@@ -40,6 +40,9 @@ def _nothing(self: Any) -> tuple[()]:
 
 def _init(self: Any, *values: Any, **named: Any) -> None:
     if values:
+        if not named and len(values) == len(self._names) == len(self.__match_args__):
+            object.__setattr__(self, "__dict__", dict(zip(self.__match_args__, values, strict=True)))
+            return
         positional = dict(zip(self.__match_args__, values, strict=False))
         if len(positional) < len(values) or not named.keys().isdisjoint(positional):
             raise TypeError(f"{type(self).__name__}() got too many arguments")

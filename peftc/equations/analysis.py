@@ -222,10 +222,14 @@ class Place(Operands):
         return tuple(self.products.whole(call.args[0]) for call in self.layer_calls)
 
     def _calls(self, function: str) -> Iterator[ast.Call]:
+        return (call for call in self._all_calls if call.function == function)
+
+    @cached_property
+    def _all_calls(self) -> tuple[ast.Call, ...]:
+        """The calls in the lines that hold, once all are read."""
         lines = self._parts
         lines += [size for parameter in self.parameters.values() for size in parameter.sizes]
-        parts = (part for line in lines for part in walk(line) if isinstance(part, ast.Call))
-        return (part for part in parts if part.function == function)
+        return tuple(part for line in lines for part in walk(line) if isinstance(part, ast.Call))
 
     @cached_property
     def states(self) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from peftc.installation.record import RECORD, Installation, installation_of, is_
 from peftc.modules.instance_forward import FORWARD, rebind_forward, replace_base, unpatched_class
 from peftc.modules.new_modules import set_class
 from peftc.modules.quantizer import QUANTIZER, trainable_quantizer
+from peftc.modules.subclasses import plain_subclass
 from peftc.modules.walk import modules_in
 from peftc.rewriting.edits import CONTAINER, SHARED
 from peftc.specialization.generated_class import GeneratedClass
@@ -111,7 +112,6 @@ def overlay_class(cls: type[nn.Module], names: tuple[str, ...], saves: bool, roo
     if (present := _classes.get(key)) is not None:
         return present
     members: dict[str, Any] = {name: _parameter(name) for name in names}
-    members |= {part: getattr(cls, part) for part in ("__module__", "__qualname__", "__doc__")}
     members |= {_UNDER: cls, "__reduce_ex__": _reduce, "_peftc_over": (names, saves, root)}
     if names:
         members["_replicate_for_data_parallel"] = _replicate
@@ -123,7 +123,7 @@ def overlay_class(cls: type[nn.Module], names: tuple[str, ...], saves: bool, roo
         members |= {SAVE: _over(getattr(cls, SAVE), _save_pretrained)}
     if root:
         members |= {"__call__": checked_call(cls), "__setstate__": _setstate(cls), QUANTIZER: trainable_quantizer}
-    return _classes.setdefault(key, cast("type[nn.Module]", type(cls.__name__, (cls,), members)))
+    return _classes.setdefault(key, plain_subclass(cls, members))
 
 
 def _over(below: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:

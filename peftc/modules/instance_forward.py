@@ -17,6 +17,7 @@ from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.modules.offload import HOOK
+from peftc.modules.subclasses import subclass
 
 GENERATED = "_peftc_generated"  # marks the forwards of generated classes
 FORWARD = "forward"
@@ -112,8 +113,7 @@ class _PatchedType(type):
 
 @cache
 def _patched_class(cls: type[nn.Module], function: Callable[..., Any]) -> type[nn.Module]:
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return cast("type[nn.Module]", _PatchedType(cls.__name__, (cls,), {**names, FORWARD: function}))
+    return subclass(cls, {FORWARD: function}, _PatchedType)
 
 
 def _reduce_patched(cls: Any) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.diagnostic import printable
 from peftc.modules.form_hooks import has_hooks
 from peftc.modules.instance_forward import FORWARD, GENERATED, replace_base, with_generated_forward
+from peftc.modules.subclasses import subclass
 from peftc.rewriting.boundary import boundary_graph
 from peftc.rewriting.edits import CONTAINER, RegionEdit
 from peftc.rewriting.insert import Inserter
@@ -35,7 +37,7 @@ from peftc.specialization.code_printer import OtherPath, function_body
 from peftc.specialization.expressions import call_arguments, conjunction, function, is_wrapped, write_dispatch
 from peftc.specialization.names import FIXED_NAMES, GlobalNames
 from peftc.specialization.region_forward import forward_of
-from peftc.specialization.tensor_reads import READ, compile_reads, read, unpack_weights
+from peftc.specialization.tensor_reads import READ, compile_reads, read, renamed_code, unpack_weights
 from peftc.specialization.visible_children import child_members
 from peftc.tracing.bytecode import reachable_code
 from peftc.tracing.module_calls import bind_arguments
@@ -136,12 +138,9 @@ class GeneratedClass:
     ) -> None:
         self.base, self.inline, self.edits, self.name, self.absent = base, inline, edits, name, absent
         self.entered, self.calls_forms = entered, calls_forms
-        self.code = tuple(map(reachable_code, (base, *entered)))  # that its variants are traced from
-        signature = inspect.signature(inspect.unwrap(base.forward))
-        first, *others = signature.parameters.values()
-        if "self" not in signature.parameters and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
-            signature = signature.replace(parameters=[first.replace(name="self"), *others])
-        self.signature = signature
+        # The code that its variants are traced from.
+        self.code = tuple(map(reachable_code, (base, *entered))) if like is None else like.code
+        self.signature = signature_of(base) if like is None else like.signature
         hiding = [n for n in [*self.signature.parameters][1:] if n in FIXED_NAMES or n.startswith(NUMBERED)]
         if inline and hiding:
             message = f"the forward of {name} has a parameter `{hiding[0]}`, which hides what generated code needs"
@@ -156,7 +155,7 @@ class GeneratedClass:
         self.cls = make_class(self)
         if not inline:  # only arguments and result are edited: the model's own forward, in between
             renamed = None if like is None else self.renamed_variant(like)
-            self.add(renamed or self.variant(self.boundary_graph()))
+            self.add(renamed or self.variant(self.boundary_graph()), None if renamed is None else like)
 
     def boundary_graph(self) -> fx.Graph:
         traced = boundary_graph(self.base, self.signature, self.edits)
@@ -258,10 +257,21 @@ class GeneratedClass:
         values = dict(self.names.values)
         return Variant(name, conditions, lambda: graph, source, (predicate, values), passthrough, traits or {})
 
-    def add(self, variant: Variant) -> Variant:
+    def renamed_code(self, like: GeneratedClass, filename: str) -> CodeType | None:
+        """The compiled code of another class, with the names of the sites of this one; None if a
+        name is of another length, or what it names is not a site alone.
+        """
+        names = {old.slug: new.slug for old, new in zip(like.edits, self.edits, strict=True)}
+        elsewhere = _PLACE.sub("", like.source)
+        if any(len(old) != len(new) or old in elsewhere for old, new in names.items()) or len(names) > 1:
+            return None
+        return renamed_code(like.linked, names, filename)
+
+    def add(self, variant: Variant, like: GeneratedClass | None = None) -> Variant:
+        """`like`: a class whose code is that of this one but for the names of sites."""
         with Deferral():
             self.variants.append(variant)
-            self.link()
+            self.link(like)
         return variant
 
     def rewrite(self, traced: RegionTrace) -> None:
@@ -283,15 +293,26 @@ class GeneratedClass:
             parts.append(function("dispatch", self.signature, [*lines, f"return respecialize({passed})"]))
         return "\n\n\n".join(parts)
 
-    def link(self) -> None:
-        """Compiles the generated source and lets the class run it."""
+    def link(self, like: GeneratedClass | None = None) -> None:
+        """Compiles the generated source and lets the class run it. `like`: as in `add`."""
         filename = f"<peftc {self.name} {id(self):x}>"
         source = self.source
         namespace = dict(self.names.values) | {"respecialize": self._respecialize, READ: read}
-        exec(compile_reads(source, filename, self.names.reads), namespace)
+        code = None if like is None else self.renamed_code(like, filename)
+        self.linked = code or compile_reads(source, filename, self.names.reads)
+        exec(self.linked, namespace)
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         self.functions = namespace
         self.dispatch = namespace["dispatch"] if self.inline else namespace["variant_1"]
+
+
+def signature_of(cls: type[nn.Module]) -> inspect.Signature:
+    """That of a forward, whose first parameter is named `self`."""
+    signature = inspect.signature(inspect.unwrap(cls.forward))
+    first, *others = signature.parameters.values()
+    if "self" in signature.parameters or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
+        return signature
+    return signature.replace(parameters=[first.replace(name="self"), *others])
 
 
 def without_name(off: str) -> str:
@@ -324,7 +345,6 @@ def make_class(kind: GeneratedClass) -> type[nn.Module]:
     members: dict[str, Any] = {
         "forward": forward,
         "__setattr__": __setattr__,
-        **{part: getattr(kind.base, part) for part in ("__module__", "__qualname__", "__doc__")},
         "__reduce_ex__": reduce,
         "_replicate_for_data_parallel": replicate,
         CHOICE: ChoiceVar(),
@@ -332,8 +352,7 @@ def make_class(kind: GeneratedClass) -> type[nn.Module]:
         **child_members(kind.base),
         **parallel_members(kind.base),
     }
-    cls: Any = type(kind.base.__name__, (kind.base,), members)
-    return cls
+    return subclass(kind.base, members)
 
 
 def replicate(self: Any) -> Any:

@@ -26,6 +26,7 @@ from peftc.tracing.bytecode import instructions_of
 
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_DEREF", "STORE_ATTR", "STORE_GLOBAL")
 _ENDS = (*_STORES, "RETURN_", "UNPACK_", "POP_TOP", "POP_JUMP", "STORE_SUBSCR")  # of the expression of a statement
+_NO_NAME = re.compile(r"^(?=\W|\d|$)")  # begins what is no name
 
 
 def variable_of(node: fx.Node) -> str | None:
@@ -184,7 +185,7 @@ def base_name(node: fx.Node) -> str:
 def _operation(node: fx.Node) -> str:
     source = node.args[0] if node.args else None
     if node.op in ("call_module", "get_attr"):
-        return re.sub(r"^(?=\W|\d|$)", "module_", str(node.target).rpartition(".")[2])
+        return _NO_NAME.sub("module_", str(node.target).rpartition(".")[2])
     if node.target is base_call:
         return "result"
     if node.target is getattr:

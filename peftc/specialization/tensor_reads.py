@@ -8,7 +8,7 @@ source reads like the model's own, `module.weight`; what is compiled from it has
 from __future__ import annotations
 
 import ast
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from types import CodeType
 from typing import Any
 
@@ -18,6 +18,7 @@ from peftc.modules.packed import is_stand_in, unpacked_weight
 
 READ = "_peftc_read"  # no model's code has a variable of this name
 _NONE: dict[str, Any] = {}
+_PLACE = ("lineno", "col_offset", "end_lineno", "end_col_offset")
 
 
 def read(module: Any, name: str) -> Any:
@@ -31,6 +32,13 @@ def compile_reads(source: str, filename: str, reads: Set[str]) -> CodeType:
     return compile(_Reads(reads).visit(ast.parse(source)), filename, "exec")
 
 
+def renamed_code(code: CodeType, attributes: Mapping[str, str], filename: str) -> CodeType:
+    """Code with other names of attributes. The columns of its lines stay."""
+    inner = [renamed_code(c, attributes, filename) if isinstance(c, CodeType) else c for c in code.co_consts]
+    names = [attributes.get(name, name) for name in code.co_names]
+    return code.replace(co_consts=tuple(inner), co_names=tuple(names), co_filename=filename)
+
+
 class _Reads(ast.NodeTransformer):
     def __init__(self, reads: Set[str]) -> None:
         self.reads, self.names = reads, {text.rpartition(".")[2] for text in reads}
@@ -39,8 +47,9 @@ class _Reads(ast.NodeTransformer):
         is_read = isinstance(node.ctx, ast.Load) and node.attr in self.names and ast.unparse(node) in self.reads
         if not is_read:
             return self.generic_visit(node)
-        call = ast.Call(ast.Name(READ, ast.Load()), [node.value, ast.Constant(node.attr)], [])
-        return ast.fix_missing_locations(ast.copy_location(call, node))
+        place = {name: getattr(node, name) for name in _PLACE}
+        function, name = ast.Name(READ, ast.Load(), **place), ast.Constant(node.attr, **place)
+        return ast.Call(function, [node.value, name], [], **place)
 
 
 def unpack_weights(graph: fx.Graph) -> None:

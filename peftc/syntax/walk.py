@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 from peftc.syntax import ast
 from peftc.syntax.vocabulary import EVERY_MODULE, LAYER, LINEAR, SHARED, STACK_CHOICES
@@ -10,24 +11,22 @@ from peftc.syntax.vocabulary import EVERY_MODULE, LAYER, LINEAR, SHARED, STACK_C
 MAX_PATHS = 100  # that one path with braces is short for
 
 
+_CHILDREN: Mapping[type, Callable[[Any], tuple[ast.Expr, ...]]] = {
+    ast.Call: lambda value: (*value.args, *[keyword.value for keyword in value.kwargs]),
+    ast.Negative: lambda value: (value.operand,),
+    ast.Binary: lambda value: (value.left, value.right),
+    ast.Pair: lambda value: (value.first, value.second),
+    ast.List: lambda value: value.items,
+    ast.Item: lambda value: (value.value, *value.indices),
+    ast.Attribute: lambda value: (value.value,),
+    ast.Binding: lambda value: (value.count,),
+}
+
+
 def children(value: ast.Expr) -> tuple[ast.Expr, ...]:
-    match value:
-        case ast.Call(_, args, kwargs):
-            return (*args, *(keyword.value for keyword in kwargs))
-        case ast.Negative(operand):
-            return (operand,)
-        case ast.Binary(_, left, right) | ast.Pair(left, right):
-            return (left, right)
-        case ast.List(items):
-            return items
-        case ast.Item(owner, indices):
-            return (owner, *indices)
-        case ast.Attribute(owner):
-            return (owner,)
-        case ast.Binding(_, count):
-            return (count,)
-        case _:
-            return ()
+    """The expressions directly in an expression, in the order of the text."""
+    inner = _CHILDREN.get(type(value))
+    return () if inner is None else inner(value)
 
 
 def map_children(value: ast.Expr, function: Callable[[ast.Expr], ast.Expr]) -> ast.Expr:
@@ -60,7 +59,8 @@ def walk(value: ast.Expr) -> Iterator[ast.Expr]:
     while stack:
         node = stack.pop()
         yield node
-        stack.extend(reversed(children(node)))
+        if (inner := _CHILDREN.get(type(node))) is not None:
+            stack.extend(reversed(inner(node)))
 
 
 def fits(value: ast.Expr, depth: int, size: int, environment: Mapping[str, ast.Expr | None] | None = None) -> bool:

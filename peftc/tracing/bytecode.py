@@ -124,6 +124,9 @@ def compares_identity(function: Callable[..., Any], owner: type, depth: int = DE
     return any(compares_identity(callee, owner, depth - 1) for callee in callees)
 
 
+_CALLABLES = (FunctionType, MethodType, property)
+
+
 def reachable_code(cls: type) -> tuple[Any, ...]:
     """The functions that a forward may call, with code and constants; equal until patched."""
     functions: dict[int, tuple[Any, ...]] = {}
@@ -143,7 +146,8 @@ def reachable_code(cls: type) -> tuple[Any, ...]:
         cells = [c.cell_contents for c in value.__closure__ or () if c != CellType()]
         methods = [getattr(cls, n, None) for n in names]  # names are followed, not calls
         for inner in (*members.values(), *cells, *methods, *(getattr(m, n, None) for m in modules for n in names)):
-            visit(inner)
+            if isinstance(inner, _CALLABLES):
+                visit(inner)
 
     visit(getattr(cls, "forward", None))
     return tuple(functions.values())

@@ -22,6 +22,7 @@ from torch.utils import checkpoint
 from transformers.modeling_utils import AttentionInterface
 
 from peftc.concurrency.interrupts import shielded
+from peftc.modules.subclasses import subclass
 from peftc.tracing.in_place import leaves, version
 from peftc.tracing.operations import attention, autograd_function, enter_context, exit_context, script_function
 from peftc.tracing.proxy import concrete_values, contains_proxy
@@ -145,7 +146,7 @@ def instrument(cls: type) -> type:
         return value
 
     members = {f.__name__: f for f in (__call__, forward, __getattribute__, __getattr__)}
-    return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
+    return subclass(cls, members)
 
 
 @shielded

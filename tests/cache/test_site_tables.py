@@ -20,6 +20,7 @@ from peftc.cache import entries, environment
 from peftc.cache.lookup import cached_table
 from peftc.cache.table_json import decode_table, encode_table
 from peftc.cli.main import main
+from peftc.tracing import tracer
 from tests import zoo
 
 SPEC = "peft 1 edit q at layer[*].attn.q { h += lora(x, r=2) } expect foldable(q)"
@@ -188,6 +189,8 @@ def test_the_source_of_the_model_is_compared(named: str, folder: Path, tmp_path:
     (record,) = (record for record in body["files"] if record[0] == modeling_bart.__file__)
     assert record[3], "the content of the model's own file is hashed"
     assert environment.is_unchanged(body["files"])
+    (own,) = (record for record in body["files"] if record[0] == tracer.__file__)
+    assert not environment.is_unchanged([*body["files"], [*own[:2], own[2] + 1, own[3]]]), "peftc in development"
     copy = tmp_path / "modeling.py"
     copy.write_bytes(Path(record[0]).read_bytes())
     os.utime(copy, ns=(record[2], record[2]))
