@@ -335,7 +335,7 @@ class Place(Operands):
         value = self.operand(node)
         if not isinstance(value, Value):
             real(value, node)
-        elif value.type.batch or _without_ones(value.type.size) != _without_ones(sizes):
+        elif value.type.batch or [n for n in value.type.size if n != 1] != [n for n in sizes if n != 1]:
             message = f"`{line.name}` is {Type(sizes)}, and its first value `{print_expression(node)}` is {value.type}"
             raise FormError("P318", message, node)
 
@@ -343,10 +343,6 @@ class Place(Operands):
         """The names in an expression, and in the parts that it names."""
         names = set(names_in(node))
         return names.union(*(self._names(self.lets[name]) for name in names & self.lets.keys()))
-
-
-def _without_ones(size: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(n for n in size if n != 1)
 
 
 def place_of(
