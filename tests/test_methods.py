@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.metadata import version
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 
 from peftc.exchange.peft_format.table import TYPES, WITHOUT_EQUATION
 from tests import zoo
+from tests.exchange.adapterhub.models import FOLDER, NAMES
 from tests.matrix import checkerboard
-from tools import methods_page
+from tools import adapterhub_methods, methods_page
 from tools.methods import PEFT, config_of, count_in_peft, plan_of
 
 pytestmark = [
@@ -65,3 +67,18 @@ def test_peft_counts_as_many_on_a_small_model(name: str, family: str) -> None:
     plan = plan_of(name, method, zoo.build(family), small=True)
     config = config_of(name, method, plan, model, small=True)
     assert plan.totals.trained == count_in_peft(config, model) > 0
+
+
+def test_every_configuration_of_adapterhub_is_in_the_table() -> None:
+    names = json.loads((FOLDER / NAMES).read_text(encoding="utf-8"))
+    assert sorted(one for method in adapterhub_methods.METHODS for one in method.names) == sorted(names)
+    assert all(method.case or method.note for method in adapterhub_methods.METHODS)
+
+
+@pytest.mark.parametrize("case", [method.case for method in adapterhub_methods.METHODS if method.case])
+def test_plans_train_as_many_parameters_as_adapterhub(case: str) -> None:
+    keys = {f"{model}/{case}" for model in adapterhub_methods.MODELS} & set(adapterhub_methods.counted())
+    assert keys
+    for key in keys:  # ReFT of the first tokens alone has parameters for the last ones, too, in the library
+        factor = 2 if case in ("noreft", "direft") else 1
+        assert factor * adapterhub_methods.trained(key) == adapterhub_methods.counted()[key]

@@ -31,6 +31,7 @@ from tests.exchange import (
     test_types,
     test_types_in_common,
 )
+from tools import adapterhub_methods
 from tools.gallery_page import with_links
 from tools.methods import PEFT, Method, config_of, count_in_peft, plan_of
 
@@ -118,7 +119,7 @@ def has_count(name: str, model: str) -> bool:
 
 def page() -> str:
     """The whole page, in Markdown."""
-    return "\n".join([HEAD, *peft_section()])
+    return "\n".join([HEAD, *peft_section(), *adapterhub_methods.section()])
 
 
 def peft_section() -> Iterator[str]:
