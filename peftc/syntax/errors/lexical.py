@@ -163,6 +163,14 @@ def _is_letters(token: Token) -> bool:
     return token.text.isidentifier()
 
 
+def _is_import(tokens: Sequence[Token], at: int) -> bool:
+    """Whether a statement is `from std import mam`, or `from std use mam`."""
+    is_statement = at < 2 or tokens[at - 2].type != "USE"
+    types, words = ([getattr(one, part) for one in tokens[at + 1 : at + 4]] for part in ("type", "text"))
+    return is_statement and types[:1] in (["NAME"], ["STRING"]) and types[2:] == ["NAME"] and words[1] in _IMPORTS
+
+
+_IMPORTS = ("import", "use")
 _NO_CHOICE = frozenset({"COMMA", "EQUAL", "PLUS_EQUAL", "STAR_EQUAL", "LBRACE", "QUESTION"})  # behind `?`
 
 
@@ -221,6 +229,11 @@ def repair_tokens(tokens: Sequence[Token]) -> tuple[list[Token], list[Diagnostic
                 help_ = Suggestion(help_, f"{text}{inner}{tokens[end].text}", f'"{inner}"')
                 error = ("P003", f"unknown character `{text}` around `{excerpt(inner)}`", help_)
                 skipped, replacement = range(at, end + 1), ("STRING", f'"{inner}"')
+            case "FROM" if _is_import(tokens, at):
+                file, _, method = tokens[at + 1 : at + 4]
+                error = ("P013", "expected a statement, found `from`", f"write `use {method} from {file}`")
+                repaired += [Token("USE", "use", token.span), method, token, file]
+                skipped, replacement = range(at, at + 4), None
             case "QUESTION" if (end := _colon_of_choice(tokens, at)) is not None:
                 error = ("P023", "there is no choice `… ? … : …`", NO_CHOICES)
                 skipped, replacement = range(at, end + 1), ("PLUS", "+")

@@ -258,9 +258,6 @@ def _statement(c: ErrorContext) -> Error | None:
     if c.allows("EDIT") and c.type == "SLASH" and c.next.type in {"SLASH", "STAR", "DOUBLE_STAR"}:
         comment = c.with_next()
         return c.error("P013", f"`{comment}` begins no comment", _COMMENT, at=comment)
-    if c.allows("EDIT") and c.type == "FROM" and str(c.tokens[min(c.at + 2, len(c.tokens) - 1)]) == "import":
-        method = c.tokens[min(c.at + 3, len(c.tokens) - 1)]
-        return c.error("P013", c.expectation("a statement"), f"write `use {method} from {c.next}`")
     if c.allows("EDIT") and c.bracket in {"", "LBRACE"} and c.type in _NO_STATEMENTS:
         return c.error("P013", c.expectation("a statement"), _NO_STATEMENTS[c.type])
     if c.allows("EDIT") and c.type == "NAME" and c.next.type == "LPAR":  # mam(r = 16)
