@@ -38,6 +38,7 @@ def test_every_workflow_is_here() -> None:
         "exchange",
         "merging",
         "modalities",
+        "offloaded_pipelines",
         "preferences",
         "sentences",
         "tokens",

@@ -383,6 +383,8 @@ def _planning_errors() -> Generator[None]:
     try:
         yield
     except PeftcError as error:
+        if error.diagnostics[0].code in ("P507", "P509"):  # of the model, for which another sample may do
+            raise
         notes = tuple(map(str, error.diagnostics[:3]))
         message = "the spec of the adapter cannot be planned on this model"
         raise PeftcError(Diagnostic("P525", message, notes=notes)) from error

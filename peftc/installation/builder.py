@@ -19,7 +19,7 @@ from peftc.installation.base_weights import BaseWeights
 from peftc.installation.edited_classes import EditedModule, install_edits, remove_edits
 from peftc.installation.record import Installation
 from peftc.modules.instance_forward import FORWARD, code_class
-from peftc.modules.offload import HOOK, execution_device
+from peftc.modules.offload import HOOK, execution_device, onload_device
 from peftc.modules.walk import Named, all_named_modules, all_parameters, submodule
 from peftc.planning import ir
 from peftc.rewriting.edits import CONTAINER, SHARED, Region, empty_container, module_name
@@ -355,16 +355,16 @@ class InstallationBuilder:
         if first is None or dtype is None:
             return torch.float32, torch.device("cpu")
         if not first.is_meta or not self.is_dispatched:
-            return dtype, first.device
-        return dtype, execution_device(module) or self.execution_device or first.device
+            return dtype, self.onload_device or first.device
+        return dtype, execution_device(module) or execution_device(self.model) or first.device
 
     @cached_property
     def is_dispatched(self) -> bool:
         return any(HOOK in module.__dict__ for _, module in self.every)
 
     @cached_property
-    def execution_device(self) -> torch.device | None:
-        return execution_device(self.model)
+    def onload_device(self) -> torch.device | None:
+        return onload_device(self.model)
 
     # Changing the model ---------------------------------------------------------------------------
 

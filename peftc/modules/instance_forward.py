@@ -16,7 +16,7 @@ from typing import Any, cast
 from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.modules.offload import HOOK
+from peftc.modules.offload import HOOK, HOOK_REGISTRY
 from peftc.modules.subclasses import subclass
 
 GENERATED = "_peftc_generated"  # marks the forwards of generated classes
@@ -141,13 +141,14 @@ def class_and_attributes(module: nn.Module) -> tuple[type[nn.Module], Mapping[st
     forward, attributes = instance_forward(module), vars(module)
     if forward is None or forward.function is None:
         return type(module), attributes
-    hidden = {FORWARD, HOOK, *(r.key for r in forward.references if r.holder is attributes)}
+    hidden = {FORWARD, HOOK, HOOK_REGISTRY, *(r.key for r in forward.references if r.holder is attributes)}
     return code_class(module), {name: value for name, value in attributes.items() if name not in hidden}
 
 
 class _Search:
     """Finds references to `forwards` in all that a function can call: attributes of the module that
-    its code names, its closure, its defaults, arguments of partials, attributes of callables.
+    its code names, its closure, its defaults, arguments of partials, attributes of callables and of
+    objects that have a forward.
     """
 
     def __init__(self, module: nn.Module, forwards: frozenset[Any]) -> None:
@@ -179,7 +180,7 @@ class _Search:
             yield from self.references(call.func, call, "func")
             for key, item in (*enumerate(call.args), *call.keywords.items()):
                 yield from self.references(item, call, key)
-        elif callable(value) and hasattr(value, "__dict__"):
+        elif hasattr(value, "__dict__") and (callable(value) or FORWARD in vars(value)):  # diffusers' hooks
             for key, item in list(vars(value).items()):
                 yield from self.references(item, vars(value), key)
 

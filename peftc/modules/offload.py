@@ -16,6 +16,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.modules.walk import modules_in
 
 HOOK = "_hf_hook"  # accelerate's name
+HOOK_REGISTRY = "_diffusers_hook"  # diffusers' name
 
 
 def hooks(module: nn.Module) -> Iterator[Any]:
@@ -36,6 +37,23 @@ def execution_device(module: nn.Module) -> torch.device | None:
     devices = (getattr(hook, "execution_device", None) for m in module.modules() for hook in hooks(m))
     device = next((d for d in devices if d is not None), None)
     return None if device is None else torch.device(device)
+
+
+def onload_device(model: nn.Module) -> torch.device | None:
+    """The device to which diffusers brings the weights of a model that it offloads in groups."""
+    return next((hook.group.onload_device for hook in _registered_hooks(model) if hasattr(hook, "group")), None)
+
+
+def casts_weights(model: nn.Module) -> bool:
+    """Whether diffusers casts weights that it stores in few bits, for each call of a module."""
+    return any(hasattr(hook, "storage_dtype") for hook in _registered_hooks(model))
+
+
+def _registered_hooks(model: nn.Module) -> Iterator[Any]:
+    """diffusers' hooks in a model."""
+    for module in modules_in(model):
+        if (registry := vars(module).get(HOOK_REGISTRY)) is not None:
+            yield from registry.hooks.values()
 
 
 def offloaded_value(module: nn.Module, name: str) -> torch.Tensor | None:

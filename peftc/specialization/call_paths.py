@@ -16,6 +16,7 @@ from peftc.fakes.data_answers import fake_tensor_errors_unlogged
 from peftc.fakes.tensors import fake_copy, new_mode
 from peftc.models.names import error_summary
 from peftc.modules.instance_forward import replace_base
+from peftc.modules.offload import casts_weights
 from peftc.rewriting.edits import CONTAINER
 from peftc.runtime import recheck_guard
 from peftc.runtime.guards import SMALLER
@@ -36,6 +37,8 @@ from peftc.specialization.passthrough_arguments import (
 from peftc.tracing.bytecode import Origin, compares_identity
 from peftc.tracing.operations import branch
 from peftc.tracing.region_trace import NoneAccess, RegionTrace, TraceError
+
+CASTING = "leave the edited module out of the casting, by `skip_modules_pattern`"
 
 
 class ArgumentInspected(Exception):
@@ -162,6 +165,10 @@ class CallTraces:
 
     def trace(self, script: tuple[bool, ...], symbolic: frozenset[str], arguments: Mapping[str, Any]) -> Call:
         """The trace along one path. Raises: P407 for code that cannot be traced; Raised."""
+        if casts_weights(self.module):
+            message = f"a call of {self.base.__name__} cannot be traced: diffusers casts weights in it for each call"
+            note = "the trace is of a copy that has the dtype in which they are stored"
+            raise PeftcError(Diagnostic("P407", message, notes=(note,), help=CASTING))
         mode = new_mode()
         copy = fake_copy(self.module, mode)
         generated: Any = getattr(type(copy), "_peftc_kind", None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,3 +120,61 @@ def test_a_device_map_of_from_pretrained(name: str, tmp_path: Path) -> None:
     assert torch.equal(output(again, name), want)
     model(**zoo.inputs(name, plain))[0].square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in peftc.parameters(model).values())
+
+
+# Hooks as those of diffusers, which stand in instances as well
+# --------------------------------------------------------------------------------------------------
+
+
+def add_registries(model: nn.Module, **options: Any) -> list[nn.Module]:
+    """To Linears in layers. Returns: a list of modules, to which calls add theirs."""
+    calls: list[nn.Module] = []
+
+    def add(module: nn.Module) -> None:
+        reference = SimpleNamespace(pre_forward=calls.append, forward=module.forward)
+
+        def forward(owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            reference.pre_forward(owner)
+            return reference.forward(*args, **kwargs)
+
+        new: Any = functools.update_wrapper(functools.partial(forward, module), module.forward)
+        hook = SimpleNamespace(library=torch, **options)  # a Python module cannot be copied
+        module.forward, module._diffusers_hook = new, SimpleNamespace(hooks={"hook": hook})  # pyright: ignore
+
+    for module in model.get_submodule("model.layers").modules():
+        if isinstance(module, nn.Linear):
+            add(module)
+    return calls
+
+
+def test_edits_act_inside_hooks_of_registries(tmp_path: Path) -> None:
+    plain, before, after = (zoo.build("llama", torch.float64) for _ in range(3))
+    group = SimpleNamespace(onload_device=CPU)
+    base, want = output(plain, "llama"), output(compiled(plain), "llama")
+    compiled(before)
+    calls = add_registries(before, group=group), add_registries(after, group=group)
+    compiled(after)
+    for model, own in zip((before, after), calls, strict=True):
+        own.clear()
+        torch.testing.assert_close(output(model, "llama"), want, rtol=0, atol=1e-12)
+        assert len(own) == 7 * len(model.model.layers)
+        again = peftc.load(peftc.save(model, tmp_path), zoo.build("llama", torch.float64))
+        torch.testing.assert_close(output(again, "llama"), want, rtol=0, atol=1e-12)
+        assert torch.equal(output(peftc.remove(model), "llama"), base)
+        assert len(own) == 14 * len(model.model.layers)
+
+
+def test_edits_are_on_the_device_to_which_groups_are_brought() -> None:
+    model = zoo.build("llama")
+    add_registries(model, group=SimpleNamespace(onload_device=torch.device("meta")))  # which every machine has
+    peftc.compile("peft 2\nedit q at layer[*].attn.q { h += lora(x, r=2) }", model, seed=0)
+    assert {parameter.device.type for parameter in peftc.parameters(model).values()} == {"meta"}
+
+
+def test_code_whose_weights_are_cast_for_each_call_is_not_traced() -> None:
+    model = peftc.compile(
+        "peft 2\nedit a at layer[*].attn { kv = concat(prefix(len=2), kv) }", zoo.build("llama"), seed=0
+    )
+    add_registries(model, storage_dtype=torch.float8_e4m3fn)
+    with pytest.raises(peftc.PeftcError, match="P407"):
+        model(**zoo.inputs("llama", model))
