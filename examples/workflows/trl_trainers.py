@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from models import bases, losses, options, tokenizer
+from models import bases, losses, options, refusal, tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
@@ -52,6 +52,11 @@ def main(folder: Path) -> None:
         return RewardTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer())
 
     check(sft, folder, "sft")
+    model = AutoModelForCausalLM.from_pretrained(folder / "llama")
+    peftc.compile("peft 2  edit own at head { h += lora(x, r=2) }", model, seed=0)
+    arguments = SFTConfig(**options(folder / "head", max_length=16, bf16=False))
+    refused = SFTTrainer(model, arguments, train_dataset=texts, processing_class=tokenizer())
+    assert "P435" in refusal(refused.train)  # TRL reads the weight of the head, and never calls it
     check(reward, folder, "reward")
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import is_
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from peftc.concurrency.context import CHOICE
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.installation.record import Installation, installation_of
+from peftc.modules.instance_forward import FORWARD
 from peftc.modules.walk import modules_in
 from peftc.rewriting.edits import CONTAINER
 
@@ -217,6 +219,35 @@ DYNAMO_VIEW = types.ModuleType("peftc.installation.completeness.view", "Whether 
 vars(DYNAMO_VIEW)["__getattr__"] = _view
 
 
+def acting_heads(model: nn.Module) -> dict[str, nn.Module]:
+    """The edited heads of a model, by the edit, in which an edit acts in the present context."""
+    record: Installation = vars(model)["_peftc"]
+    edits = [one for one in record.planned.site_edits.representatives if one.site.steps[-1][0] == "head"]
+    acting = {one.edit: module_at(model, one.site.module) for one in edits if not record.choice.is_off(one.edit)}
+    return {edit: head for edit, head in acting.items() if head is not None and is_edited(head, record)}
+
+
+@contextmanager
+def require_calls(model: nn.Module, heads: Mapping[str, nn.Module]) -> Generator[None]:
+    """Around a call of an assigned forward. Raises: P435 where it does not call an edited head."""
+    # Seen in: TRL, which multiplies hidden states by the weight of a head in its own kernel
+    called = set[nn.Module]()
+
+    def note(module: nn.Module, _: object) -> None:
+        called.add(module)
+
+    hooks = [head.register_forward_pre_hook(note) for head in {*heads.values()}]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if left := [edit for edit, head in heads.items() if head not in called]:
+        message = f"`{left[0]}` edits the head, which the forward assigned to this {type(model).__name__} does not call"
+        help_ = "edit other modules, or `train` the weight of the head, which that forward reads"
+        raise PeftcError(Diagnostic("P435", message, help=help_))
+
+
 def checked_call(under: Any) -> Callable[..., Any]:
     """The `__call__` of a compiled model's class, which is derived from `under`."""
 
@@ -229,6 +260,9 @@ def checked_call(under: Any) -> Callable[..., Any]:
                 check_complete_number(completeness.number)
         else:
             check_complete(self)
+            if FORWARD in vars(self) and (heads := acting_heads(self)):
+                with require_calls(self, heads):
+                    return under.__call__(self, *args, **kwargs)
         return under.__call__(self, *args, **kwargs)
 
     __call__.__code__ = __call__.__code__.replace()  # a code object of its own, by which dynamo counts
