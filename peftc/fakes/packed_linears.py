@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from peftc.modules.subclasses import subclass
+
 
 def as_linear(cls: type[nn.Module]) -> type[nn.Module]:
     """A subclass under the same name whose forward is F.linear, in the dtype of its input."""
@@ -19,5 +21,4 @@ def as_linear(cls: type[nn.Module]) -> type[nn.Module]:
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
     forward.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
-    names = {part: getattr(cls, part) for part in ("__module__", "__qualname__", "__doc__")}
-    return type(cls.__name__, (cls,), {**names, "forward": forward})
+    return subclass(cls, {"forward": forward})
