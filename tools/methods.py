@@ -92,8 +92,7 @@ PEFT: Mapping[str, Method] = {
     "DELORA": Method("delora", lambda s: {"r": s["r"]}, small={"r": 4}),
     "FOURIERFT": Method("fourierft", lambda s: {"n_frequency": s["n"]}, small={"n": 40}),
     "FROD": Method(
-        equation=("w = frod(w, n={n})", QV),
-        settings={"n": 5000},
+        "frod",
         small={"n": 20},
         note="PEFT trains a part of the entries of S outside of its diagonal, in places that all layers have in common",
     ),
@@ -110,11 +109,11 @@ PEFT: Mapping[str, Method] = {
         },
     ),
     "LILY": Method(
-        equation=("h += lily(x, r={r}, n={n})", "layer[*].attn.q"),
+        "lily",
         values=lambda s: {"r": s["r"], "num_B": s["n"]},
-        settings={"r": 32, "n": 2},
         small={"r": 4},
-        targets={"bert": ["query"], "llama": ["q_proj"]},  # the modules of a name have matrices in common
+        # The modules of a name have matrices in common.
+        targets={"bert": ["query", "value"], "llama": ["q_proj", "v_proj"]},
     ),
     "LN_TUNING": Method("layernorm", lambda s: {}),
     "LOHA": Method("loha", lambda s: {"r": s["r"]}, small={"r": 4}),
@@ -122,38 +121,33 @@ PEFT: Mapping[str, Method] = {
     "LORA": Method("lora", lambda s: {"r": s["r"]}, small={"r": 4}),
     "MISS": Method("miss", lambda s: {"r": s["r"]}, small={"r": 4}),
     "MULTITASK_PROMPT_TUNING": Method(
-        equation=("h = concat(multitask_prompt(len={len}, r={r}), h)", "input.embed"),
+        "multitask_prompt",
         values=lambda s: {**_lengths(s), "num_ranks": s["r"], "num_tasks": 1},
-        settings={"len": 100, "r": 1},
         small={"len": 5},
     ),
     "OFT": Method("oft", lambda s: {"oft_block_size": s["block"]}, small=_SMALL_BLOCKS),
     "OSF": Method(
-        equation=("w = osf(w, r={r})", QV),
+        "osf",
         values=lambda s: {"effective_rank": s["r"]},
-        settings={"r": 256},
         small={"r": 4},
     ),
     "P_TUNING": Method("p_tuning", lambda s: {**_lengths(s), "encoder_hidden_size": s["m"]}, small={"len": 5, "m": 8}),
     "PEANUT": Method("peanut", lambda s: {"r": s["r"], "depth": 0}, small={"r": 4}),
     "POLY": Method(
-        equation=("h += poly(x, r={r}, skills={skills})", QV),
+        "poly",
         values=lambda s: {"r": s["r"], "n_skills": s["skills"], "n_tasks": 1},
-        settings={"r": 8, "skills": 4},
         small={"r": 4},
     ),
     "PREFIX_TUNING": Method("prefix", lambda s: {"num_virtual_tokens": s["l"]}, small={"l": 3}),
     "PROMPT_TUNING": Method("prompt_tuning", _lengths, small={"len": 5}),
     "PSOFT": Method(
-        equation=("w = psoft(w, r={r})", QV),
+        "psoft",
         values=lambda s: {"r": s["r"]},
-        settings={"r": 32},
         small={"r": 4},
     ),
     "PVERA": Method(
-        equation=("h += pvera(x, r={r})", QV),
+        "pvera",
         values=lambda s: {"r": s["r"]},
-        settings={"r": 256},
         small={"r": 4},
     ),
     "RANDLORA": Method("randlora", lambda s: {"r": s["r"]}, small={"r": 4}),
@@ -162,9 +156,8 @@ PEFT: Mapping[str, Method] = {
     "SHIRA": Method("shira", lambda s: {"r": s["r"]}, small={"r": 2}),
     "SUPERTUNING": Method("supertuning", lambda s: {"sparsity": 1 - s["density"]}),
     "TINYLORA": Method(
-        equation=("w += tinylora(w, r={r}, u={u})", QV),
+        "tinylora",
         values=lambda s: {"r": s["r"], "u": s["u"]},
-        settings={"r": 2, "u": 64},
     ),
     "TRAINABLE_TOKENS": Method(
         equation=("w = trainable_tokens(w, n={n})", "input.embed"),
@@ -173,9 +166,8 @@ PEFT: Mapping[str, Method] = {
         targets={"bert": ["word_embeddings"], "llama": ["embed_tokens"]},
     ),
     "UNILORA": Method(
-        equation=("h += unilora(x, r={r}, n={n})", QV),
+        "unilora",
         values=lambda s: {"r": s["r"], "theta_d_length": s["n"]},
-        settings={"r": 4, "n": 256},
     ),
     "VBLORA": Method(
         "vblora",
@@ -184,9 +176,8 @@ PEFT: Mapping[str, Method] = {
     ),
     "VERA": Method("vera", lambda s: {"r": s["r"]}, small={"r": 4}),
     "WAVEFT": Method(
-        equation=("w += waveft(n={n})", QV),
+        "waveft",
         values=lambda s: {"n_frequency": s["n"]},
-        settings={"n": 2592},
         small={"n": 40},
     ),
     "XLORA": Method(note=WITHOUT_EQUATION["XLORA"], paper="2402.07148"),

@@ -74,8 +74,9 @@ def _nearest(name: str, names: tuple[str, ...]) -> str | None:
         return alias
     folded = {candidate.lower().replace("_", ""): candidate for candidate in reversed(names)}
     word = name.lower().replace("_", "").replace("-", "")
-    matches = [word] if word in folded else get_close_matches(word, folded, n=1, cutoff=0.6)
-    return folded[matches[0]] if matches else None
+    matches = [word] if word in folded else get_close_matches(word, folded, n=FEW_NAMES, cutoff=0.6)
+    swapped = (match for match in matches if sorted(match) == sorted(word))  # the same letters: `lroa` is `lora`
+    return folded[next(swapped, matches[0])] if matches else None
 
 
 def did_you_mean(name: str, known: Iterable[str], applicability: Applicability = "safe") -> Suggestion | None:

@@ -17,10 +17,15 @@ def initial_value(primitive: Primitive, operands: Sequence[Operand]) -> float | 
         numbers = [initial_number(operand) for operand in operands]
         if not primitive.torch:
             return numbers[0]
-        if primitive.name in ("*", "@", "kron", "permuted", "gather", "scatter", "pruned") and 0.0 in numbers:
+        if (
+            primitive.name in ("*", "@", "kron", "permuted", "gather", "scatter", "pruned", "wavelet")
+            and 0.0 in numbers
+        ):
             return 0.0
         if primitive.name in ("/", "ratio") and numbers[0] == 0.0:
             return 0.0  # `_apply` refuses a divisor that is 0, and a ratio has none
+        if primitive.name == "-" and len(firsts := {_first(operand) for operand in operands}) == 1 and "" not in firsts:
+            return 0.0  # the difference of two equal values
         if primitive.initial is None or None in numbers:
             return None
         result = primitive.initial(*numbers)
@@ -36,7 +41,7 @@ def first_value(primitive: Primitive, operands: Sequence[Operand]) -> str:
     The ratio of two equal values is 1 where they are not 0, and w is 0 where its norm is: its
     product with w is w, bit for bit.
     """
-    firsts = [operand.first if isinstance(operand, Value) else "" for operand in operands]
+    firsts = [_first(operand) for operand in operands]
     sizes = {operand.type.size for operand in operands if isinstance(operand, Value)}
     match primitive.name, firsts:
         case (("frozen" | "column" | "none" | "dropout"), [first, *_]):
@@ -63,6 +68,10 @@ def first_value(primitive: Primitive, operands: Sequence[Operand]) -> str:
             return first
         case _:
             return ""
+
+
+def _first(operand: Operand) -> str:
+    return operand.first if isinstance(operand, Value) else ""
 
 
 def _is_identity(name: str, operands: Sequence[Operand]) -> bool:

@@ -16,7 +16,7 @@ from peftc.syntax.printer import print_expression, print_selector, print_stateme
 
 _NAME = r"[A-Z][\w’-]+"
 _PAPER = re.compile(
-    rf"((?:{_NAME} )*{_NAME}(?: et al\.| and {_NAME})?(?: \d{{4}})?), "  # authors and year
+    rf"((?:{_NAME} )*{_NAME}(?: et al\.| and {_NAME})?(?: \d{{4}}| \d\.\d+)?), "  # authors and year; a library
     r'(?:"([^"]+)", )?'  # title
     r"(?:arXiv:(\d{4}\.\d{4,5}))?"
 )

@@ -18,9 +18,11 @@ from tests import zoo
 Out = pytest.CaptureFixture[str]
 WITHOUT_ARXIV = {
     "attention_fusion",
+    "frod",
     "hira",
     "hypernetwork_adaptbert",
     "hypernetwork_adaptbert_narrow",
+    "psoft",
     "lora_adapter",
     "lora_adapter_narrow",
 }

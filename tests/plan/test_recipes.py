@@ -147,6 +147,16 @@ COUNTS = {
     "shira": QV * 32 * 2 * D,
     "supertuning": QV * (D * D // 100),
     "vblora": QV * 2 * 4 * (D // 256) * 256 + 256 * 256,
+    "unilora": 256,
+    "pvera": QV * (2 * 256 + D),
+    "waveft": QV * 2592,
+    "tinylora": QV * 64,
+    "osf": QV * (D - 256) * (2 * D + 1),
+    "psoft": QV * (32 * 31 // 2 + 2 * 32),
+    "frod": QV * (D + 5000),
+    "lily": 2 * (ATTN * (32 * D + 2 * 32) + 2 * 32 * D),
+    "poly": QV * (4 * 8 * 2 * D + 4),
+    "multitask_prompt": 100 * D + 100 + D,
     "unipelt": 43_914_372,  # measured in AdapterHub
 }
 

@@ -28,7 +28,7 @@ SETTINGS = {
     "vectors": 9,
     "length": 8,
 }
-SETTINGS_OF = {"c3a": {"block": 8}, "fourierft": {"n": 40}}
+SETTINGS_OF = {"c3a": {"block": 8}, **{key: {"n": 40} for key in ("fourierft", "waveft", "frod")}}
 BIASES = ("bart", "mbart", "bert", "bert-base", "bert-classifier", "roberta", "gpt2", "opt", "vit")
 CROSS = ("bart", "mbart", "t5", "t5-gated")
 GATED = ("t5-gated", "llama", "qwen2", "qwen3", "mistral")

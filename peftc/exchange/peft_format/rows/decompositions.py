@@ -11,99 +11,15 @@ from torch import Tensor, nn
 from peftc.exchange.peft_format.config import PeftConfig, refusal
 from peftc.exchange.peft_format.folder import PREFIX, damaged
 from peftc.exchange.peft_format.types import Files, NoConfig, Numbers, OfBase, PeftRow, PeftType, Size, Tensors
+from peftc.semantics.recipes import form_text
 
-_TINYLORA = """
-# The core of a weight's largest singular vectors changes by random matrices, times the entries of a trained vector.
-# arXiv:2602.04118 (TinyLoRA), after LoRA-XS: arXiv:2405.17604
-form tinylora(
-    w,
-    r,  # singular vectors
-    u,  # entries of the vector
-    tied = false,  # one vector for all modules of the edit
-) {
-    require r <= min(rows(w), cols(w))
-    param v[u] = 0 if tied == false
-    param v[u] per edit = 0 if tied
-    param A[r, cols(w)] = t(svd(w, r).v * sqrt(svd(w, r).s))
-    param B[rows(w), r] = svd(w, r).u * sqrt(svd(w, r).s)
-    param P[u, r, r] = normal(1 / sqrt(r))
-    f = frozen(B) @ reshape(t(frozen(reshape(P, u, r * r))) @ v, r, r) @ frozen(A)
-}
-"""
+_TINYLORA = form_text("tinylora")
 
-_OSF = """
-# The singular vectors of a weight with the smallest values are trained, their gradients orthogonal to the others.
-# Nayak et al. 2025, arXiv:2504.07097 (OSF)
-form osf(
-    w,
-    r,  # singular vectors that stay as they are: those with the largest values
-) {
-    let n = min(rows(w), cols(w))
-    require r < n
-    param U[rows(w), n - r] = t(narrow(t(svd(w, n).u), r, n - r))
-    param s[n - r] = narrow(svd(w, n).s, r, n - r)
-    param V[n - r, cols(w)] = narrow(t(svd(w, n).v), r, n - r)
-    param high_u[rows(w), r] = svd(w, r).u if rows(w) > cols(w)
-    param high_v[r, cols(w)] = t(svd(w, r).v) if rows(w) < cols(w)
-    let u = frozen(U) + initial(U) @ (t(initial(U)) @ (U - frozen(U))) if rows(w) <= cols(w)
-    let u = U - frozen(high_u) @ (t(frozen(high_u)) @ (U - frozen(U))) if rows(w) > cols(w)
-    let v = frozen(V) + (V - frozen(V)) @ t(initial(V)) @ initial(V) if rows(w) >= cols(w)
-    let v = V - (V - frozen(V)) @ t(frozen(high_v)) @ frozen(high_v) if rows(w) < cols(w)
-    f = w + (u * s) @ v - initial((U * s) @ V)
-}
-"""
+_OSF = form_text("osf")
 
-_PSOFT = """
-# The largest singular vectors of a weight are rotated, with a trained factor of each before and behind.
-# https://openreview.net/forum?id=FSHrinMArK (PSOFT)
-form psoft(
-    w,
-    r,  # singular vectors
-    kind = cayley,  # of the rotation: cayley is exact, series are the terms of a Neumann series, free is any matrix
-    terms = 5,  # of the series
-    left = true,  # factors behind the rotation
-    right = true,  # factors before it
-    even = false,  # the singular values are divided between A and B
-) {
-    require r <= min(rows(w), cols(w))
-    require r >= 2
-    require terms >= 4
-    param q[r * (r - 1) / 2] = 0 if kind != free
-    param q[r, r] = identity if kind == free
-    param left[r] = 1 if left
-    param right[r] = 1 if right
-    param A[r, cols(w)] = t(svd(w, r).v) if even == false
-    param B[rows(w), r] = svd(w, r).u * svd(w, r).s if even == false
-    param A[r, cols(w)] = t(svd(w, r).v * sqrt(svd(w, r).s)) if even
-    param B[rows(w), r] = svd(w, r).u * sqrt(svd(w, r).s) if even
-    let Q = skew(q) if kind != free
-    let R = cayley(-Q) if kind == cayley
-    let R = eye(Q) + sum(i in terms - 2, 2 * power(Q, i + 1)) + power(Q, terms - 1) if kind == series
-    let R = q if kind == free
-    let S = column(left) * R if left
-    let S = R if left == false
-    let T = S * right if right
-    let T = S if right == false
-    f = w + frozen(B) @ (T - eye(T)) @ frozen(A)
-}
-"""
+_PSOFT = form_text("psoft")
 
-_FROD = """
-# A weight is U (S + diag(l)) Vᵀ: the lengths l are trained, and few entries of S.
-# FRoD, as in PEFT, where V is one for the same modules of all layers; here it has the right singular vectors of each
-form frod(
-    w,
-    n,  # trained entries of S
-) {
-    param V[cols(w), cols(w)] = svd(t(w) @ w, cols(w)).v
-    param U[rows(w), cols(w)] = t(ratio(t(w @ svd(t(w) @ w, cols(w)).v), norm(t(w @ svd(t(w) @ w, cols(w)).v))))
-    param l[cols(w)] = norm(t(w @ svd(t(w) @ w, cols(w)).v))
-    param s[n] = 0
-    fixed places[n] = choice(cols(w) * cols(w))
-    let S = reshape(scatter(s, places, cols(w) * cols(w)), cols(w), cols(w))
-    f = frozen(U) @ (S @ t(frozen(V)) + column(l) * t(frozen(V)))
-}
-"""
+_FROD = form_text("frod")
 
 # TinyLoRA
 

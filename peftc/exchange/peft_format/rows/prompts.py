@@ -9,21 +9,10 @@ from torch import Tensor
 
 from peftc.exchange.peft_format.config import PeftConfig, refusal
 from peftc.exchange.peft_format.types import Numbers, PeftRow, PeftType, Tensors
+from peftc.semantics.recipes import form_text
 
 PROMPT = "prompt_embeddings"
-_MULTITASK = """
-# A prompt that all tasks have in common, times a low-rank matrix of each task.
-# Wang et al. 2023, arXiv:2303.02861 (multitask prompt tuning)
-form multitask_prompt(
-    len,  # rows added before the tokens of the input
-    r,  # rank of the matrices
-) {
-    param tokens[len, d(out)] per edit common = normal
-    param columns[len, r] = normal(0.02)
-    param rows[r, d(out)] = normal(0.02)
-    f = tokens * (columns @ rows)
-}
-"""
+_MULTITASK = form_text("multitask_prompt")
 TASKS = {False: "CAUSAL_LM", True: "SEQ_2_SEQ_LM"}  # by whether a model has an encoder and a decoder
 # PEFT takes them from the configuration of the base.
 OF_BASE = ("token_dim", "num_attention_heads", "num_layers", "num_transformer_submodules")

@@ -27,43 +27,9 @@ from peftc.exchange.peft_format.types import (
 )
 from peftc.semantics.recipes import form_text
 
-_UNILORA = """
-# A LoRA whose entries are those of one vector of all modules, at random places, times a number for each.
-# Li et al. 2025, arXiv:2506.00799 (Uni-LoRA)
-form unilora(
-    x,
-    r,  # rank of the product B A
-    n,  # entries of the vector
-    dropout = 0,  # probability of zeroing a feature while training
-) {
-    param theta[n] per edit = uniform(0.02)
-    param scales[n] per edit = sqrt(n / (sites(x) * r * (d(x) + d(out))))
-    fixed places[r * (d(x) + d(out))] = choice(n)
-    let entries = gather(theta * frozen(scales), places)
-    let A = reshape(narrow(entries, 0, r * d(x)), r, d(x))
-    let B = reshape(narrow(entries, r * d(x), r * d(out)), d(out), r)
-    f = B @ A @ dropout(x, dropout)
-}
-"""
+_UNILORA = form_text("unilora")
 
-_PVERA = """
-# Two random matrices, common to all sites, between two trained vectors; what is between them is drawn while training.
-# arXiv:2512.07703 (PVeRA)
-form pvera(
-    x,
-    r,  # rows of A for the mean, and as many for the logarithm of the variance
-    dropout = 0,  # probability of zeroing a feature while training
-) {
-    param A[2 * r, widest(x)] per edit = uniform(sqrt(6 / widest(x)))
-    param B[widest(out), r] per edit = uniform(sqrt(6 / r))
-    param d[2 * r] = 0.1
-    param b[d(out)] = 0
-    let y = dropout(x, dropout)
-    let mean = narrow(d, 0, r) * corner(frozen(A), r, d(x)) @ y
-    let logarithm = narrow(d, r, r) * corner(narrow(frozen(A), r, r), r, d(x)) @ y
-    f = b * corner(frozen(B), d(out), r) @ normal_noise(mean, exp(logarithm / 2))
-}
-"""
+_PVERA = form_text("pvera")
 
 _RANDLORA = form_text("randlora")
 

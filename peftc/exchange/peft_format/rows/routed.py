@@ -8,47 +8,11 @@ from torch import Tensor
 
 from peftc.exchange.peft_format.config import PeftConfig, refusal
 from peftc.exchange.peft_format.types import Numbers, PeftRow, PeftType, Size, Sizes, Tensors, shown
+from peftc.semantics.recipes import form_text
 
-_LILY = """
-# One map down for each `stride` layers, and n maps up for all of them, which a router mixes for the whole batch.
-# Zhong et al. 2024, arXiv:2407.09946 (Lily)
-form lily(
-    x,
-    r,  # rank of the maps
-    n,  # maps up
-    stride = 1,  # layers with one map down
-) {
-    require stride >= 1
-    let block = floor(site(out) / stride)
-    param A[r, d(x)] per block = kaiming
-    param B[n * r, d(out)] per edit = 0
-    param router[n, r] = kaiming
-    let z = A @ x
-    let p = mean(softmax(router @ z), batch)
-    f = t(B) @ reshape(reshape(p, n, 1) * reshape(z, 1, r), n * r)
-}
-"""
+_LILY = form_text("lily")
 
-_POLY = """
-# Low-rank maps that all tasks have in common, mixed by weights of each task; in `splits` parts of the features apart.
-# Ponti et al. 2022, arXiv:2202.13914 (Polytropon); Caccia et al. 2022, arXiv:2211.03831 (MHR)
-form poly(
-    x,
-    r,  # rank of the maps
-    skills,  # maps
-    splits = 1,  # parts of the features, each with weights of its own
-) {
-    let number = site(out)
-    param A[skills, splits, d(x) / splits, r] per number common = uniform(1 / sqrt(d(x) / splits))
-    param B[skills, splits, r, d(out) / splits] per number common = 0
-    param logits[splits * skills] = uniform(0.001)
-    let gates = sigmoid(logistic_noise(reshape(logits, splits, skills)))
-    let weights = t(gates / (skills * mean(gates) + 1e-12))
-    let down = sum(i in skills, reshape(weights[i], splits, 1, 1) * A[i])
-    let up = sum(i in skills, reshape(weights[i], splits, 1, 1) * B[i])
-    f = 1 / r * reshape(t(up), d(out), r) @ t(reshape(down, d(x), r)) @ x
-}
-"""
+_POLY = form_text("poly")
 
 
 def _lily(config: PeftConfig, module: str, tensors: Tensors) -> Numbers:

@@ -11,24 +11,9 @@ from peftc.equations.transforms.filters import WAVELETS
 from peftc.exchange.peft_format.config import PeftConfig
 from peftc.exchange.peft_format.rows.places import drawn
 from peftc.exchange.peft_format.types import NoConfig, Numbers, PeftRow, PeftType, Size, Tensors, shown
+from peftc.semantics.recipes import form_text
 
-_WAVEFT = """
-# A change of a weight with few wavelet coefficients, at random places.
-# Bilican et al. 2025, arXiv:2505.12532 (WaveFT); without a family the entries themselves (SHiRA)
-form waveft(
-    n,  # coefficients
-    scale = 25,
-    family = db1,  # of wavelets
-    select = random,  # which coefficients
-) {
-    require n <= entries(out)
-    param spectrum[n] = 0
-    fixed places[n] = selection(select)
-    let coefficients = reshape(scatter(spectrum, places, entries(out)), rows(out), cols(out))
-    f = scale * wavelet(coefficients, family) if family != none
-    f = scale * coefficients if family == none
-}
-"""
+_WAVEFT = form_text("waveft")
 
 _SEED, _SCALE = 777, 25.0  # of PEFT
 
