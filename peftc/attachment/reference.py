@@ -12,11 +12,12 @@ from peftc.adapters.checkpoints import state_name
 from peftc.concurrency.context import ALL, NO_ADAPTER, Choice, ChoiceBlock
 from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.installation.completeness import complete_installation
+from peftc.installation.completeness import acting_heads, complete_installation, require_calls
 from peftc.installation.contents import names_on_model
 from peftc.installation.disable import prepare_variants
 from peftc.installation.edited_classes import of_base
 from peftc.installation.record import Installation
+from peftc.modules.instance_forward import FORWARD
 from peftc.modules.walk import modules_in
 
 
@@ -78,7 +79,14 @@ class Reference(nn.Module):
         return ChoiceBlock(model, record.choice, choice)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(super().__call__, *args, **kwargs)  # a `forward` that a library puts here, too
+        return self._run(self._call, *args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs `forward`, also one that a library assigns. Raises: P435 as calls of the model."""
+        own = vars(self)
+        heads = acting_heads(own["_model"]) if FORWARD in own else {}
+        with require_calls(own["_model"], heads):
+            return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return vars(self)["_part"](*args, **kwargs)

@@ -44,7 +44,13 @@ def test_an_edit_of_the_head_is_not_lost(spec: str) -> None:
     assert not model.get_output_embeddings()._forward_pre_hooks
     with peftc.disabled(model):
         assert torch.allclose(model(**inputs, fused=True), expected, atol=1e-5)
-    assert torch.allclose(peftc.reference(model)(**inputs, fused=True), expected, atol=1e-5)
+    reference, own = peftc.reference(model), peftc.reference(model, "default")
+    for view in (reference, own):
+        fuse(view)
+    assert torch.allclose(reference(**inputs, fused=True), expected, atol=1e-5)
+    assert torch.equal(own(**inputs).logits, expected)
+    with pytest.raises(PeftcError, match="P435"):
+        own(**inputs, fused=True)
 
 
 def test_a_trained_head_is_read() -> None:
