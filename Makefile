@@ -121,6 +121,7 @@ foreign: $(FOREIGN)
 # The scripts of examples/workflows: trainers of transformers, TRL and sentence-transformers, pipelines of diffusers.
 workflows: $(WORKFLOWS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_workflows.py
+	PEFTC_TESTS=full OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sharding
 
 # Edits of bases that bitsandbytes and torchao have quantised, and merges into such and those of compressed-tensors. These stand
 # apart, as torchao does above.

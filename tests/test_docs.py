@@ -30,13 +30,18 @@ from peftc.semantics.recipes import recipes
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
 from tests import zoo
+from tests.sharding.test_launchers import CLUSTER_COMMANDS, COMMANDS
 from tools.gallery_page import statements_of
 from tools.site_hooks import on_page_markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-RUN_ELSEWHERE = ("pip install .",)  # by .ci/package
+RUN_ELSEWHERE = (
+    "pip install .",  # by .ci/package
+    *COMMANDS,  # by tests/sharding
+    *CLUSTER_COMMANDS,  # on several machines
+)
 
 
 @dataclass(frozen=True)

@@ -210,3 +210,13 @@ def test_lets(example: Callable[[str], ModuleType], capsys: pytest.CaptureFixtur
     assert lets.layers_with_a_part(lets.choose(model)) == [0, 2, 3]
     assert lets.layers_with_a_part(lets.choose(model, best=False)) == [1, 4, 5]
     assert lets.layers_with_a_part(model) == [0, 1, 2, 3, 4, 5]
+
+
+def test_distributed_in_one_process(
+    example: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    distributed = example("distributed")
+    options = distributed.parser().parse_args(["--folder", str(tmp_path / "adapter"), "--steps", "4"])
+    losses = distributed.main(options)
+    assert losses[-1] < losses[0]
+    assert "saved and loaded: 11,920 parameters" in capsys.readouterr().out
