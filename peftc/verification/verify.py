@@ -22,6 +22,7 @@ from peftc.installation.record import installation_of, is_installed, refuse_pass
 from peftc.models.media import run_on_sample
 from peftc.models.samples import check_sample
 from peftc.models.skeleton import sample_inputs
+from peftc.modules.sharded_tensors import is_sharded
 from peftc.training.calibration import calibrate
 from peftc.training.tasks import task, tasks
 from peftc.verification.checks import CheckResults, check_base, check_decoding, check_equations, check_fold
@@ -170,6 +171,9 @@ def duplicate(model: nn.Module) -> nn.Module:
         message = f"`{missing[0]}` has no values, only a shape: nothing can be computed with it"
         help_ = "load all weights; a model whose weights are offloaded is verified before it is dispatched"
         raise PeftcError(Diagnostic("P601", message, help=help_))
+    if any(map(is_sharded, model.parameters())):
+        message = f"the weights of this {type(model).__name__} are sharded over processes"
+        raise PeftcError(Diagnostic("P601", message, help="verify it in one process, before it is sharded"))
     try:
         other = copy.deepcopy(model)
     except Exception as error:  # copying an attribute of a module may raise anything

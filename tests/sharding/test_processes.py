@@ -125,3 +125,4 @@ def test_calls_of_a_model_that_transformers_has_sharded(report: tuple[dict[str, 
     assert calls["moved"] > 1e-3
     assert max(calls["edited"], calls["off"], calls["removed"]) < 1e-12
     assert calls["generated"]
+    assert calls["verified"] == "P601"

@@ -232,6 +232,10 @@ def calls(folder: Path) -> dict[str, Any]:
     new = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     result = {"edited": difference(model, one), "moved": difference(one, base)}
     result["generated"] = torch.equal(model.generate(ids[:1], **new), one.generate(ids[:1], **new))
+    try:
+        peftc.verify(model)
+    except peftc.PeftcError as error:
+        result["verified"] = error.diagnostics[0].code
     with peftc.disabled(model):
         result["off"] = difference(model, base)
     peftc.remove(model)
