@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import peftc
+from peftc.models.identity import fingerprint
 from tests import zoo
 from tests.laws.harness import Before, randomise
 
@@ -157,6 +158,7 @@ def test_an_adapter_of_the_packed_base_fits_the_whole_one(tmp_path: Path) -> Non
     model = peftc.compile(spec(LORA), packed(), seed=0)
     randomise(peftc.parameters(model))
     peftc.save(model, tmp_path)
+    assert fingerprint(packed()) == fingerprint(unpacked())
     plain = peftc.load(tmp_path, unpacked())  # without a warning
     nearly(output(plain), output(model))
     peftc.fold(plain)
