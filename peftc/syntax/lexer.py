@@ -121,10 +121,9 @@ class Lexemes:
 
 def _terminals_of(words: Sequence[str], unknown: frozenset[str]) -> dict[str, str]:
     """The terminal of each word, which its text decides. `unknown`: those of a later version."""
-    known = {word: terminal for word, terminal in tables().keywords.items() if terminal not in unknown}
+    known = {word: terminal for terminal, word in tables().spellings.items() if terminal not in unknown}
     matches = ((word, tables().classifier.match(word)) for word in {*words} if word not in known)
-    terminals = {word: match.lastgroup or "" for word, match in matches if match}
-    return {**known, **{word: "STRAY" if terminal in unknown else terminal for word, terminal in terminals.items()}}
+    return {**known, **{word: match.lastgroup or "" for word, match in matches if match}}
 
 
 def excerpt(text: str, limit: int = 30) -> str:

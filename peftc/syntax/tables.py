@@ -56,8 +56,9 @@ class Tables:
 
     @cached_property
     def classifier(self) -> re.Pattern[str]:
-        """A pattern whose group tells the terminal of a lexeme."""
-        return re.compile("|".join(f"(?P<{name}>{pattern})" for name, pattern in self.terminals))
+        """A pattern whose group tells the terminal of a lexeme that has no spelling of its own."""
+        several = (pair for pair in self.terminals if pair[0] not in self.spellings)
+        return re.compile("|".join(f"(?P<{name}>{pattern})" for name, pattern in several))
 
 
 @cache
