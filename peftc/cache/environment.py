@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, GetSetDescriptorType, MethodDescriptorType, ModuleType
 from typing import Any
 
 LIBRARIES = ("torch", "transformers")
@@ -26,7 +26,9 @@ _INDIFFERENT = frozenset(
     {"PEFTC_CACHE", "PEFTC_TRACEBACK", "PEFTC_TESTS", "TRANSFORMERS_VERBOSITY", "TRANSFORMERS_CACHE"}
 )
 
-_WITHOUT_CODE = frozenset({bool, int, float, str, type(None), list, tuple, dict})
+_WITHOUT_CODE = frozenset(
+    {bool, int, float, str, type(None), list, tuple, dict, MethodDescriptorType, GetSetDescriptorType}
+)
 
 FileRecord = list[Any]  # path, size, time of the last change in ns, sha256 or ""
 
