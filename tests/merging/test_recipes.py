@@ -19,7 +19,7 @@ from tests.merging.families import FAMILIES, RECIPES, Checkpoint, compile_traine
 NO_PLACE = ("P201", "P202", "P205", "P318")  # or no width that a block divides
 FUSION = "adapterfusion"  # mixes adapters that were trained before; nothing of it folds
 LAW = [recipe for recipe in sorted(RECIPES) if recipe != FUSION]
-STRIDE = 1 if FULL else 10  # the families in turn; all of them in the full run
+STRIDE = 1 if FULL else 20  # one family for each recipe, the families in turn; all in the full run
 Bases = Callable[[str, str], Checkpoint]
 
 
