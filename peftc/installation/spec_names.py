@@ -62,7 +62,8 @@ def check_spec_conflicts(record: Installation, flat: ast.Spec, trained: Iterable
     versions = {flat.version, *(spec.spec.version for spec in record.specs)}
     if len(versions) > 1:  # an adapter of both is written in the later one
         for spec in (flat, *(one.spec for one in record.specs)):
-            check_keywords(spec.statements, flat.source)
+            if spec.version == 1:
+                check_keywords(spec.statements, flat.source)
     first = {name: spec.name for spec in record.specs for name in _names(spec.spec)}
     if same := [name for name in _names(flat) if name in first]:
         note = f"its spec `{first[same[0]]}` and this one both have {join_names(same)}"
