@@ -44,4 +44,5 @@ def test_every_workflow_is_here() -> None:
         "tokens",
         "trainers",
         "trl_trainers",
+        "zero3",
     ]

@@ -25,7 +25,7 @@ from peftc.models import settings
 from peftc.models.identity import VERSION, any_name, fingerprint_of, identity, parameter_count
 from peftc.modules.offload import offloaded_error, offloaded_parameters
 from peftc.modules.packed import packed_names
-from peftc.modules.sharded_tensors import entries_at, is_sharded, local_part
+from peftc.modules.sharded_tensors import entries_at, is_sharded, local_part, require_gathered
 from peftc.rewriting.edits import CONTAINER, SHARED
 
 _LISTED = 5  # differences of the configuration
@@ -230,8 +230,10 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def require_values(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Raises: P527 for a tensor without values."""
-    missing = [name for name, tensor in tensors if not has_values(tensor)]
+    """Raises: P527 for a tensor without values, P450 for one that ZeRO-3 has partitioned."""
+    pairs = list(tensors)
+    require_gathered(pairs)
+    missing = [name for name, tensor in pairs if not has_values(tensor)]
     if missing:
         message = f"{len(missing)} of the parameters have no values, such as `{missing[0]}`"
         raise PeftcError(Diagnostic("P527", message, help="load the weights of the model first"))

@@ -23,6 +23,7 @@ from peftc.modules.instance_forward import FORWARD, class_and_attributes
 from peftc.modules.memory import MEMORY, Memory, memory_of
 from peftc.modules.offload import is_dispatched, offloaded_ties
 from peftc.modules.packed import PACKED, packed_dtype, packed_shape, packed_shapes
+from peftc.modules.sharded_tensors import is_partitioned
 from peftc.modules.torch_attributes import ATTRIBUTES, TABLES
 from peftc.modules.walk import modules_in
 
@@ -73,6 +74,8 @@ def fake_like(
 ) -> torch.Tensor:
     """A new fake tensor or parameter of the layout and `requires_grad` of another tensor."""
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
+    if is_partitioned(tensor):
+        meta = torch.empty(cast(Any, tensor).ds_shape, dtype=dtype, device="meta")
     fake = mode.wrap(meta, device) if isinstance(mode, ShapeMode) else FakeTensor(mode, meta, device)
     if tensor.requires_grad:
         fake.requires_grad_()

@@ -1,7 +1,8 @@
-"""Tensors of torch.distributed, of which each process has a part: those of FSDP2 and DTensor."""
+"""Tensors of which each process has a part: DTensors, as those of FSDP2, and those of ZeRO-3."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any, cast
 
@@ -9,9 +10,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from peftc.diagnostics import Diagnostic, PeftcError
+
 
 def is_sharded(tensor: object) -> bool:
     return hasattr(tensor, "full_tensor")
+
+
+def is_partitioned(tensor: Any) -> bool:
+    """Whether DeepSpeed's ZeRO-3 has taken the entries of a parameter, which has size 0 now."""
+    return tensor.numel() == 0 and len(getattr(tensor, "ds_shape", ())) > 0
+
+
+def require_gathered(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises: P450 for a parameter that DeepSpeed's ZeRO-3 has partitioned."""
+    if names := [name for name, tensor in tensors if is_partitioned(tensor)]:
+        message = f"ZeRO-3 of DeepSpeed has partitioned {len(names)} of the parameters, such as `{names[0]}`"
+        help_ = "do this inside `with deepspeed.zero.GatheredParameters(list(model.parameters())):`, on every rank"
+        raise PeftcError(Diagnostic("P450", message, help=help_))
 
 
 def whole(tensor: Tensor) -> Tensor:
