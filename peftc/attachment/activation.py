@@ -8,6 +8,7 @@ from torch import nn
 
 from peftc.concurrency.context import NO_ADAPTER, Choice, ChoiceBlock, Rows
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.equations.definition import TextForm
 from peftc.forms.shapes import KeyValue, Vector, Weight
 from peftc.installation.completeness import complete_installation
 from peftc.installation.disable import prepare_variants
@@ -112,6 +113,8 @@ def require_edits_of_rows(record: Installation, present: Sequence[str]) -> None:
                 message = f"a batch has one weight, and `{edit}` edits `{one.site.path}.{one.assigns[0].state}`"
             elif any(map(is_of_whole_batch, one.assigns)) and set(present) - {*group.adapters}:
                 message = f"`{edit}` adds keys or tokens to all rows of a batch, and some have another adapter"
+            elif any(isinstance(one.form, TextForm) and one.form.joins_rows for one in one.instances):
+                message = f"`{edit}` computes means over all rows of a batch, and some have another adapter"
             else:
                 continue
             raise PeftcError(Diagnostic("P536", message, help="put the rows with it into a batch of their own"))

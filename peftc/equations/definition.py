@@ -34,6 +34,7 @@ from peftc.equations.words import (
     is_attention,
     is_of_task,
     is_whole,
+    mean_over,
     number_of,
     optional_inputs_of,
     scope_of,
@@ -84,6 +85,7 @@ class TextForm(Form):
         selection = next((line for line in self._lines() if criterion_of(line)), None)
         words = functions | {line.value.id for line in self._lines() if isinstance(line.value, ast.Name)}
         self.counts_rows = COUNTED in functions
+        self.joins_rows = any(mean_over(call) == "batch" for call in self._calls)
         self.is_cross_layer = not functions.isdisjoint(CROSS_LAYER)
         self.mixes_shapes = self.is_cross_layer or (scopes != {"site"} and not are_alternatives(self._lines()))
         has_tasks = any(map(is_of_task, self._lines()))

@@ -239,9 +239,9 @@ class _ModuleCopier:
     def special(self, module: nn.Module) -> nn.Module:
         """A module with copy methods of its own, without the hooks that stand in instances."""
         hidden = {
-            name: set(vars(inner)).difference(class_and_attributes(inner)[1])
+            name: names
             for name, inner in module.named_modules()
-            if FORWARD in vars(inner)
+            if FORWARD in vars(inner) and (names := set(vars(inner)).difference(class_and_attributes(inner)[1]))
         }
         for name, attributes in hidden.items():
             own = vars(module.get_submodule(name))

@@ -22,7 +22,7 @@ from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.completeness import active_installation
 from peftc.installation.journal import Journal, transaction
 from peftc.modules.memory import storage_id
-from peftc.modules.packed import packed_shape
+from peftc.modules.packed import is_unpackable, packed_shape
 from peftc.observation.parameter_uses import parameter_views
 from peftc.planning.foldability.affine import FoldTarget, fold_target, scales_output
 from peftc.planning.foldability.check import check_foldability
@@ -124,7 +124,8 @@ class Folding:
             return None  # whether it can have the new value, the value tells
         if parameter is None:
             return f"`{name}` is computed from other parameters"
-        if attribute == "weight" and packed_shape(self.model.get_submodule(owner)) is not None:
+        is_packed = attribute == "weight" and packed_shape(self.model.get_submodule(owner)) is not None
+        if is_packed and is_unpackable(parameter):
             way_out = "`peftc.merge` with `dequantize=True` folds into its files"
             return f"`{name}` is packed ({type(parameter).__name__}): {way_out}"
         if is_quantised(parameter):

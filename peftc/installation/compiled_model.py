@@ -27,7 +27,6 @@ from peftc.models.samples import check_sample
 from peftc.models.skeleton import check_runs, stop_notes
 from peftc.models.sources import ModelSource, resolve
 from peftc.modules.module_rows import ModuleRows
-from peftc.modules.sharded_tensors import require_gathered
 from peftc.planning.lowering_context import DEFAULT_TASK
 from peftc.planning.planner import PlanResult
 from peftc.recognition.analysis import Analysis, ModelLike
@@ -153,12 +152,9 @@ class CompiledModel:
         `requires_grad`: what taking out everything restores. `values`: of base parameters, to be
         written. `finish`: a step that may fail. `draw`: without it, `finish` must write all new
         parameters. `journal`: of a larger transaction.
-
-        Raises: P450 for parameters that ZeRO-3 has partitioned.
         """
         if not specs:
             return uninstall(self.module, requires_grad, values, journal)
-        require_gathered(self.module.named_parameters())
         tasks = self.tasks if tasks is None else tasks
         joint = joint or self.plan(joint_spec(one.spec for one in specs), tasks)
         stored = self.stored if self.stored is not None and self.stored.planned is joint else None

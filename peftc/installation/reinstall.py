@@ -29,6 +29,7 @@ from peftc.installation.journal import Journal, transaction
 from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed
 from peftc.modules.offload import offloaded_error, offloaded_parameters
 from peftc.modules.packed import repacking
+from peftc.modules.sharded_tensors import require_gathered
 from peftc.modules.walk import all_named_modules, named_modules, named_parameters
 from peftc.planning.planner import PlanResult
 from peftc.rewriting.edits import SHARED
@@ -131,6 +132,7 @@ def reinstall(
     them if they are not drawn.
     """
     before, planned = Snapshot(model), compilation.planned
+    require_gathered(before.base_parameters.items())
     if (warning := repacking(before.base_modules or ())) is not None:
         warn(warning)
     trained = TrainedParameters(before, planned)

@@ -97,7 +97,8 @@ def _class_forwards(module: nn.Module) -> frozenset[Any]:
     """The forward of a module's class; for an edited module also that of its base class."""
     kind: Any = getattr(type(module), "_peftc_kind", None)
     classes = (type(module),) if kind is None else (type(module), kind.base)
-    return frozenset(forward for cls in classes for forward in (cls.forward, _innermost(cls.forward)))
+    forwards = [forward for cls in classes if (forward := getattr(cls, FORWARD, None)) is not None]  # scripts have none
+    return frozenset({*forwards, *map(_innermost, forwards)})
 
 
 def rebind_forward(module: nn.Module, function: Callable[..., Any]) -> None:

@@ -52,8 +52,8 @@ def casts_weights(model: nn.Module) -> bool:
 def _registered_hooks(model: nn.Module) -> Iterator[Any]:
     """diffusers' hooks in a model."""
     for module in modules_in(model):
-        if (registry := vars(module).get(HOOK_REGISTRY)) is not None:
-            yield from registry.hooks.values()
+        if HOOK_REGISTRY in module.__dict__:
+            yield from vars(module)[HOOK_REGISTRY].hooks.values()
 
 
 def offloaded_value(module: nn.Module, name: str) -> torch.Tensor | None:

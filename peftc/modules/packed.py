@@ -75,7 +75,9 @@ def unknown_packing(name: str, module: nn.Module) -> Diagnostic:
 def repacking(modules: Iterable[tuple[str, nn.Module]]) -> Diagnostic | None:
     """P438 where a kernel of bitsandbytes for CPUs repacks weights of 4 bits, or has; else None."""
     for name, module in modules:
-        weight: Any = vars(module)["_parameters"].get("weight") if _REPACKS in vars(module) else None
+        if _REPACKS not in module.__dict__:
+            continue
+        weight: Any = vars(module)["_parameters"].get("weight")
         is_repacked = getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False)
         if weight is not None and weight.device.type == "cpu" and (vars(module)[_REPACKS] or is_repacked):
             message = f"bitsandbytes repacks `{name}.weight` in evaluation, and no gradient passes it from then on"
@@ -87,7 +89,9 @@ def repacking(modules: Iterable[tuple[str, nn.Module]]) -> Diagnostic | None:
 
 def packed_shapes(modules: Iterable[nn.Module]) -> dict[int, tuple[int, int]]:
     """The shapes (out, in) that packed weights stand for, by the `id` of the parameter."""
-    shapes = ((module, packed_shape(module)) for module in modules)
+    modules = list(modules)
+    kinds = {kind for kind in {type(module) for module in modules} if issubclass(kind, nn.Linear)} - {nn.Linear}
+    shapes = [(module, packed_shape(module)) for module in modules if type(module) in kinds] if kinds else []
     return {id(vars(module)["_parameters"]["weight"]): shape for module, shape in shapes if shape is not None}
 
 

@@ -24,7 +24,7 @@ def is_partitioned(tensor: Any) -> bool:
 
 def require_gathered(tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Raises: P450 for a parameter that DeepSpeed's ZeRO-3 has partitioned."""
-    if names := [name for name, tensor in tensors if is_partitioned(tensor)]:
+    if names := [name for name, tensor in tensors if tensor.numel() == 0 and is_partitioned(tensor)]:
         message = f"ZeRO-3 of DeepSpeed has partitioned {len(names)} of the parameters, such as `{names[0]}`"
         help_ = "do this inside `with deepspeed.zero.GatheredParameters(list(model.parameters())):`, on every rank"
         raise PeftcError(Diagnostic("P450", message, help=help_))

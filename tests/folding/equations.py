@@ -33,7 +33,8 @@ def number(value: float) -> Constant:
 
 
 def op(symbol: str, left: Term, right: Term) -> Arithmetic:
-    return Arithmetic(symbol, left, right, shape=left.shape, source=SOURCE)  # type: ignore[arg-type]
+    shape = right.shape if isinstance(left, Constant) else left.shape
+    return Arithmetic(symbol, left, right, shape=shape, source=SOURCE)  # type: ignore[arg-type]
 
 
 def apply(name: str, value: Term | None, target: Shape, key: str | None = None, **args: object) -> FormCall:

@@ -221,7 +221,8 @@ def term_structure(
 
 def _is_broadcast(left: Term, right: Term) -> bool:
     """Whether one of two values has one feature for each token, and the other several."""
-    widths = {term.shape.d for term in (left, right) if isinstance(term.shape, Tokens)}
+    values = (term for term in (left, right) if not isinstance(term, Constant))
+    widths = {term.shape.d for term in values if isinstance(term.shape, Tokens)}
     return len(widths) > 1
 
 
