@@ -48,8 +48,6 @@ def has_written_forward(cls: type[nn.Module]) -> bool:
     """Whether the forward is a function in the body of its class, not one around that."""
     owner = next(c for c in cls.__mro__ if "forward" in vars(c))
     forward = vars(owner)["forward"]
-    return (
-        inspect.isfunction(forward)
-        and forward.__qualname__ == f"{owner.__qualname__}.forward"
-        and (not hasattr(forward, "__wrapped__"))
-    )
+    if not inspect.isfunction(forward) or hasattr(forward, "__wrapped__"):
+        return False
+    return forward.__qualname__ == f"{owner.__qualname__}.forward"
