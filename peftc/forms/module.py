@@ -17,7 +17,7 @@ from peftc.forms.form import Args, Dims, FirstValue, Form, ModulePath, Parameter
 from peftc.forms.registry import is_built_in
 from peftc.modules.form_hooks import Hookable
 from peftc.modules.new_modules import as_parameter, module_with, uninitialised_like
-from peftc.modules.torch_attributes import TABLES, copied_tables
+from peftc.modules.torch_attributes import TABLES, copied_tables, drop_empty_tables
 
 if TYPE_CHECKING:
     from peftc.forms.affine_module import Affine
@@ -164,6 +164,7 @@ class FormModule(nn.Module):
         own = (value for name, value in vars(self).items() if name not in TABLES and name not in shared)
         if self._modules or self._buffers or not all(map(_is_plain, own)):
             return None
+        drop_empty_tables(self)
         args, tables = self.form_args, copied_tables(cls)
         common = {name: value for name, value in vars(self).items() if name not in TABLES}
         parameters = [(n, None if p is None else uninitialised_like(p)) for n, p in self._parameters.items()]

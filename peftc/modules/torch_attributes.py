@@ -40,6 +40,16 @@ def copied_tables(cls: type[nn.Module]) -> list[tuple[str, Any]]:
     return [(name, kind) for name, kind in TABLES.items() if not isinstance(getattr(cls, name, None), _Table)]
 
 
+def drop_empty_tables(module: nn.Module) -> None:
+    """Leaves a module without the empty tables that its class makes at need, as copies of it are:
+    `torch.compile` guards on which there are.
+    """
+    own = vars(module)
+    for name in TABLES:
+        if isinstance(getattr(type(module), name, None), _Table) and not own.get(name, True):
+            del own[name]
+
+
 def getter(names: Iterable[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
     """A function that reads the values of some attributes, as a tuple."""
     names = tuple(names)

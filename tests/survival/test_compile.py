@@ -17,6 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import EncoderDecoderCache, StaticCache
 
 import peftc
+from peftc.modules.form_hooks import HOOKED_FORMS
 from tests import zoo
 from tests.matrix import some
 from tests.survival.harness import GENERATING, SPECS, close, compiled, text
@@ -129,10 +130,21 @@ def test_inductor() -> None:
         close(torch.compile(model, fullgraph=True)(**inputs).logits, model(**inputs).logits, tolerance=1e-5)
 
 
+@pytest.fixture(params=[False, True])
+def hooked_forms(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whether a form of this process has had a hook."""
+    before = HOOKED_FORMS[:]
+    HOOKED_FORMS[:] = [True] * request.param
+    yield
+    HOOKED_FORMS[:] = before
+
+
+@pytest.mark.usefixtures("hooked_forms")
 @pytest.mark.parametrize("name", ["bart", "llama"])
 def test_layers_compiled_one_by_one(name: str) -> None:
-    """Regional compilation: one compilation serves all layers of a kind. (If all layers share one
-    reparametrised prefix, each has its own rows of it and its own compilation.)
+    """Regional compilation: one compilation serves all layers of a kind, also after another form of
+    the process had a hook. (If all layers share one reparametrised prefix, each has its own rows of
+    it and its own compilation.)
     """
     spec = text("mam").replace(", reparam=mlp(5)", "")
     model, base = peftc.compile(spec, zoo.build(name), seed=0), zoo.build(name)
