@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import peftc
+from peftc.installation import reinstall
 from tests import zoo
 from tests.laws.harness import randomise
 from tests.matrix import FULL
@@ -23,6 +24,7 @@ from tests.matrix import FULL
 SPECIES = ("bart", "t5", "llama", "bert", "vit", "mixtral")
 GENERATING = ("bart", "t5", "llama", "mixtral")
 TOLERANCE = 1e-10
+WARM = reinstall.warm  # which most tests replace (tests/conftest.py)
 
 SPECS = {
     "lora": "edit qv at layer[*].attn.q | layer[*].attn.v { h += lora(x, r=4, alpha=8) }",
@@ -45,15 +47,16 @@ def text(spec: str) -> str:
 
 
 @cache
-def _pristine(name: str, spec: str, dtype: torch.dtype, options: tuple[tuple[str, Any], ...]) -> nn.Module:
+def _pristine(name: str, spec: str, dtype: torch.dtype, ahead: bool, options: tuple[tuple[str, Any], ...]) -> nn.Module:
     return freshly_compiled(name, spec, dtype, **dict(options))
 
 
 def compiled(name: str, spec: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
-    """A compiled model in eval mode with perturbed parameters: a copy of one that is
-    compiled once.
+    """A compiled model in eval mode with perturbed parameters: a copy of one that is compiled once
+    with variants traced ahead of time, and once without.
     """
-    return copy.deepcopy(_pristine(name, spec, dtype, tuple(sorted(options.items()))))
+    ahead = reinstall.warm is WARM
+    return copy.deepcopy(_pristine(name, spec, dtype, ahead, tuple(sorted(options.items()))))
 
 
 def freshly_compiled(name: str, spec: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
