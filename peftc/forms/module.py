@@ -160,13 +160,12 @@ class FormModule(nn.Module):
         """A function that makes forms like this new one, with uninitialised parameters of their own, in a fraction of the
         time of building them; None where the form has more of its own than parameters and numbers.
         """
-        cls, shared = type(self), self._common_attributes
-        own = (value for name, value in vars(self).items() if name not in TABLES and name not in shared)
+        cls, args, tables = type(self), self.form_args, copied_tables(type(self))
+        common = {name: value for name, value in vars(self).items() if name not in TABLES}
+        own = (value for name, value in common.items() if name not in self._common_attributes)
         if self._modules or self._buffers or not all(map(_is_plain, own)):
             return None
         drop_empty_tables(self)
-        args, tables = self.form_args, copied_tables(cls)
-        common = {name: value for name, value in vars(self).items() if name not in TABLES}
         parameters = [(n, None if p is None else uninitialised_like(p)) for n, p in self._parameters.items()]
 
         def copy() -> FormModule:
