@@ -20,7 +20,7 @@ from peftc.adapters.metadata import Base, BaseTensor, WeightsDigest
 from peftc.adapters.origin import origin_of
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.module import has_values
-from peftc.installation.record import Installation, installation_of, is_installed
+from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed
 from peftc.models import settings
 from peftc.models.identity import VERSION, any_name, fingerprint_of, identity, parameter_count
 from peftc.modules.offload import offloaded_error, offloaded_parameters
@@ -34,12 +34,18 @@ _HALF = 2.0**-7  # the largest relative difference between float16 and bfloat16 
 Sample = tuple[float, ...]
 
 
-def base_of(model: nn.Module, record: Installation, values: Mapping[str, Tensor] | None = None) -> Base:
+def base_of(
+    model: nn.Module,
+    record: Installation,
+    values: Mapping[str, Tensor] | None = None,
+    parts: Iterable[InstalledSpec] = (),
+) -> Base:
     """Describes the base of a compiled model, without edits and without values of `train`.
 
-    `values`: those of a state dict, in the place of the model's.
+    `values`: those of a state dict, in the place of the model's. `parts`: attached adapters; what
+    they train is left out, too.
     """
-    trained = frozenset(record.trained.values())
+    trained = record.trained_in(parts)
     id = record.specs[0].plan.model.id
     return describe_base(model, id, is_base_parameter(model, record), trained, values)
 

@@ -41,7 +41,7 @@ from peftc.filesystem.atomic import replace_text
 from peftc.installation.completeness import complete_installation
 from peftc.installation.contents import names_on_model, parameters, states
 from peftc.installation.journal import transaction
-from peftc.installation.record import Installation, InstalledSpec, joint_spec
+from peftc.installation.record import Installation, InstalledSpec, joint_spec, place_of_values
 from peftc.modules.offload import offloaded_values
 from peftc.modules.sharded_tensors import distributed_like, whole
 from peftc.semantics.export_forms import without_expectations
@@ -96,7 +96,7 @@ def _save_checkpoint(
         for n, t in (own if state_dict is None else state_values(record, names, state_dict)).items()
     }
     require_finite(tensors.items())
-    base = base_of(model, record, state_dict)
+    base = base_of(model, record, state_dict, parts)
     spec = without_expectations(joint_spec(part.spec for part in parts))
     sharded = (*trained.values(), *model.parameters()) if state_dict is None else ()
     with elect_writer(sharded) as is_writer:
@@ -155,6 +155,9 @@ def state_name(record: Installation, saved: str) -> str:
     """The name in the model's state dict of a parameter, or state, with a saved name."""
     if saved in record.trained:
         return record.trained[saved]
+    value, _, adapter = saved.rpartition("/")
+    if value in record.adapter_parameters:
+        return f"{place_of_values(value)}.{adapter}"
     place, _, last = saved.rpartition("/")
     form, _, tensor = last.partition(".")
     return f"{record.form_modules[f'{place}/{form}']}.{tensor}"

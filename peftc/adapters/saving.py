@@ -80,6 +80,7 @@ def edit_modules(model: nn.Module, record: Installation) -> Iterator[nn.Module]:
         yield from model.get_submodule(place).modules()
     for name in record.trained.values():
         yield model.get_submodule(name.rpartition(".")[0])
+    yield from record.attached_values.values()
 
 
 def _save(model: nn.Module, record: Installation, target: Path, name: str | None, description: Base | None) -> Path:
@@ -89,7 +90,7 @@ def _save(model: nn.Module, record: Installation, target: Path, name: str | None
     for edit in dict.fromkeys(edit for part in parts for edit in record.edits_of(part)):
         _require_initialized(model, record, edit)
     spec = stored_statements(joint_spec(part.spec for part in parts))
-    base = base_of(model, record) if description is None else description
+    base = base_of(model, record, parts=parts) if description is None else description
     tensors = {key: whole(tensor) for key, tensor in stored_tensors(model, record, parts).items()}
     require_finite(tensors.items())
     if others := other_gradients(model, record):

@@ -13,6 +13,7 @@ from peftc.forms.shapes import KeyValue, Vector, Weight
 from peftc.installation.completeness import complete_installation
 from peftc.installation.disable import prepare_variants
 from peftc.installation.record import Installation, installation_of
+from peftc.modules.base_values import one_value
 from peftc.planning import ir
 
 
@@ -62,8 +63,9 @@ def adapter(model: nn.Module, name: str | None = None, *, rows: Sequence[str | N
     different ranks, one spec after the other. A row is as with its adapter alone. `generate` may
     repeat rows (beams).
 
-    Edits of weights are the same for all rows of a batch, and keys or tokens are added to all rows
-    or to none: rows of different adapters with such edits are refused (P536).
+    Edits of weights are the same for all rows of a batch, as are trained parameters of the base,
+    and keys or tokens are added to all rows or to none: rows of different adapters with such edits
+    are refused (P536).
 
     The block acts in the present context, as that of `peftc.task`.
 
@@ -105,6 +107,10 @@ def adapter_of(record: Installation, rows: Sequence[str | None]) -> str | Rows:
 
 def require_edits_of_rows(record: Installation, present: Sequence[str]) -> None:
     """Raises: P536 for edits that act on a batch as a whole, where rows have these adapters."""
+    edits = {edit for spec in record.specs if spec.adapters.keys() & set(present) for edit in spec.edits}
+    for saved, parameter in record.adapter_parameters.items():
+        if (edit := saved.partition("/")[0]) in edits:
+            raise PeftcError(one_value(edit, parameter))
     for group in (spec for spec in record.specs if spec.adapters.keys() & set(present)):
         for one in (one for one in record.planned.site_edits.representatives if one.edit in group.edits):
             targets = [instance.dims.target for instance in one.instances]

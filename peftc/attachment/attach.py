@@ -19,6 +19,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.completeness import active_installation
 from peftc.installation.contents import parameters, states
+from peftc.installation.disable import check_readable
 from peftc.installation.journal import copy_all
 from peftc.installation.record import InstalledSpec, installation_of
 from peftc.installation.spec_names import NAME, prefixed
@@ -44,6 +45,9 @@ def attach(
     a batch. Adapters with equal specs share the edits of the model, each with parameters of its
     own: another one costs memory, and no time in a forward. `load` is for one adapter that acts.
 
+    What an adapter trains in the base (`train`), such as the head of a classifier, it has a copy
+    of. While it acts, the parameter is read as this copy; the base itself does not change.
+
     An adapter is saved alone, `peftc.save(model, directory, name=name)`, as it was attached.
 
     Args:
@@ -59,9 +63,11 @@ def attach(
         The model, the same object.
 
     Raises:
-        PeftcError: as `load`, and P548 (the name), P549 (an adapter that trains parameters of the
-            base, has tasks or passes of its own, edits without parameters, or parameters that all
-            sites of a model compute together). After an error the model is unchanged.
+        PeftcError: as `load`, and P548 (the name), P549 (an adapter that has tasks or passes of its
+            own, edits without parameters, or parameters that all sites of a model compute
+            together). Of an adapter that trains parameters of the base: P414 (a spec on the model
+            trains one, too), P432 (a module has one in a list), P449 (sharded), P542 (quantised).
+            After an error the model is unchanged.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
         message = f"an adapter is attached to a module, not a {type(model).__name__}"
@@ -160,6 +166,7 @@ def read_attachable(path: Path, compiled: CompiledModel, *, other_weights: bool,
             raise not_attachable("it has tasks of its own")
         fits.append(own_fit(path, compiled, False, None, adapter))
         require_attachable(fits[-1].planned)
+        check_readable(compiled.module, fits[-1].planned.trained_parameters.values())
         fits[-1].check(listed_tensors(adapter))
 
     adapter, tensors = read(path, check)
@@ -169,8 +176,6 @@ def read_attachable(path: Path, compiled: CompiledModel, *, other_weights: bool,
 
 def require_attachable(planned: PlanResult) -> None:
     """Raises: P549 for an adapter whose edits cannot be chosen row by row."""
-    if trained := next(iter(planned.trained_parameters.values()), None):
-        raise not_attachable(f"it trains `{trained}` of the base, which has one value for all adapters")
     for one in planned.site_edits.representatives:
         if not one.instances:
             raise not_attachable(f"its edit `{one.edit}` has no parameters")
@@ -235,5 +240,5 @@ def set_adapters(
 def spec_of(saved: ast.Spec, group: str, adapters: tuple[str, ...]) -> ast.Spec:
     """The spec of a group: the edits of its adapters, under names of its own."""
     spec = prefixed(saved, group)
-    edits = (replace(s, adapters=adapters) if isinstance(s, ast.Edit) else s for s in spec.statements)
+    edits = (replace(s, adapters=adapters) if isinstance(s, ast.Edit | ast.Train) else s for s in spec.statements)
     return replace(spec, statements=tuple(edits))

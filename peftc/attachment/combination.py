@@ -24,7 +24,8 @@ from peftc.exchange.peft_format.reading import Incoming
 from peftc.folding.weights import Folding
 from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.completeness import active_installation
-from peftc.installation.edited_classes import strip
+from peftc.installation.edited_classes import strip, true_parameter
+from peftc.installation.record import Installation, installation_of, place_of_values
 
 Method = Literal["linear", "cat", "svd", "ties", "dare"]
 METHODS: tuple[Method, ...] = ("linear", "cat", "svd", "ties", "dare")
@@ -53,6 +54,9 @@ def combine(
       the sign of their sum, with the numbers of `linear`.
     - `dare` leaves random entries of each, divided by the density, and adds them as `linear` does.
 
+    A parameter of the base that adapters train, as θᵢ in the place of θ, is θ + Σ wᵢ (θᵢ − θ) in
+    the new one: with weights of the sum 1, the mean. `ties` and `dare` refuse it.
+
     Args:
         model: with attached adapters.
         weights: of each adapter, by name.
@@ -67,7 +71,8 @@ def combine(
 
     Raises:
         PeftcError: P410 (not compiled), P436 (an edited module was replaced), P529 (switched off),
-            P545 (arguments; adapters of different ranks, for other methods than `cat` and `svd`),
+            P545 (arguments; adapters of different ranks, for other methods than `cat` and `svd`;
+            trained parameters of the base with `ties` and `dare`),
             P547 (no adapter of that name), P548 (the name), P801 (an edit that is no product of low
             rank). After an error the model is unchanged.
 
@@ -77,6 +82,7 @@ def combine(
     check_arguments(weights, method, rank, density)
     for adapter in weights:
         record.group(adapter)
+    saved = combined_values(model, record, weights, method)
     new = free_adapter(CompiledModel.active(model), name or "-".join(weights), Path("combination"))
     with TemporaryDirectory() as folder:
         adapters = {adapter: lora_alone(model, adapter, Path(folder) / adapter) for adapter in weights}
@@ -88,7 +94,7 @@ def combine(
             result.weights[module] = combined(module, own, method, rank, density, generator)
         base = open_model(bare_copy(model))
         target = Path(folder) / "combination"
-        write_adapter(base, Incoming("lora", [lora_part(module, result) for module in modules], {}), target, new)
+        write_adapter(base, Incoming("lora", [lora_part(module, result) for module in modules], saved), target, new)
         return attach(target, model, name=new, other_weights=True)
 
 
@@ -109,6 +115,24 @@ def check_arguments(weights: Mapping[str, float], method: str, rank: int | None,
         )
 
 
+@torch.no_grad()
+def combined_values(
+    model: nn.Module, record: Installation, weights: Mapping[str, float], method: Method
+) -> dict[str, Tensor]:
+    """The parameters of the base that the combination trains, by dotted name. Raises: P545."""
+    changes: dict[str, list[Tensor]] = {}
+    for adapter, weight in weights.items():
+        edits, own = record.group(adapter).edits, record.adapter_parameters.items()
+        for saved, name in ((saved, name) for saved, name in own if saved.partition("/")[0] in edits):
+            value = model.get_submodule(place_of_values(saved)).get_parameter(adapter)
+            changes.setdefault(name, []).append(weight * (value.double() - true_parameter(model, name).double()))
+    if changes and method in ("ties", "dare"):
+        message = f"`{method}` is for changes of low rank, and `{next(iter(changes))}` is trained as a whole"
+        raise PeftcError(Diagnostic("P545", message, help="combine by `linear`, `cat` or `svd`"))
+    bases = {name: true_parameter(model, name) for name in changes}
+    return {name: (base.double() + sum(changes[name])).to(base.dtype) for name, base in bases.items()}
+
+
 def lora_alone(model: nn.Module, name: str, folder: Path) -> LoraAdapter:
     """An attached adapter as LoRA. Raises: P801."""
     save_as(model, folder, name)
@@ -121,8 +145,10 @@ def lora_alone(model: nn.Module, name: str, folder: Path) -> LoraAdapter:
 
 
 def bare_copy(model: nn.Module) -> nn.Module:
-    """A copy without edits, which has its weights in the same memory."""
-    memory = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
+    """A copy without edits, with its weights in the same memory, but for those that edits train."""
+    own = {id(true_parameter(model, name)) for name in installation_of(model).parameters_of_base}
+    values = ((p, p.detach().clone() if id(p) in own else p.detach()) for p in model.parameters())
+    memory = {id(p): nn.Parameter(value, p.requires_grad) for p, value in values}
     memory |= {id(b): b for b in model.buffers()}
     return strip(copy.deepcopy(model, cast("dict[int, object]", memory)))
 

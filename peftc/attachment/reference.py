@@ -6,19 +6,21 @@ from inspect import ismethod
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from peftc.adapters.checkpoints import state_name
 from peftc.concurrency.context import ALL, NO_ADAPTER, Choice, ChoiceBlock
 from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.installation.completeness import acting_heads, complete_installation, require_calls
+from peftc.installation.completeness import ORIGINALS, acting_heads, complete_installation, require_calls
 from peftc.installation.contents import names_on_model
 from peftc.installation.disable import prepare_variants
 from peftc.installation.edited_classes import of_base
 from peftc.installation.record import Installation
+from peftc.modules.base_values import ADAPTERS
 from peftc.modules.instance_forward import FORWARD
 from peftc.modules.walk import modules_in
+from peftc.rewriting.edits import SHARED
 
 
 def reference(model: nn.Module, name: str | None = None) -> nn.Module:
@@ -135,7 +137,9 @@ class Reference(nn.Module):
         if name is not None and part is own["_model"]:
             record = complete_installation(part)
             names = (state_name(record, saved) for saved in names_on_model(part, name).values())
-            values |= {own_name: state[own_name] for own_name in names}
+            values |= {own: state[own] for own in names if not own.startswith(f"{SHARED}.{ADAPTERS}.")}
+        with self.choose():
+            values |= values_that_act(part, keep_vars)
         result: Any = {} if destination is None else destination
         result.update({f"{prefix}{key}": value for key, value in values.items()})
         return result
@@ -146,6 +150,17 @@ class Reference(nn.Module):
 
     def extra_repr(self) -> str:
         return f"of {type(vars(self)['_part']).__name__}"
+
+
+def values_that_act(module: nn.Module, keep_vars: bool) -> dict[str, Tensor]:
+    """What parameters of the base that specs or adapters train are read as, by dotted name."""
+    owners = ((n, own) for n, own in module.named_modules(remove_duplicate=False) if ORIGINALS in vars(own))
+    values = {
+        f"{n}.{attribute}".lstrip("."): getattr(own, attribute)
+        for n, own in owners
+        for attribute in vars(own)[ORIGINALS]
+    }
+    return values if keep_vars else {name: value.detach() for name, value in values.items()}
 
 
 def view_error(message: str) -> PeftcError:

@@ -117,6 +117,9 @@ def check_model(model: nn.Module) -> None:
     require_values(own.items())
     check_tensors(own, own)
     check_gradients(model, record)
+    if saved := next(iter(record.adapter_parameters), None):
+        help_ = "`peftc.save` one of them, and export that"
+        raise no_form(saved.partition("/")[0], "it has values for each attached adapter", help_)
     edits = ", ".join(dict.fromkeys(saved.partition("/")[0] for saved in record.trained))
     if any(base_class(module).__module__.partition(".")[0] == "peft" for module in model.modules()):
         name = next((one.edit for one in record.site_edits), edits)

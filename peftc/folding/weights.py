@@ -34,6 +34,7 @@ from peftc.syntax import ast
 from peftc.syntax.walk import names_in
 
 NOT_SELECTED = "it was not asked for"
+OF_ADAPTERS = "each attached adapter has values of its own, and a parameter of the base has one"
 
 
 class Folding:
@@ -61,7 +62,8 @@ class Folding:
         self.places: dict[str, list[SiteEdit]] = defaultdict(list)  # by edit
         for site_edit in self.record.site_edits:
             self.places[site_edit.edit].append(site_edit)
-        self.trained = {place: saved.partition("/")[0] for saved, place in self.record.trained.items()}
+        trained = (*self.record.trained.items(), *self.record.adapter_parameters.items())
+        self.trained = {place: saved.partition("/")[0] for saved, place in trained}
         self.regions: dict[tuple[str, str], list[tuple[str, int]]] = defaultdict(list)
         for region, generated in self.record.regions:
             for i, edit in enumerate(generated.edits):
@@ -69,6 +71,7 @@ class Folding:
 
     def run(self, strict: bool = True) -> FoldReport:
         others = {n: NOT_SELECTED for n in self.names if n in self.others}
+        others |= {saved.partition("/")[0]: OF_ADAPTERS for saved in self.record.adapter_parameters}
         while True:  # an edit for which there turns out to be no parameter stays, too
             refused = others | self.refusals(others)
             if strict and self.only is not None and (wrong := [name for name in refused if name in self.only]):

@@ -116,7 +116,7 @@ class CompiledModel:
         """Installs one more spec, `planned` alone. Raises: P412, P414 for conflicts with others."""
         joint: PlanResult | None = planned
         if self.specs:
-            check_spec_conflicts(active_installation(self.module), spec.spec, planned.trained_parameters.values())
+            check_spec_conflicts(active_installation(self.module), spec.spec, planned)
             with with_note(f"together with {join_names([other.name for other in self.specs])}, on the model already"):
                 joint = self.plan(joint_spec(one.spec for one in (*self.specs, spec)), tasks)
         return self.set_specs((*self.specs, spec), joint, tasks=tasks, finish=finish, draw=draw)

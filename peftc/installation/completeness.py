@@ -67,7 +67,7 @@ class Completeness:
         regions = [name for name, _ in record.regions]
         if sum(CONTAINER in vars(module)["_modules"] for module in edited_modules(model, record)) < len(regions):
             raise PeftcError(_replaced(model, missing[0]) if missing else _merged(model, regions))
-        trained = {name.rpartition(".")[0] for name in record.trained.values()}
+        trained = {name.rpartition(".")[0] for name in record.parameters_of_base}
         if lost := [name for name in missing if name in trained]:
             raise PeftcError(_replaced(model, lost[0]))
         for site in (site_edit.site for site_edit in record.site_edits):
@@ -158,7 +158,7 @@ def _collect_links(module: nn.Module, record: Installation, seen: dict[int, bool
 
 def _names(record: Installation) -> list[str]:
     """The names that the edited modules were compiled under."""
-    owners = (name.rpartition(".")[0] for name in record.trained.values())
+    owners = (name.rpartition(".")[0] for name in record.parameters_of_base)
     return list(dict.fromkeys((*(name for name, _ in record.regions), *owners)))
 
 

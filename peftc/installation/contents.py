@@ -11,7 +11,7 @@ from torch import fx, nn
 from peftc.forms.module import FormModule
 from peftc.installation.completeness import complete_installation
 from peftc.installation.edited_classes import true_parameter
-from peftc.installation.record import installation_of
+from peftc.installation.record import installation_of, place_of_values
 from peftc.modules.offload import refuse_offloaded
 
 
@@ -50,6 +50,9 @@ def parameters(model: nn.Module, name: str | None = None) -> dict[str, nn.Parame
     edits = _edits(model, name)
     trained = {f"{saved}.{n}": p for saved, form in _forms(model) for n, p in form.named_parameters()}
     trained |= {saved: true_parameter(model, place) for saved, place in record.trained.items()}
+    for saved in record.adapter_parameters:
+        values = model.get_submodule(place_of_values(saved))
+        trained |= {f"{saved}/{adapter}": value for adapter, value in values.named_parameters()}
     chosen = {saved: p for saved, p in trained.items() if saved.partition("/")[0] in edits}
     refuse_offloaded(model, chosen)
     return chosen
@@ -78,9 +81,19 @@ def names_on_model(model: nn.Module, name: str) -> dict[str, str]:
 
 
 def names_alone(adapter: str, group: str, values: Mapping[str, T]) -> dict[str, T]:
-    """What a group has for one of its attached adapters, by the names in the adapter's file."""
+    """What a group has for one of its attached adapters, by the names in the adapter's file.
+
+    A name ends with that of the adapter where it is a value of a parameter of the base.
+    """
     own, prefix = re.compile(rf"\.tasks\.{re.escape(adapter)}(?=[./])"), re.compile(rf"(^|/){group}\.")
-    return {prefix.sub(r"\1", own.sub("", name)): value for name, value in values.items() if own.search(name)}
+    alone: dict[str, T] = {}
+    for name, value in values.items():
+        first, _, last = name.rpartition("/")
+        if last == adapter:
+            alone[prefix.sub(r"\1", first)] = value
+        elif "." in last and own.search(name):
+            alone[prefix.sub(r"\1", own.sub("", name))] = value
+    return alone
 
 
 def _edits(model: nn.Module, name: str | None) -> set[str]:

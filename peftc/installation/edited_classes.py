@@ -11,7 +11,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -24,7 +23,8 @@ from torch.nn.modules.module import _IncompatibleKeys  # pyright: ignore[reportP
 from peftc.concurrency.context import CHOICE, ChoiceVar
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.installation.completeness import COMPLETENESS, ORIGINALS, Completeness, checked_call, edited_modules
-from peftc.installation.record import RECORD, Installation, installation_of, is_installed
+from peftc.installation.record import RECORD, Installation, installation_of, is_installed, place_of_values
+from peftc.modules.base_values import AttachedValues, BaseValue, OriginalValue, register_at
 from peftc.modules.instance_forward import FORWARD, rebind_forward, replace_base, unpatched_class
 from peftc.modules.new_modules import set_class
 from peftc.modules.quantizer import QUANTIZER, trainable_quantizer
@@ -37,39 +37,17 @@ _UNDER, SAVE = "_peftc_under", "save_pretrained"
 _saving: ContextVar[nn.Module | None] = ContextVar("peftc_saving", default=None)
 
 
-@dataclass(frozen=True)
-class OriginalValue:
-    """The first value of a base parameter that `edit` trains."""
-
-    edit: str
-    value: Tensor
-
-    def like(self, parameter: Tensor) -> Tensor:
-        """The value, with the device, the dtype and the rows of the parameter."""
-        value = self.value
-        if (value.shape, value.dtype, value.device) == (parameter.shape, parameter.dtype, parameter.device):
-            return value
-        result = parameter.detach().clone()
-        rows = common_rows(parameter, value)
-        result[rows].copy_(value[rows])
-        return result
-
-
-def common_rows(parameter: Tensor, value: Tensor) -> Any:
-    """The rows that both have: an embedding may have been resized since."""
-    return slice(min(len(value), len(parameter))) if value.ndim else ...
-
-
 def install_overlays(model: nn.Module, record: Installation, modules: Sequence[nn.Module]) -> None:
     """Gives modules of a compiled model the classes of this file. `modules`: those of the base."""
-    owners: dict[nn.Module, dict[str, OriginalValue]] = {}
-    for saved, name in record.trained.items():
+    owners: dict[nn.Module, dict[str, BaseValue]] = {}
+    for name, value in base_values(record).items():
         parameter = true_parameter(model, name)
-        original = OriginalValue(saved.partition("/")[0], record.originals[name])
         for owner in model.modules():
             attributes = [n for n, p in vars(owner)["_parameters"].items() if p is parameter]
             if attributes:
-                owners.setdefault(owner, {}).update(dict.fromkeys(attributes, original))
+                owners.setdefault(owner, {}).update(dict.fromkeys(attributes, value))
+    for place, values in record.attached_values.items():
+        register_at(model, place, values)
     for module, values in owners.items():
         vars(module).update({CHOICE: record.choice, ORIGINALS: values})
     for module in (model, *(part for part in parts_with_files(modules) if has_edits(part))):
@@ -78,6 +56,18 @@ def install_overlays(model: nn.Module, record: Installation, modules: Sequence[n
         saves, root = hasattr(type(module), "save_pretrained"), module is model
         module.__class__ = overlay_class(type(module), tuple(values), saves, root)
     vars(model)[COMPLETENESS] = Completeness(model)
+
+
+def base_values(record: Installation) -> dict[str, BaseValue]:
+    """What parameters of the base, by dotted name, are read as."""
+    values: dict[str, BaseValue] = {
+        name: OriginalValue(saved.partition("/")[0], record.originals[name]) for saved, name in record.trained.items()
+    }
+    attached: dict[str, dict[str, nn.Module]] = {}
+    for saved, name in record.adapter_parameters.items():
+        own = record.attached_values[place_of_values(saved)]
+        attached.setdefault(name, {})[saved.partition("/")[0]] = own
+    return values | {name: AttachedValues(name, by_edit) for name, by_edit in attached.items()}
 
 
 def parts_with_files(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -141,8 +131,7 @@ def _over(below: Callable[..., Any], method: Callable[..., Any]) -> Callable[...
 def _parameter(name: str) -> property:
     def get(self: Any) -> Any:
         own = self._parameters[name] if name in self._parameters else vars(self)[name]  # a plain one in replicas
-        original = vars(self)[ORIGINALS][name]
-        return original.like(own) if vars(self)[CHOICE].is_off(original.edit) else own
+        return vars(self)[ORIGINALS][name].read(own, vars(self)[CHOICE])
 
     def set_(self: Any, value: Any) -> None:
         vars(self)[name] = value
@@ -300,7 +289,7 @@ def edits_in(module: nn.Module) -> dict[str, ChoiceVar]:
     for own in module.modules():
         kind: Any = getattr(type(own), "_peftc_kind", None)  # a wrapper has the attributes of its module
         names = [] if kind is None else [edit.edit for edit in kind.edits]
-        names += [original.edit for original in vars(own).get(ORIGINALS, {}).values()]
+        names += [edit for value in vars(own).get(ORIGINALS, {}).values() for edit in value.edits]
         edits |= {name: vars(own)[CHOICE] for name in names}
     return edits
 
@@ -312,7 +301,7 @@ def of_base(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         if hasattr(type(own), "_peftc_kind"):
             places.append(f"{name}.{CONTAINER}.".lstrip("."))
         for attribute, original in vars(own).get(ORIGINALS, {}).items():
-            value = original.like(vars(own)["_parameters"][attribute])
+            value = original.of_base(vars(own)["_parameters"][attribute])
             values[f"{name}.{attribute}".lstrip(".")] = value
     return {key: values.get(key, value) for key, value in state.items() if not key.startswith(tuple(places))}
 

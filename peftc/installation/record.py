@@ -14,10 +14,12 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms.tasked_module import Chosen
 from peftc.installation.cached_analysis import CachedAnalysis
+from peftc.modules.base_values import ADAPTERS
 from peftc.planning import ir
 from peftc.planning.pass_edit import PassEdit
 from peftc.planning.planner import PlanResult
 from peftc.planning.report.plan import Plan
+from peftc.rewriting.edits import SHARED
 from peftc.specialization.generated_class import GeneratedClass
 from peftc.syntax import ast
 from peftc.syntax.printer import print_spec
@@ -68,6 +70,7 @@ class Installation:
     form_modules: dict[str, str]  # from saved names, without the parameter, to dotted names of forms
     task: Chosen  # the tasks; its `variable`: which is at work, and which edits do not act
     adapter: Chosen  # the same of attached adapters
+    attached_values: dict[str, nn.Module] = field(default_factory=dict[str, nn.Module])  # by `place_of_values`
     sample: Mapping[str, Any] | None = None  # the arguments of the forward that shows the sites
     analysis: CachedAnalysis | None = field(default=None, repr=False)
 
@@ -91,6 +94,22 @@ class Installation:
     def trained(self) -> Mapping[str, str]:
         """From saved names to the dotted names of base parameters."""
         return self.planned.trained_parameters
+
+    @property
+    def adapter_parameters(self) -> Mapping[str, str]:
+        """The same of attached adapters, each of which has a value of its own."""
+        return self.planned.adapter_parameters
+
+    @property
+    def parameters_of_base(self) -> tuple[str, ...]:
+        """The dotted names of what specs and attached adapters train in the base."""
+        return (*self.trained.values(), *self.adapter_parameters.values())
+
+    def trained_in(self, parts: Iterable[InstalledSpec]) -> frozenset[str]:
+        """The dotted names of what any spec, and these attached adapters, train in the base."""
+        edits = {edit for part in parts for edit in self.edits_of(part)}
+        own = (name for saved, name in self.adapter_parameters.items() if saved.partition("/")[0] in edits)
+        return frozenset((*self.trained.values(), *own))
 
     def selected(self, name: str | None) -> tuple[InstalledSpec, ...]:
         """The spec of that name; all of them where it is None. Raises: P413 for an unknown name."""
@@ -127,6 +146,14 @@ class Installation:
     def owner(self, edit: str) -> InstalledSpec:
         """The spec that an edit belongs to."""
         return next(spec for spec in self.specs if edit in spec.edits)
+
+
+def place_of_values(saved: str) -> str:
+    """The dotted name of the module with the values that the adapters of a group have of a
+    parameter of the base: a parameter for each adapter. `saved`: as in `adapter_parameters`.
+    """
+    statement, _, name = saved.partition("/")
+    return f"{SHARED}.{ADAPTERS}.{statement.partition('.')[0]}.{name}"
 
 
 def installation_of(model: nn.Module) -> Installation:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from peftc.concurrency.context import Choice, ChoiceVar
-from peftc.diagnostics import PeftcError, warn
+from peftc.diagnostics import Diagnostic, PeftcError, warn
 from peftc.forms.module import FormModule
 from peftc.forms.tasked_module import Chosen
 from peftc.installation.base_weights import refuse_quantised
@@ -17,7 +17,6 @@ from peftc.installation.builder import InstallationBuilder
 from peftc.installation.compilations import Compilation
 from peftc.installation.completeness import ORIGINALS, active_installation, module_at
 from peftc.installation.edited_classes import (
-    common_rows,
     edited_parts,
     install_edits,
     remove_edits,
@@ -26,10 +25,11 @@ from peftc.installation.edited_classes import (
     true_parameter,
 )
 from peftc.installation.journal import Journal, transaction
-from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed
+from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed, place_of_values
+from peftc.modules.base_values import common_rows
 from peftc.modules.offload import offloaded_error, offloaded_parameters
 from peftc.modules.packed import repacking
-from peftc.modules.sharded_tensors import require_gathered
+from peftc.modules.sharded_tensors import is_sharded, require_gathered
 from peftc.modules.walk import all_named_modules, named_modules, named_parameters
 from peftc.planning.planner import PlanResult
 from peftc.rewriting.edits import SHARED
@@ -60,7 +60,8 @@ class Snapshot:
         self.requires_grad = {name: p.requires_grad for name, p in parameters.items()}
         self.gradients = {name: grad for name, p in parameters.items() if (grad := p.grad) is not None}
         self.base_requires_grad = self.record.requires_grad if self.record else self.requires_grad
-        added = {id(p) for form in self.forms.values() for p in form.parameters()}
+        self.attached_values = self.record.attached_values if self.record else {}
+        added = {id(p) for own in (*self.forms.values(), *self.attached_values.values()) for p in own.parameters()}
         self.base_parameters = {n: p for n, p in parameters.items() if id(p) not in added} if added else parameters
 
     def detach(self) -> None:
@@ -86,11 +87,15 @@ class TrainedParameters:
         names = list(planned.trained_parameters.values())
         self.new = [n for n in names if n not in known]
         self.dropped = [n for n in known if n not in names]
-        if meta := [n for n in self.new if self.parameters[n].is_meta]:
+        of_adapters = list(dict.fromkeys(planned.adapter_parameters.values()))
+        if meta := [n for n in (*self.new, *of_adapters) if self.parameters[n].is_meta]:
             why = "what `train` names is kept as it is before training"
             is_offloaded = offloaded_parameters(before.model).issuperset(meta)
             raise PeftcError(offloaded_error(meta, why) if is_offloaded else missing_values(meta, why))
-        refuse_quantised(before.model, self.parameters, self.new)
+        refuse_quantised(before.model, self.parameters, [*self.new, *of_adapters])
+        if name := next((n for n in of_adapters if is_sharded(self.parameters[n])), None):
+            message = f"`{name}` is in parts on several processes, and an adapter has a value of its own in its place"
+            raise PeftcError(Diagnostic("P449", message, help="attach the adapter before the model is sharded"))
         values = known | {n: self.parameters[n].detach().clone() for n in self.new}
         self.originals = {n: values[n] for n in names}
 
@@ -139,7 +144,10 @@ def reinstall(
     flags = dict(requires_grad or before.base_requires_grad)
     chosen = Chosen(tasks, before.choice)
     adapters = Chosen(tuple(name for spec in specs for name in spec.adapters), before.choice, "adapter")
-    installation = Installation(specs, planned, [], flags, trained.originals, {}, chosen, adapters, sample)
+    values_of_adapters = attached_values(before, planned, specs)
+    installation = Installation(
+        specs, planned, [], flags, trained.originals, {}, chosen, adapters, values_of_adapters, sample
+    )
     default = before.choice.default
     classes = (edited.cls for edited in before.modules)
     base = before.base_modules, None if before.base_modules is None else before.base_parameters.values()
@@ -157,6 +165,24 @@ def reinstall(
             if finish is not None:
                 finish(model)
         write_base(model, values or {}, own)
+
+
+def attached_values(before: Snapshot, planned: PlanResult, specs: tuple[InstalledSpec, ...]) -> dict[str, nn.Module]:
+    """What attached adapters have of parameters of the base, by `place_of_values`. New values are
+    to be written.
+    """
+    adapters = {edit: spec.adapters for spec in specs for edit in spec.edits}
+    modules: dict[str, nn.Module] = {}
+    for saved, name in planned.adapter_parameters.items():
+        place = place_of_values(saved)
+        present = before.attached_values.get(place)
+        known = {} if present is None else dict(present.named_parameters())
+        modules[place] = nn.Module().train(before.model.training)
+        for adapter in adapters[saved.partition("/")[0]]:
+            value = known.get(adapter)
+            value = nn.Parameter(torch.empty_like(before.base_parameters[name].detach())) if value is None else value
+            modules[place].register_parameter(adapter, value)
+    return modules
 
 
 def valid_choice(choice: Choice, installation: Installation) -> Choice:

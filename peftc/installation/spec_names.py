@@ -56,7 +56,7 @@ def with_note(note: str) -> Generator[None]:
         raise PeftcError(replace(d, notes=(*d.notes, note)) for d in error.diagnostics) from error
 
 
-def check_spec_conflicts(record: Installation, flat: ast.Spec, trained: Iterable[str]) -> None:
+def check_spec_conflicts(record: Installation, flat: ast.Spec, planned: PlanResult) -> None:
     """Raises: P412 if two specs have edits of one name, P414 if both train a base parameter."""
     errors: list[Diagnostic] = []
     versions = {flat.version, *(spec.spec.version for spec in record.specs)}
@@ -84,7 +84,12 @@ def check_spec_conflicts(record: Installation, flat: ast.Spec, trained: Iterable
         errors.append(Diagnostic("P412", message, form.name_span, form.origin or flat.source, help=help_))
     errors += _changed_forms(record, flat)
     trainers = {name: saved.partition("/")[0] for saved, name in record.trained.items()}
-    if twice := [name for name in trained if name in trainers]:
+    trained = dict.fromkeys(planned.trained_parameters.values())
+    of_adapters = {
+        name: saved.partition("/")[0] for saved, name in record.adapter_parameters.items() if name in trained
+    }
+    trainers |= of_adapters  # attached ones do not act together
+    if twice := [name for name in (*trained, *planned.adapter_parameters.values()) if name in trainers]:
         more, edit = f" and {len(twice) - 1} more" if len(twice) > 1 else "", trainers[twice[0]]
         note = f"`{edit}` of the spec `{record.owner(edit).name}` on the model trains it"
         help_ = "leave it out of one of them, or write both in one spec"

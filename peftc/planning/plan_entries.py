@@ -40,17 +40,21 @@ def edit_entry(
     )
 
 
+IN_PLACE = "trains parameters of the base in place"  # why `train` folds
+
+
 def train_entry(target: TrainTarget, sites: PlanSites, excluded: PlanExcluded | None) -> PlanEdit:
     total = numel(target.ranges)
+    values = total * (len(target.adapters) or 1)
     return PlanEdit(
         name=target.name,
         sites=sites,
-        trained=total,
-        stored=total,
-        changed=total,
-        served=0,
-        foldable=True,
-        reason="trains parameters of the base in place",
+        trained=values,
+        stored=values,
+        changed=0 if target.adapters else total,
+        served=values if target.adapters else 0,
+        foldable=not target.adapters,
+        reason="attached adapters have values of their own" if target.adapters else IN_PLACE,
         identity=True,
         excluded=excluded,
     )
@@ -60,7 +64,9 @@ def plan_totals(
     edits: Lowered, foldability: Sequence[Foldability], trains: Iterable[TrainTarget], base: int
 ) -> PlanTotals:
     """Counts over the whole plan: shared parameters and entries of the base count once."""
-    base_ranges = frozenset[RowRange]().union(*(target.ranges for target in trains))
+    trains = tuple(trains)
+    base_ranges = frozenset[RowRange]().union(*(target.ranges for target in trains if not target.adapters))
+    attached = sum(numel(target.ranges) * len(target.adapters) for target in trains)
     changed: dict[RowRange | EntryChoice, int] = dict.fromkeys(base_ranges, 1)
     for fold in foldability:
         changed |= fold.changed
@@ -69,8 +75,8 @@ def plan_totals(
     served = count_parameters(e for (_, site_edits), fold in folds if not fold.foldable for e in site_edits)
     return PlanTotals(
         base=base,
-        trained=count.trained + numel(base_ranges),
-        stored=count.stored + numel(base_ranges),
+        trained=count.trained + numel(base_ranges) + attached,
+        stored=count.stored + numel(base_ranges) + attached,
         changed=weighted_numel(changed),
-        served=served.stored,
+        served=served.stored + attached,
     )

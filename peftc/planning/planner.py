@@ -56,6 +56,7 @@ class PlanResult(NamedTuple):
     plan: Plan
     site_edits: SiteEdits  # every edit at every site, in the order of the spec
     trained_parameters: Mapping[str, str]  # `<statement>/<dotted name>` -> dotted name of a base parameter
+    adapter_parameters: Mapping[str, str]  # the same of attached adapters, each with a value of its own
     failed_expectations: tuple[Diagnostic, ...]
     warnings: tuple[Diagnostic, ...]  # such as uneven coverage
 
@@ -99,10 +100,12 @@ class Planner:
         plan = self.with_expectations(self.plan(edits, trains), edits)
         self.stop_at_errors()
         selections = [(site_edits, self.selections[edit.name]) for edit, site_edits in edits if site_edits]
-        first = {name: target.name for target in reversed(trains.values()) for name in target.parameters}
-        names = {f"{statement}/{name}": name for name, statement in first.items()}
+        trained = trained_names(trains.values())
+        of_adapters: dict[str, str] = {}
+        for adapters in dict.fromkeys(target.adapters for target in trains.values() if target.adapters):
+            of_adapters |= trained_names(trains.values(), adapters)
         site_edits = SiteEdits(selections, self.representatives)
-        return PlanResult(plan, site_edits, names, tuple(self.failed_expectations), tuple(self.warnings))
+        return PlanResult(plan, site_edits, trained, of_adapters, tuple(self.failed_expectations), tuple(self.warnings))
 
     @cached_property
     def shared_modules(self) -> SharedModules:
@@ -336,6 +339,15 @@ class Planner:
             for error in sorted(by_place, key=lambda e: e.source.path if e.source else ""):
                 groups[replace(error, span=None)].append(error)
             raise PeftcError(map(_in_lines, groups.values()))
+
+
+def trained_names(targets: Iterable[TrainTarget], adapters: tuple[str, ...] = ()) -> dict[str, str]:
+    """`<statement>/<dotted name>` and the dotted name of what these statements train. A parameter
+    has the name of the first one. `adapters`: those of the statements.
+    """
+    own = [target for target in targets if target.adapters == adapters]
+    first = {name: target.name for target in reversed(own) for name in target.parameters}
+    return {f"{statement}/{name}": name for name, statement in first.items()}
 
 
 def lowering_key(site: Site) -> object:

@@ -50,6 +50,8 @@ def save_standalone(model: nn.Module, directory: str | PathLike[str]) -> Path:
     refuse_passes(record, "a model that runs without peftc has the code of equations alone")
     if not isinstance(model, PreTrainedModel):
         raise refusal(f"{type(model).__name__} is no PreTrainedModel, which `from_pretrained` could load")
+    if saved := next(iter(record.adapter_parameters), None):
+        raise refusal(f"`{saved.partition('/')[0]}` has values for each attached adapter")
     require_values(model.named_parameters())
     target = path_of(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

@@ -201,12 +201,15 @@ class Edit(Statement):
 
 @record()
 class Train(Statement):
-    """`train NAME = [w, b] at SELECTOR [where …]`: unfreezes parameters of the base."""
+    """`train NAME = [w, b] at SELECTOR [where …]`: unfreezes parameters of the base. `adapters`: as
+    those of `Edit`.
+    """
 
     name: str
     states: tuple[str, ...]
     selector: Selector
     where: tuple[Condition, ...] = ()
+    adapters: tuple[str, ...] = ()
     name_span: Span = field(default=NOWHERE, compare=False, repr=False)
     state_spans: tuple[Span, ...] = field(default=(), compare=False, repr=False)
 

@@ -109,7 +109,7 @@ def prepare(compiled: nn.Module, batch: dict[str, Any]) -> Comparison:
     if names := [name for name, value in parameters(compiled).items() if bool(value.isnan().any())]:
         raise PeftcError(Diagnostic("P601", f"`{names[0]}` has NaN entries: nothing can be compared"))
     table = {site.path: site for site in sites_of(base, sample=record.sample).sites}
-    trained: dict[str, Tensor] = {name: compiled.get_parameter(name) for name in record.trained.values()}
+    trained: dict[str, Tensor] = {name: compiled.get_parameter(name) for name in record.parameters_of_base}
     base.requires_grad_(False)
     reference = ReferenceModel(base, record.site_edits, table, FormModules(compiled, record), trained)
     return Comparison(compiled, reference, batch)

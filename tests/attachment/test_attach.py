@@ -222,7 +222,6 @@ def test_a_store_has_the_last_used_adapters_on_the_model(tmp_path: Path) -> None
         ("peftc.attach(tmp_path / 'a', model, name='b c')", "P548"),
         ("peftc.attach(tmp_path / 'missing', model, name='b')", "P520"),
         ("peftc.attach(tmp_path / 'tasks', model)", "P549"),
-        ("peftc.attach(tmp_path / 'trained', model)", "P549"),
         ("peftc.attach(tmp_path / 'numbers', model)", "P549"),
         ("peftc.activate(model, 'b')", "P547"),
         ("peftc.adapter(model, 'b')", "P547"),
@@ -254,7 +253,6 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Tenso
         "w": "peft 2\nedit w at layer[*].attn.q { w += lowrank(r=2) }",
         "k": "peft 2\nedit k at layer[*].attn { kv = concat(prefix(len=2), kv) }",
         "tasks": "peft 2\nedit a at layer[*].ffn per task { h += adapter(h, r=2) }",
-        "trained": f"{SPECS['A']}\ntrain biases = [w] at layer[*].attn.o",
         "numbers": f"{SPECS['A']}\nedit half at layer[*].attn {{ h *= 0.5 }}",
     }
     for folder, spec in specs.items():

@@ -18,6 +18,7 @@ class TrainTarget:
     sites: tuple[Site, ...]  # those that have one of the states
     ranges: frozenset[RowRange]
     parameters: tuple[str, ...]  # dotted names in the base
+    adapters: tuple[str, ...] = ()  # attached ones, each with values of its own
 
 
 def resolve_train(statement: ast.Train, sites: Sequence[Site], table: SiteTable) -> TrainTarget:
@@ -44,7 +45,7 @@ def resolve_train(statement: ast.Train, sites: Sequence[Site], table: SiteTable)
     if (error := _memory_overlap(statement, names, table) or _tied(statement, sites, table)) is not None:
         raise PeftcError(error)
     unique = {site.path: site for site, _, _ in refs}
-    return TrainTarget(statement.name, tuple(unique.values()), ranges, tuple(names))
+    return TrainTarget(statement.name, tuple(unique.values()), ranges, tuple(names), statement.adapters)
 
 
 def _memory_overlap(statement: ast.Train, names: Collection[str], table: SiteTable) -> Diagnostic | None:
