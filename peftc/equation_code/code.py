@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from peftc.equation_code import attention, functions
+from peftc.equation_code import attention, functions, transforms
 from peftc.equations.analysis import Place
 from peftc.equations.matrices import DECOMPOSED, DECOMPOSITIONS
 from peftc.equations.primitives import FUNCTIONS, OPERATORS
@@ -338,6 +338,8 @@ class Code:
                 return self.emit(
                     functions.reshape_features, operations[0], len(self.place.type_of(args[0]).size), operations[1:]
                 )
+            case "narrow" if self.place.type_of(args[0]).batch:
+                return self.emit(transforms.narrow_features, *operations)
             case "logistic_noise":
                 value = operations[0]
                 return value if self.training is False else self.emit(functions.logistic_noise, value, self.training)

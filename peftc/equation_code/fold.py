@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import reduce
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -44,8 +46,7 @@ class Fold:
                 return self._affine(value).scaled(-1.0)
             case ast.Item(value, (index,)):
                 owner = self._affine(value)
-                row = torch.eye(owner.d_out, dtype=owner.dtype, device=owner.device)[int(self.place.number(index))]
-                return owner.through(row[None])
+                return owner.through(_identity(owner.d_out, owner)[int(self.place.number(index))][None])
             case ast.Call(function, args):
                 return self._call(self.place.function(function), args)
             case ast.Binary(op, left, right):
@@ -59,11 +60,23 @@ class Fold:
         return value
 
     def _call(self, function: str, args: tuple[ast.Expr, ...]) -> Affine:
+        if function == "concat":
+            return self._joined(list(map(self._affine, args)))
         value = self._affine(args[0])
+        if function == "narrow":
+            start, count = (int(self.place.number(arg)) for arg in args[1:])
+            return value.through(_identity(value.d_out, value)[start : start + count])
         if function == "mean":
             d = value.d_out
             return value.through(torch.full((1, d), 1 / d, dtype=value.dtype, device=value.device))
         return value  # dropout, frozen and none, in evaluation
+
+    def _joined(self, parts: Sequence[Affine]) -> Affine:
+        """The results of several, one behind the other."""
+        ends = list(accumulate(part.d_out for part in parts))
+        places = _identity(ends[-1], parts[0])
+        moved = [part.through(places[:, end - part.d_out : end]) for part, end in zip(parts, ends, strict=True)]
+        return reduce(Affine.plus, moved)
 
     def _binary(self, op: str, left: ast.Expr, right: ast.Expr) -> Affine:
         a, b = self.value(left), self.value(right)
@@ -98,6 +111,10 @@ class Fold:
         if count in (1, value.d_out) or value.d_out != 1:
             return value
         return value.through(torch.ones(count, 1, dtype=value.dtype, device=value.device))
+
+
+def _identity(size: int, like: Affine) -> Tensor:
+    return torch.eye(size, dtype=like.dtype, device=like.device)
 
 
 def _length(value: Tensor | float) -> int:

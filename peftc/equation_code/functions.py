@@ -167,8 +167,8 @@ def layer_norm(x: Tensor, epsilon: float = 1e-5) -> Tensor:
 
 
 def concat(*vectors: Tensor) -> Tensor:
-    """Vectors, one behind the other."""
-    return torch.cat(vectors)
+    """Vectors, or features of each token, one behind the other."""
+    return torch.cat(vectors, -1)
 
 
 def blocks(a: Tensor) -> Tensor:

@@ -15,6 +15,11 @@ def gather(v: Tensor, places: Tensor) -> Tensor:
     return v.index_select(0, places)
 
 
+def narrow_features(x: Tensor, start: int, count: int) -> Tensor:
+    """So many of the last dimension, from `start` on."""
+    return x.narrow(-1, start, count)
+
+
 def rows_at(a: Tensor, places: Tensor) -> Tensor:
     """The rows, or entries, at some places, and 0 for the others."""
     return a * scatter(a.new_ones(len(places)), places, len(a)).view(-1, *[1] * (a.ndim - 1))

@@ -64,8 +64,12 @@ def _under_budget(operands: rules.Types) -> Type:
 
 
 def _joined(operands: rules.Types) -> Type:
-    """Vectors, one behind the other."""
-    return Type((sum(rules.vector(operands, at).size[0] for at in range(len(operands))),))
+    """Vectors, or the features of each token, one behind the other."""
+    parts = [rules.plain(operands, at) for at in range(len(operands))]
+    for at, type_ in enumerate(parts):
+        if len(type_.size) != 1 or type_.batch != parts[0].batch:
+            raise rules.Mismatch(f"expected vectors, or features of each token, found {parts[0]} and {type_}", at)
+    return Type((sum(type_.size[0] for type_ in parts),), parts[0].batch)
 
 
 def _column(operands: rules.Types) -> Type:
@@ -118,7 +122,7 @@ MATRICES: Mapping[str, Primitive] = TRANSFORMS | {
         Primitive(
             "narrow",
             "narrow(A, start, count)",
-            "so many of the rows of A, or entries of a vector, from the one numbered `start` on",
+            "so many of the rows of A, or entries of a vector, from the one numbered `start` on; of x of the features",
             rules.narrowed,
             "peftc.equation_code.functions.narrow",
             lambda x, start, count: x,
@@ -234,10 +238,12 @@ MATRICES: Mapping[str, Primitive] = TRANSFORMS | {
         Primitive(
             "concat",
             "concat(u, v)",
-            "vectors, one behind the other; of two or more",
+            "vectors, or the features of each token, one behind the other; of two or more",
             _joined,
             "peftc.equation_code.functions.concat",
             lambda *numbers: numbers[0] if len(set(numbers)) == 1 else None,
+            "sum",
+            rules.sum_of_ranks,
             operands=(2, 16),
         ),
         Primitive(

@@ -179,12 +179,13 @@ def one(operands: Types) -> Type:
 
 
 def narrowed(operands: Types) -> Type:
-    """Some of the first dimension."""
-    type_, (start, count) = tensor(operands), operands[1:]
-    most = type_.size[0] if type_.size and not type_.batch else 0
+    """Some of the first dimension of a parameter, or of the features of each token."""
+    type_, (start, count) = plain(operands), operands[1:]
+    most = type_.size[0] if len(type_.size) == 1 or (type_.size and not type_.batch) else 0
     if not isinstance(start, int) or not isinstance(count, int) or not 0 <= start < start + count <= most:
-        raise Mismatch(f"{type_} has {most} rows, and not {count} of them from {start} on", 0)
-    return Type((count, *type_.size[1:]))
+        what = "features" if type_.batch else "rows"
+        raise Mismatch(f"{type_} has {most} {what}, and not {count} of them from {start} on", 0)
+    return Type((count, *type_.size[1:]), type_.batch)
 
 
 def vector(operands: Types, at: int = 0) -> Type:

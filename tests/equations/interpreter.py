@@ -114,6 +114,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "gather": lambda v, places: torch.stack([v[i] for i in places.tolist()]),
     "pruned": lambda v, z, n: v * z,
     "concat": lambda *vectors: torch.stack([entry for vector in vectors for entry in vector]),
+    "narrow": lambda v, start, count: torch.stack([v[int(start) + i] for i in range(int(count))]),
     "fourier": fourier,
     "cos": lambda x: ((1j * x).exp() + (-1j * x).exp()).real / 2,
     "sin": lambda x: ((1j * x).exp() - (-1j * x).exp()).imag / 2,

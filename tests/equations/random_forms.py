@@ -85,6 +85,9 @@ class Writer:
                 b = choice([b for b in (1, 2, n) if n % b == m % b == 0])
                 blocks = self.parameter(n) if b == n == m else self.parameter(n // b, m // b, b)
                 return f"(circulant({blocks}) @ {inner(m, depth - 1)})"
+            case "concat" if self.count % 2:
+                whole = f"concat({inner(n, depth - 1)}, {inner(R, depth - 1)})"
+                return f"narrow({whole}, {1 + self.count % R % 2}, {n})"  # some of both
             case "concat":
                 return f"(concat({self.parameter(n - 2)}, {self.parameter(2)}) * {inner(n, depth - 1)})"
             case "rms_norm":
