@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from peftc.equations.patterns import bottleneck_of, takes_rows
 from peftc.equations.primitives import ACTIVATIONS
 from peftc.equations.words import is_choice_of_numbers
 from peftc.forms.affine_module import Affine
+from peftc.forms.form import Args
 from peftc.forms.module import Draw, FormModule, Generators, HiddenUnits, Pair, has_values
 from peftc.forms.sequence_module import Sequence
 from peftc.modules.form_hooks import Hookable
@@ -98,6 +99,12 @@ class EquationModule(Hookable, FormModule):
 
     def added_to(self, h: Tensor, *inputs: Tensor) -> Tensor:
         return sum_of(self.place, self._owners)(self, h, *inputs[: self.arity or 1])
+
+    def with_arguments(self, args: Args) -> EquationModule:
+        form = cast(EquationModule, super().with_arguments(args))
+        for name in (PLACE, PLACES):
+            vars(form).pop(name, None)
+        return form
 
     def value_at(self, index: int, like: Tensor) -> Tensor | Pair:
         return forward_of(self.place_at(index), self._owners)(self, like) if self.differs_by_site else self(like)

@@ -11,7 +11,14 @@ from typing import Any, Literal
 from peftc.diagnostics import Related, Source, Span
 from peftc.equations.analysis import Place, place_of
 from peftc.equations.bindings import check_sites, is_written_out
-from peftc.equations.common_tensors import CommonTensors, Tensors, common_tensors, dims_at, size_refusal
+from peftc.equations.common_tensors import (
+    CommonTensors,
+    Tensors,
+    common_tensors,
+    dims_at,
+    size_refusal,
+    value_arguments,
+)
 from peftc.equations.exports import Export, are_alternatives, check_export, export_of, has_ends, may_hold
 from peftc.equations.patterns import bottleneck_of
 from peftc.equations.values import NUMBERS_OF_SITES, TOP, FormError, SiteNumbers, Value, numbers_of, shape_of
@@ -74,6 +81,7 @@ class TextForm(Form):
         self.paper = " ".join(line.lstrip("# ") for line in form.leading if line)
         self.inputs = inputs_of(form)
         self.arguments = (*arguments_of(self.form), DTYPE)
+        self.value_arguments = value_arguments(form)
         self.gives_pair = any(isinstance(line.value, ast.Pair) for line in lines)
         self.place = lru_cache(maxsize=1024)(self._place)
         self._tensors: dict[object, CommonTensors] = {}

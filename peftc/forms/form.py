@@ -183,6 +183,8 @@ class Form:
         mixes_shapes: whether sites of different shapes can have parameters in common.
         separates_tasks: whether each task of an edit `per task` has common parameters of its own,
             even if its sites have others.
+        value_arguments: the names of arguments on which the value alone depends: calls of one `shared`
+            may differ in them.
         training_arguments: the names of arguments that act while training alone: with any value of
             theirs, a saved adapter means the same.
         has_base_dtype: whether its tensors have the dtype of the base also where that is float16 or
@@ -201,6 +203,7 @@ class Form:
     has_base_dtype: bool = False
     mixes_shapes: bool = False
     separates_tasks: bool = False
+    value_arguments: frozenset[str] = frozenset()
     training_arguments: frozenset[str] = frozenset({"dropout", "init"})
     text: str | None = None  # of a form that has one
 

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.form import Args, Dims, FirstValue, Form, ModulePath, Parameter
 from peftc.forms.registry import is_built_in
-from peftc.modules.form_hooks import Hookable
 from peftc.modules.new_modules import as_parameter, module_with, uninitialised_like
 from peftc.modules.torch_attributes import TABLES, copied_tables, drop_empty_tables
 
@@ -190,6 +189,12 @@ class FormModule(nn.Module):
         vars(form).update(vars(self), **values)  # found before parameters of the same name
         return form
 
+    def with_arguments(self, args: Args) -> FormModule:
+        """This form with other arguments of its value (`Form.value_arguments`). It has all else in common with this one."""
+        form = object.__new__(type(self))
+        vars(form).update(vars(self), form_args=dict(args))
+        return form
+
     def value_at(self, index: int, like: Tensor) -> Tensor | Pair:
         """The value at the site numbered `index` of those that share these parameters."""
         return self(like)
@@ -240,28 +245,6 @@ class FormModule(nn.Module):
     def extra_repr(self) -> str:
         said = (f"{k}={v}" for k, v in self.form_args.items() if v is not None)
         return ", ".join([*said, *(f"{n}: {tuple(p.shape)}" for n, p in self.named_parameters(recurse=False))])
-
-
-class Member(Hookable, FormModule):
-    """The place of one site, numbered `index`, among those that share all the parameters of `owner`."""
-
-    owner_module: FormModule  # pyright: ignore[reportIncompatibleVariableOverride]  # a member always has one
-
-    def __init__(self, owner: FormModule, index: int) -> None:
-        super().__init__(owner.definition, owner.form_args, owner.form_dims, (), torch.float32, None)
-        self.join(owner, index)
-
-    def forward(self, like: Tensor) -> Tensor | Pair:
-        return self.owner_module.value_at(self.index, like)
-
-    def collapsed(self) -> Mapping[str, Tensor]:
-        return self.owner_module.collapsed_at(self.index)
-
-    def fold(self, value: Affine) -> Affine:
-        return self.owner_module.fold(value)
-
-    def extra_repr(self) -> str:
-        return f"index={self.index}, of {type(self.owner_module).__name__}"
 
 
 EVERY_SCOPE = ("site", "common", "tasks")

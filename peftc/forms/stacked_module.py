@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.func import functional_call
 
 from peftc.concurrency.context import Rows
-from peftc.forms.module import FormModule, Member, Pair
+from peftc.forms.member import Member
+from peftc.forms.module import FormModule, Pair
 from peftc.modules.form_hooks import HOOKED_FORMS, is_hooked
 
 Where = slice | Tensor
@@ -142,7 +143,7 @@ class StackedForms:
 
 def owner_of_values(form: FormModule) -> FormModule:
     """The module that has the parameters which a form computes with."""
-    return form.owner_module if isinstance(form, Member) else form
+    return form.shared_form if isinstance(form, Member) else form
 
 
 def owners_of_values(forms: Sequence[FormModule]) -> list[FormModule]:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from peftc.addressing.renaming import LayerName, inner_name
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.equation_code.module import EquationModule as EquationModule  # imported before a model is compiled
-from peftc.forms.module import FormModule, Member, build, build_of_all, build_owner, seeded
+from peftc.forms.member import Member
+from peftc.forms.module import FormModule, build, build_of_all, build_owner, seeded
 from peftc.forms.sequence_module import Sequence
 from peftc.forms.tasked_module import Tasked
 from peftc.installation.base_weights import BaseWeights
@@ -297,7 +298,7 @@ class InstallationBuilder:
         owner = None if owner_name is None else self.shared_form(owner_name, at)
         if owner is not None and not at.instance.has_site_parameters:
             self.attach_sequence(owner, at)
-            own = Member(owner, at.instance.index)
+            own = Member(owner, at.instance.index, at.instance.form.fill(at.instance.args))
             self.attach_sequence(own, at, name)
             return own
         form = present or self.new_form(build, name, at, at.site_edit.owner_path)

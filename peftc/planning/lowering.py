@@ -32,7 +32,7 @@ from peftc.planning.ir import (
 from peftc.planning.lowering_context import FormInstances, LoweringContext
 from peftc.planning.repeated_calls import check_calls_of_weight
 from peftc.planning.selection.module_sites import body_at
-from peftc.semantics.arguments import bind
+from peftc.semantics.arguments import bind, shared_call
 from peftc.syntax import ast
 from peftc.syntax.numbers import ARITHMETIC, numeric_value
 from peftc.syntax.printer import print_expression
@@ -206,8 +206,7 @@ class TermLowering:
         if name == "concat":
             return self.concat(call)
         if (shared := self.context.shared.get(name)) is not None:
-            bound = replace(shared, args=call.args, kwargs=(*shared.kwargs, *call.kwargs), span=call.span)
-            return self.form_call(bound, self.context.forms[shared.function], owner=name, use=call)
+            return self.form_call(shared_call(shared, call), self.context.forms[shared.function], owner=name, use=call)
         if (module := self.site.frozen_modules.get(name)) is not None:
             return self.frozen_call(call, module)
         if (form := self.context.forms.get(name)) is not None:

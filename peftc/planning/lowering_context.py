@@ -81,7 +81,8 @@ class LoweringContext:
         limits = form.at(form.fill(args), instance.dims).budget if isinstance(form, TextForm) else None
         if instance.owner is None and limits is None:
             return
-        own = args if instance.owner is not None else limits
+        others = form.value_arguments if instance.owner in self.shared else ()  # of each call of a `shared`
+        own = {k: v for k, v in args.items() if k not in others} if instance.owner is not None else limits
         first, before = self.arguments.setdefault(instance.owner or f"{edit}.{instance.key}", (own, args))
         if own == first:
             return
@@ -153,12 +154,12 @@ class FormInstances:
     are_adapters: bool = False
     instances: list[FormInstance] = field(default_factory=list[FormInstance])
     keys: Counter[str] = field(default_factory=Counter[str])
-    shared: dict[str, FormInstance] = field(default_factory=dict[str, FormInstance])
 
     def create(self, form: Form, args: Args, dims: Dims, target: str, owner: str | None) -> FormInstance:
         """Parameters for the state `target`; those of `owner`, a `shared`, if they exist here."""
-        if owner is not None and owner in self.shared:
-            return self.shared[owner]
+        present = (one for one in self.instances if one.owner == owner and one.args == args)
+        if owner is not None and (instance := next(present, None)) is not None:
+            return instance
         self.keys[form.name] += 1
         number = self.keys[form.name]
         key = form.name if number == 1 else f"{form.name}_{number}"
@@ -166,8 +167,6 @@ class FormInstances:
         dims = replace(dims, runs=runs)
         unshared = FormInstance(key, form, args, dims, tasks=self.tasks, are_adapters=self.are_adapters)
         instance = self._with_owner(unshared, target, owner)
-        if owner is not None:
-            self.shared[owner] = instance
         self.instances.append(instance)
         return instance
 

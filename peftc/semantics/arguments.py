@@ -1,7 +1,7 @@
 """Binds the arguments of a call to the parameters of its form, like `inspect.Signature.bind`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from peftc.diagnostics import Diagnostic, PeftcError, Span, Suggestion
 from peftc.diagnostics.suggestions import did_you_mean, join_names, nearest
@@ -64,6 +64,13 @@ def bind(call: ast.Call, form: Form, *, shared: bool = False) -> BoundArguments:
         raise PeftcError(errors)
     inputs = call.args if form.takes_input else ()
     return BoundArguments(inputs[0] if inputs else None, args, inputs[1] if len(inputs) > 1 else None)
+
+
+def shared_call(bound: ast.Call, call: ast.Call) -> ast.Call:
+    """The call of a form by a call of its `shared`, whose own arguments hold."""
+    own = {keyword.name for keyword in call.kwargs}
+    kwargs = (*(keyword for keyword in bound.kwargs if keyword.name not in own), *call.kwargs)
+    return replace(bound, args=call.args, kwargs=kwargs, span=call.span)
 
 
 def signature(form: Form) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.equations.table import FORMS, forms_of
 from peftc.forms import Args, Form
-from peftc.semantics.arguments import bind
+from peftc.semantics.arguments import bind, shared_call
 from peftc.semantics.layer_values import variants
 from peftc.syntax import ast
 from peftc.syntax.walk import is_shared, walk
@@ -82,7 +82,7 @@ def _export(value: ast.Expr, inlined: dict[str, ast.Expr], forms: Mapping[str, F
     match value:
         case ast.Call(function, args, kwargs):
             if isinstance(form := inlined.get(function), ast.Call):
-                return _export(replace(form, kwargs=(*form.kwargs, *kwargs)), {}, forms)
+                return _export(shared_call(form, value), {}, forms)
             call = replace(value, args=tuple(_export(arg, inlined, forms) for arg in args))
             if (export := _export_form(value, forms)) is None:
                 return call

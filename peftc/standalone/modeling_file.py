@@ -12,7 +12,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from peftc.equation_code.cross_layer_module import CrossLayerModule
 from peftc.equation_code.module import EquationModule
-from peftc.forms.module import FormModule, Member
+from peftc.forms.member import Member
+from peftc.forms.module import FormModule
 from peftc.forms.tasked_module import Tasked
 from peftc.installation.record import Installation
 from peftc.rewriting.edits import CONTAINER, SHARED, Container
@@ -165,7 +166,7 @@ class ModelingFile:
             if not isinstance(form, FormModule) or is_parametrized(form):
                 raise refusal(f"a form at `{region}` has parametrizations, or modules of its own")
             owner = form.owner_module
-            equation = owner if isinstance(form, Member) else form
+            equation = form.shared_form if isinstance(form, Member) else form
             if not isinstance(equation, EquationModule):
                 what = f"`{path.rpartition('.')[2]}` at `{region}` is a Python form"
                 raise refusal(f"{what}: its code is that of a module of peftc")

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from peftc.equation_code.module import EquationModule
-from peftc.forms.module import Member, build, build_owner
+from peftc.forms.member import Member
+from peftc.forms.module import build, build_owner
 from peftc.forms.shapes import KeyValue, Tokens
 from tests.forms.cases import Case, seeded
 

@@ -8,7 +8,7 @@ from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS
 from peftc.filesystem.resources import recipes
 from peftc.forms.form import Form
 from peftc.forms.registry import entry_point
-from peftc.semantics.arguments import bind
+from peftc.semantics.arguments import bind, shared_call
 from peftc.semantics.checks.definitions import unused
 from peftc.semantics.checks.equations import equation_errors, presence_errors, replacement_warnings
 from peftc.semantics.layer_values import variants
@@ -162,15 +162,23 @@ class _EquationChecker:
             yield unknown_form(call, self._shared, self._forms)
 
     def _shared_call(self, call: ast.Call) -> Iterator[Diagnostic]:
-        for keyword in call.kwargs:
-            message = f"the arguments of `{call.function}` stand where it is bound"
-            yield Diagnostic("P102", message, keyword.span, help="remove it here")
         bound = self._shared[call.function].value
         inner = bound.args[0] if isinstance(bound, ast.Call) and bound.args else None
         form = self._forms.get(inner.function) if isinstance(inner, ast.Call) else None
+        own = frozenset[str]() if form is None else form.value_arguments
+        for keyword in call.kwargs:
+            if keyword.name not in own:
+                message = f"the arguments of `{call.function}` stand where it is bound"
+                others = f"; `{call.function}` takes {join_names(sorted(own))} here" if own else ""
+                yield Diagnostic("P102", message, keyword.span, help=f"remove it here{others}")
         if form is not None and len(call.args) != form.takes_input:
             inputs = "one input" if form.takes_input else "no input"
             yield Diagnostic("P108", f"`{call.function}` takes {inputs}, found {len(call.args)}", call.span)
+        elif isinstance(inner, ast.Call) and form is not None:
+            spans = [keyword.span for keyword in call.kwargs if keyword.name in own]
+            for error in bind_errors(shared_call(inner, call), self._forms):
+                if error.span and any(span.start <= error.span.start < span.end for span in spans):
+                    yield error
 
 
 def _index_errors(item: ast.Item, indices: Sequence[ast.Expr]) -> Iterator[Diagnostic]:

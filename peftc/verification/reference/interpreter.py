@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from peftc.addressing.sites import Slice, WeightRef
-from peftc.forms.module import FormModule, Member
+from peftc.forms.member import Member
+from peftc.forms.module import FormModule
 from peftc.forms.shapes import Weight
 from peftc.forms.tasked_module import Tasked
 from peftc.installation.record import Installation
@@ -49,7 +50,8 @@ class FormModules:
     def _member(self, instance: ir.FormInstance, task: str | None) -> FormModule:
         owner = instance.owner_of(task)
         assert owner is not None
-        return Member(cast(FormModule, self.model.get_submodule(self.owners[owner])), instance.index)
+        module = cast(FormModule, self.model.get_submodule(self.owners[owner]))
+        return Member(module, instance.index, instance.form.fill(instance.args))
 
 
 @dataclass(frozen=True)
