@@ -40,8 +40,8 @@ class HubMethod:
 
 
 _INVERTIBLE = (
-    "behind the embeddings, and before the head its inverse with the same parameters, which no spec says; `glow` "
-    "does not run in the library"
+    "`glow` does not run in the library; the inverse stands before the head where the library knows a model by an "
+    "interface, as Qwen2, and in its own heads, which do not come in"
 )
 _HALF = "with `suffix_positions=0` the library has as many parameters again, which nothing reads; they stay behind"
 METHODS: tuple[HubMethod, ...] = (
@@ -50,8 +50,8 @@ METHODS: tuple[HubMethod, ...] = (
     HubMethod("ParBnConfig", ("par_bn", "parallel"), "par_bn"),
     HubMethod("ParBnConfig", ("scaled_par_bn", "scaled_parallel"), "scaled_par_bn"),
     HubMethod("AdapterPlusConfig", (), "adapter_plus"),
-    HubMethod("SeqBnInvConfig", ("seq_bn_inv", "pfeiffer+inv"), note=_INVERTIBLE),
-    HubMethod("DoubleSeqBnInvConfig", ("double_seq_bn_inv", "houlsby+inv"), note=_INVERTIBLE),
+    HubMethod("SeqBnInvConfig", ("seq_bn_inv", "pfeiffer+inv"), "seq_bn_inv", _INVERTIBLE),
+    HubMethod("DoubleSeqBnInvConfig", ("double_seq_bn_inv", "houlsby+inv"), "double_seq_bn_inv", _INVERTIBLE),
     HubMethod("CompacterConfig", ("compacter",), "compacter"),
     HubMethod("CompacterPlusPlusConfig", ("compacter++",), "compacter++"),
     HubMethod("PrefixTuningConfig", ("prefix_tuning",), "prefix"),
@@ -92,8 +92,8 @@ def _base(name: str) -> Any:
 def spec_of(key: str) -> str:
     """The spec with which a recorded adapter comes in."""
     adapter, model = read_hub_adapter(FOLDER / key, read_config(FOLDER / key / CONFIG)), _base(key.partition("/")[0])
-    table = CompiledModel.active(model).analysis.table
-    edits = site_edits_of(read_parts(adapter, table, model).parts, Selectors(table))
+    analysis = CompiledModel.active(model).analysis
+    edits = site_edits_of(read_parts(adapter, analysis, model).parts, Selectors(analysis.table))
     return "\n".join(["peft 2", *form_texts(edits), *(edit.text for edit in edits)])
 
 

@@ -1,19 +1,17 @@
 """The tensors that sites have in common: of `param A[…] per n` one for all sites with the same
-number n; and the arguments in which calls of the same parameters may differ.
+number n.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import NamedTuple
 
-from peftc.equations.analysis import LOSS, Place
-from peftc.equations.words import ATTENTION, BUDGET, CROSS_LAYER, POSITIONS, PRUNED, RANDOM, SCATTER, inputs_of
+from peftc.equations.analysis import Place
 from peftc.forms.form import Argument, Dims, PlacementError
 from peftc.syntax import ast
-from peftc.syntax.walk import names_in, names_in_statements, values, walk
+from peftc.syntax.walk import names_in
 
 Tensors = Mapping[str, tuple[Place, str]]  # by their names: a place that defines it, and its name in the text
 
@@ -77,33 +75,3 @@ def _number(tensor: str) -> int:
     """What a numbered tensor ends with."""
     end = tensor.rpartition("_")[2]
     return int(end) if end.isdecimal() else 0
-
-
-_WITH_STATE = (ATTENTION, BUDGET, POSITIONS, PRUNED, RANDOM, SCATTER, *CROSS_LAYER)
-
-
-@cache
-def value_arguments(form: ast.Form) -> frozenset[str]:
-    """The arguments on which the value alone depends: not the parameters and their first values,
-    what is saved, a term of the loss, or what a form keeps between its calls.
-
-    Calls of one `shared` may differ in them.
-    """
-    lets = [line for line in form.body if isinstance(line, ast.Let)]
-    defaults = {param.name: param.default for param in form.params}
-    calls = [part for value in values(form) for part in walk(value) if isinstance(part, ast.Call)]
-    todo = [name for call in calls if call.function in _WITH_STATE for name in names_in(call)]
-    todo += names_in_statements(line for line in form.body if _is_of_parameters(line))
-    names = set[str]()
-    while todo:
-        if (name := todo.pop()) not in names:
-            names.add(name)
-            todo += names_in_statements(let for let in lets if let.name == name)
-            todo += names_in(default) if (default := defaults.get(name)) is not None else ()
-    read = set(names_in_statements(line for line in form.body if isinstance(line, ast.Let | ast.Equation)))
-    return frozenset(defaults) & (read - names) - set(inputs_of(form))
-
-
-def _is_of_parameters(line: ast.Statement) -> bool:
-    is_loss = isinstance(line, ast.Equation) and line.target.startswith(LOSS)
-    return is_loss or isinstance(line, ast.Parameter | ast.Save)

@@ -11,16 +11,9 @@ from typing import Any, Literal
 from peftc.diagnostics import Related, Source, Span
 from peftc.equations.analysis import Place, place_of
 from peftc.equations.bindings import check_sites, is_written_out
-from peftc.equations.common_tensors import (
-    CommonTensors,
-    Tensors,
-    common_tensors,
-    dims_at,
-    size_refusal,
-    value_arguments,
-)
+from peftc.equations.common_tensors import CommonTensors, Tensors, common_tensors, dims_at, size_refusal
 from peftc.equations.exports import Export, are_alternatives, check_export, export_of, has_ends, may_hold
-from peftc.equations.patterns import bottleneck_of
+from peftc.equations.patterns import bottleneck_of, value_arguments
 from peftc.equations.values import NUMBERS_OF_SITES, TOP, FormError, SiteNumbers, Value, numbers_of, shape_of
 from peftc.equations.words import (
     BUDGET,
@@ -381,7 +374,8 @@ class TextForm(Form):
         size = value.type.size
         if len(size) != (1 if value.type.batch else 2) or not (value.type.batch or isinstance(dims.target, Weight)):
             return None
-        if value.rank is None or (len(size) == 2 and value.rank >= min(size)):
+        widths = (*size, dims.input.d) if isinstance(dims.input, Tokens) else size
+        if value.rank is None or value.rank > min(widths) - (len(size) == 2):
             return None
         return value.rank
 

@@ -1,14 +1,32 @@
-"""What an equation has in common with others: a bottleneck, or parameters that may have rows."""
+"""What an equation has in common with others: a bottleneck, parameters that may have rows, or those
+of other calls of one `shared`.
+"""
 
 from __future__ import annotations
 
+from functools import cache
+
 from peftc.diagnostics.record import record
-from peftc.equations.analysis import Place
+from peftc.equations.analysis import LOSS, Place
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, PAPER_NAMES
 from peftc.equations.values import Value
-from peftc.equations.words import MEANS, mean_over
+from peftc.equations.words import (
+    ATTENTION,
+    BUDGET,
+    CROSS_LAYER,
+    MEANS,
+    POSITIONS,
+    PRUNED,
+    RANDOM,
+    SCATTER,
+    inputs_of,
+    mean_over,
+)
 from peftc.syntax import ast
-from peftc.syntax.walk import children
+from peftc.syntax.walk import children, names_in, names_in_statements, values, walk
+
+_WITH_STATE = (ATTENTION, BUDGET, POSITIONS, PRUNED, RANDOM, SCATTER, *CROSS_LAYER)
+_OF_FEATURES = ("narrow", "concat")  # which act on the last dimension of hidden states
 
 
 @record()
@@ -106,8 +124,36 @@ def _is_of_rows(place: Place, node: ast.Expr) -> bool:
         case ast.Call(function, args):
             over = mean_over(node)
             own, parts = (MEANS[over], args[:1]) if over else (place.function(function), args)
-            return FUNCTIONS[own].by_rows and all(_is_of_rows(place, part) for part in parts)
+            of_features = own in _OF_FEATURES and bool(place.type_of(parts[0]).batch)
+            return (of_features or FUNCTIONS[own].by_rows) and all(_is_of_rows(place, part) for part in parts)
         case ast.Binary() | ast.Negative() | ast.Pair():
             return all(_is_of_rows(place, part) for part in children(node))
         case _:
             return False
+
+
+@cache
+def value_arguments(form: ast.Form) -> frozenset[str]:
+    """The arguments on which the value alone depends: not the parameters and their first values,
+    what is saved, a term of the loss, or what a form keeps between its calls.
+
+    Calls of one `shared` may differ in them.
+    """
+    lets = [line for line in form.body if isinstance(line, ast.Let)]
+    defaults = {param.name: param.default for param in form.params}
+    calls = [part for value in values(form) for part in walk(value) if isinstance(part, ast.Call)]
+    todo = [name for call in calls if call.function in _WITH_STATE for name in names_in(call)]
+    todo += names_in_statements(line for line in form.body if _is_of_parameters(line))
+    names = set[str]()
+    while todo:
+        if (name := todo.pop()) not in names:
+            names.add(name)
+            todo += names_in_statements(let for let in lets if let.name == name)
+            todo += names_in(default) if (default := defaults.get(name)) is not None else ()
+    read = set(names_in_statements(line for line in form.body if isinstance(line, ast.Let | ast.Equation)))
+    return frozenset(defaults) & (read - names) - set(inputs_of(form))
+
+
+def _is_of_parameters(line: ast.Statement) -> bool:
+    is_loss = isinstance(line, ast.Equation) and line.target.startswith(LOSS)
+    return is_loss or isinstance(line, ast.Parameter | ast.Save)

@@ -108,7 +108,7 @@ def _import_from_adapterhub(
     base = open_base_of(adapter.base, model, trust_remote_code)
     try:
         compiled = CompiledModel.active(base.module)
-        read = read_parts(adapter, compiled.analysis.table, base.module)
+        read = read_parts(adapter, compiled.analysis, base.module)
         selectors = Selectors(compiled.analysis.table)
         edits = site_edits_of(read.parts, selectors)
         texts = form_texts(edits) + [edit.text for edit in edits] + trained_text(list(read.heads), selectors, "head")

@@ -103,6 +103,8 @@ def _abbreviations(site: Site, index: str) -> Iterator[str]:
 
 
 def _globs(module: str, step: str) -> Iterator[str]:
+    if step == f'"{module}"':  # of a module without a role
+        yield step
     if not step:
         numbers = len(_NUMBER.findall(module))
         if numbers:

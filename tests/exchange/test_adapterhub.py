@@ -47,6 +47,15 @@ SPECS = {
     "bert/scaled_par_bn": [
         "edit bottleneck at layer[*].ffn { h += scalar(init=1) * adapter(res, r=4, act=relu) }",
     ],
+    "gpt2/seq_bn_inv": [
+        'edit invertible at "transformer.drop" { h = coupling(h) }',
+        "edit bottleneck at layer[*].ffn { h += adapter(h + res, r=4, act=relu) }",
+    ],
+    "qwen2/seq_bn_inv": [  # by an interface of the library, which then has the inverse, too
+        "edit invertible at embed { h = nice(h) }",
+        "edit inverse at head { h = head(nice(x, inverse=true)) }",
+        "edit bottleneck at layer[*].ffn { h += adapter(h + res, r=4, act=relu) }",
+    ],
     "gpt2/lora_gated": ["edit lora at layer[*].attn.q | layer[*].attn.v { h += gate(x) * lora(x, r=2) }"],
     "bert/dora": [
         "edit lora at layer[*].attn.q | layer[*].attn.v | layer[*].ffn.down {",
@@ -116,7 +125,13 @@ REFUSALS: dict[str, tuple[str, str, Edit]] = {
     "ReFT without tensors": ("P803", "has none", lambda v, t: v.update(config={"architecture": "reft"})),
     "an unknown key": ("P802", "phantom", lambda v, t: changed(v, phantom=3)),
     "an activation": ("P802", "non_linearity", lambda v, t: changed(v, non_linearity="quick_gelu")),
-    "an invertible adapter": ("P802", "inv_adapter", lambda v, t: changed(v, inv_adapter="nice")),
+    "an invertible adapter without tensors": ("P803", "inv_adapter", lambda v, t: changed(v, inv_adapter="nice")),
+    "an invertible adapter": ("P802", "inv_adapter", lambda v, t: changed(v, inv_adapter="glow")),
+    "a tensor of an invertible adapter": (
+        "P803",
+        "invertible_adapters",
+        lambda v, t: t.update({"bert.invertible_adapters.task.F.0.bias": torch.zeros(4)}),
+    ),
     "no residual stream": ("P802", "original_ln_after", lambda v, t: changed(v, original_ln_after=False)),
     "residual_before_ln": (
         "P802",

@@ -106,6 +106,16 @@ REFUSALS = {
         "edit e at layer[0].attn { kv = concat(prefix(len=2, reparam=mlp(3)), kv) }\n"
         "edit f at layer[1].attn { kv = concat(prefix(len=2, reparam=mlp(3)), kv) }"
     ),
+    "an invertible adapter alone": 'edit e at "bert.embeddings" { h = coupling(h) }',
+    "an invertible adapter elsewhere": (
+        'edit e at "bert.embeddings.LayerNorm" { h = coupling(h) }\nedit f at layer[*].ffn { h += adapter(h, r=4) }'
+    ),
+    "another activation than that of bottlenecks": (
+        'edit e at "bert.embeddings" { h = coupling(h) }\nedit f at layer[*].ffn { h += adapter(h, r=4, act=gelu) }'
+    ),
+    "the inverse": (
+        'edit e at "bert.embeddings" { h = coupling(h, inverse=true) }\nedit f at layer[*].ffn { h += adapter(h, r=4) }'
+    ),
     "a prompt": "edit e at input.embed { h = concat(prompt(len=2), h) }",
     "what the ffn reads": "edit e at layer[*].ffn { h += adapter(x, r=4) }",
     "the sum without the norm": "edit e at layer[*].ffn { h += adapter(h + res, r=4) }",
@@ -130,6 +140,15 @@ def test_refusals(case: str, tmp_path: Path) -> None:
     randomise(peftc.parameters(model))
     refused("P801", lambda: peftc.export(model, tmp_path / "back", to="adapterhub"))
     assert not (tmp_path / "back").exists()
+
+
+def test_an_inverse_before_the_head_is_in_no_folder(tmp_path: Path) -> None:
+    peftc.import_adapter(FOLDER / "gpt2/seq_bn_inv", tmp_path / "ours", model=base("gpt2"))
+    model = base("gpt2")
+    diagnostic = refused(
+        "P801", lambda: peftc.export(tmp_path / "ours", tmp_path / "back", to="adapterhub", model=model)
+    )
+    assert "inverse" in "\n".join([diagnostic.message, *diagnostic.notes])
 
 
 def test_the_command(tmp_path: Path) -> None:

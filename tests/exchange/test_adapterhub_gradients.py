@@ -17,8 +17,10 @@ from tests.matrix import some
 GRADIENTS = load_file(FOLDER / "gradients.safetensors")
 TRAINED: dict[str, int] = json.loads((FOLDER / COUNTS).read_text(encoding="utf-8"))
 CASES = sorted(key for key in TRAINED if key != "t5/prefix")  # whose positions the library counts from the prefix on
-WITH_TEXTS = ("vera", "dora", "dvora", "mtl_lora", "loreft", "noreft", "direft")
-CHOSEN = [key for key in CASES if key.partition("/")[2].startswith(WITH_TEXTS) and key.startswith(("bert", "gpt2"))]
+WITH_TEXTS = ("vera", "dora", "dvora", "mtl_lora", "loreft", "noreft", "direft", "seq_bn_inv")
+CHOSEN = [
+    key for key in CASES if key.partition("/")[2].startswith(WITH_TEXTS) and key.startswith(("bert", "gpt2", "qwen2"))
+]
 ROUNDED = {"t5": 1e-3}  # whose norms compute in float32
 
 

@@ -46,6 +46,8 @@ def expected(case: Case, w: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
             turned = x if "tokens," not in str(case.input) else x.transpose(1, 2)
             value = reference.bottleneck(w, turned, str(args["act"]))
             return (value if "tokens," not in str(case.target) else value.transpose(1, 2),)
+        case "coupling":
+            return (reference.coupling(w, x, str(args["act"]), bool(args["inverse"])),)
         case "lora":
             return (reference.lora(w, x, alpha(args)),)
         case "lowrank":

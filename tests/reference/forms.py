@@ -192,6 +192,20 @@ def layer_attention(w: Weights, states: list[Tensor]) -> Tensor:
     return torch.stack([a[..., None] * state for a, state in zip(scores, states, strict=True)]).sum(0)
 
 
+def coupling(w: Weights, x: Tensor, act: str, inverse: bool) -> Tensor:
+    """y₁ = x₁ + F(x₂), y₂ = x₂ + G(y₁), each a bottleneck; or x of y."""
+
+    def net(name: str, z: Tensor) -> Tensor:
+        return adapter({part: w[f"{name}_{part}"] for part in ("down", "down_bias", "up", "up_bias")}, z, act)
+
+    a, b = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    if inverse:
+        b = b - net("G", a)
+        return torch.cat([a - net("F", b), b], -1)
+    a = a + net("F", b)
+    return torch.cat([a, b + net("G", a)], -1)
+
+
 def fusion(w: Weights, x: Tensor, act: str) -> Tensor:
     """Σᵢ aᵢ zᵢ V, a = softmax((x Q + b) · zᵢ K), zᵢ the output of adapter i on x."""
     parts = ("down", "up", "down_bias", "up_bias")

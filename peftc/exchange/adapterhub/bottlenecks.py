@@ -59,7 +59,7 @@ GATE = {"gate.weight": "gate.weight", "gate.bias": "gate.bias"}
 _IGNORED = (
     *("mh_adapter", "output_adapter", "cross_adapter", "leave_out", "reduction_factor", "init_weights"),
     *("init_weights_seed", "phm_c_init", "phm_init_range", "learn_phm", "hypercomplex_nonlinearity", "phm_rank"),
-    *("phm_bias", "phm_dim", "shared_phm_rule", "factorized_phm_W", "inv_adapter_reduction_factor"),
+    *("phm_bias", "phm_dim", "shared_phm_rule", "factorized_phm_W", "inv_adapter_reduction_factor", "inv_adapter"),
     *("adapter_residual_before_ln", "residual_before_ln", "original_ln_before", "original_ln_after"),
 )
 _STREAM = "the library adds the residual stream in another way than the model, for which there is no equation"

@@ -13,11 +13,12 @@ from torch import Tensor
 from peftc.adapters.loading import check_tensors
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.exchange.peft_format.config import PeftConfig, refusal
-from peftc.exchange.peft_format.folder import CONFIG, damaged, read_tensors, write_files
+from peftc.exchange.peft_format.folder import CONFIG, damaged, read_config, read_tensors, write_files
 
 TENSORS, PICKLED = "adapter.safetensors", "pytorch_adapter.bin"
 HEAD_CONFIG, HEAD, PICKLED_HEAD = "head_config.json", "model_head.safetensors", "pytorch_model_head.bin"
-FILES = (CONFIG, TENSORS, PICKLED, HEAD_CONFIG, HEAD, PICKLED_HEAD)
+INTERFACE = "adapter_interface.json"  # of a model whose modules the library knows by their names alone
+FILES = (CONFIG, TENSORS, PICKLED, HEAD_CONFIG, HEAD, PICKLED_HEAD, INTERFACE)
 # The names in which older releases stored the same tensors.
 _OLDER = re.compile(r"\b(?:attention|layer)_text_(?:task|lang)_adapters\b")
 _HOLDERS = "adapters|loras|prefix_tunings|prefix_gates|shared_parameters|invertible_adapters|refts|prompt_tunings"
@@ -41,7 +42,10 @@ class HubTensor:
 
 @dataclass(eq=False)
 class HubAdapter:
-    """What a folder has. `heads`: the tensors of a prediction head; `notes`: what does not come."""
+    """What a folder has. `heads`: the tensors of a prediction head; `notes`: what does not come.
+
+    `embeddings`: their name in the base where the folder has an interface, else "".
+    """
 
     name: str
     base: str | None
@@ -49,6 +53,7 @@ class HubAdapter:
     tensors: list[HubTensor]
     heads: Mapping[str, Tensor]
     notes: dict[str, None] = field(default_factory=dict[str, None])
+    embeddings: str = ""
 
     def is_own(self, key: str) -> bool:
         """Whether a tensor of a head is the adapter's own, which is among them in some models."""
@@ -69,7 +74,19 @@ def read_hub_adapter(folder: Path, values: Mapping[str, Any]) -> HubAdapter:
         raise damaged(f"{folder / CONFIG} has no name of an adapter")
     tensors = read_tensors(folder, TENSORS, PICKLED)
     has_head = any((folder / file).exists() for file in (HEAD_CONFIG, HEAD, PICKLED_HEAD))
-    return hub_adapter(values, tensors, read_tensors(folder, HEAD, PICKLED_HEAD) if has_head else {})
+    adapter = hub_adapter(values, tensors, read_tensors(folder, HEAD, PICKLED_HEAD) if has_head else {})
+    if (folder / INTERFACE).exists():
+        adapter.embeddings = _embeddings(folder)
+    return adapter
+
+
+def _embeddings(folder: Path) -> str:
+    """Raises: P803."""
+    interface = read_config(folder / INTERFACE).get("interface")
+    name = cast(dict[str, Any], interface).get("model_embeddings") if isinstance(interface, dict) else None
+    if not isinstance(name, str) or not name:
+        raise damaged(f"{folder / INTERFACE} does not name the embeddings")
+    return name
 
 
 def hub_adapter(values: Mapping[str, Any], tensors: Mapping[str, Tensor], heads: Mapping[str, Tensor]) -> HubAdapter:

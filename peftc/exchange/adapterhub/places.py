@@ -8,9 +8,13 @@ from posixpath import commonpath
 
 from torch import nn
 
-from peftc.addressing.sites import Site, SiteTable
+from peftc.addressing.module_infos import infos_of
+from peftc.addressing.site_list import site_list
+from peftc.addressing.sites import Site
 from peftc.diagnostics.suggestions import did_you_mean
 from peftc.exchange.spec_text import unfit
+from peftc.planning.selection.module_sites import module_site
+from peftc.recognition.analysis import Analysis
 
 # The dictionaries of a layer, for sub-layers whose residual sum is code of the layer itself. A
 # module of its own for the sum has them as `adapters`.
@@ -21,9 +25,10 @@ _OUTPUTS = {"self": "o", "cross": "o", "ffn": "down"}
 class HubPlaces:
     """The sites of a model by the names of AdapterHub's library."""
 
-    def __init__(self, table: SiteTable, model: nn.Module) -> None:
-        self.sites = {site.path: site for site in table.sites}
-        self.modules = dict(model.named_modules(remove_duplicate=False))
+    def __init__(self, analysis: Analysis, model: nn.Module) -> None:
+        self.table, self.seen = analysis.table, analysis.structure.seen
+        self.sites = {site.path: site for site in self.table.sites}
+        self.model, self.modules = model, dict(model.named_modules(remove_duplicate=False))
         self.prefix = getattr(model, "base_model_prefix", "")
 
     @cached_property
@@ -34,6 +39,37 @@ class HubPlaces:
     @cached_property
     def layers(self) -> list[Site]:
         return [site for site in self.sites.values() if site.steps[-1][0] == "layer"]
+
+    def embeddings(self, owner: str, name: str = "") -> Site:
+        """The embeddings of a part of the model: its module of that name, or the last one of those
+        that it calls once, before its layers, whose value has the features of the residual stream.
+
+        Raises: P804.
+        """
+        inside = self.module(owner) if owner else self.prefix if self.prefix in self.modules else ""
+        layers = [layer for layer in self.seen.layers if layer.startswith(f"{inside}.".lstrip("."))]
+        names, calls = list(self.seen.calls), self.seen.calls
+        before = names[: names.index(layers[0])] if layers else []
+        infos = infos_of(self.table)
+        own = [
+            module
+            for module in (infos.find(one) for one in before if one.rpartition(".")[0] == inside and one)
+            if module is not None and module.output == self.table.d_model and calls[module.name].count == 1
+            if not any(layer.startswith(f"{module.name}.") for layer in layers)
+        ]
+        chosen = [infos.find(self.module(f"{inside}.{name}".lstrip(".")))] if name else own[-1:]
+        if not chosen or chosen[0] is None:
+            raise unfit(f"`{owner}` has no embeddings that run once, before its layers")
+        sites = site_list(self.table)
+        site = module_site(chosen[0], sites)
+        return site if isinstance(site, Site) else sites.at(site)
+
+    @cached_property
+    def output_embeddings(self) -> Site | None:
+        """The head that gives scores of tokens."""
+        module = getattr(self.model, "get_output_embeddings", lambda: None)()
+        names = [name for name, other in self.modules.items() if other is module]
+        return next((site for site in self.sites.values() if site.module in names and "h" in site.states), None)
 
     @property
     def has_decoder_behind_encoder(self) -> bool:

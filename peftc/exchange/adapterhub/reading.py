@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from peftc.addressing.sites import SiteTable
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names
 from peftc.exchange.adapterhub.bottlenecks import bottlenecks, is_bottleneck
 from peftc.exchange.adapterhub.folder import HEAD_CONFIG, HubAdapter
 from peftc.exchange.adapterhub.interventions import ARCHITECTURE, interventions
+from peftc.exchange.adapterhub.invertible import HOLDER, KIND, invertible
 from peftc.exchange.adapterhub.low_rank import ARCHITECTURES, low_rank
 from peftc.exchange.adapterhub.places import HubPlaces
 from peftc.exchange.adapterhub.prefixes import prefixes
@@ -20,14 +20,20 @@ from peftc.exchange.peft_format.config import refusal
 from peftc.exchange.peft_format.folder import damaged
 from peftc.exchange.places import aliases
 from peftc.forms.module import has_values
+from peftc.recognition.analysis import Analysis
 
 _ARCHITECTURES = (*ARCHITECTURES, "prefix_tuning", ARCHITECTURE)
 _NONE = {
-    "invertible_adapters": "an invertible adapter behind the embeddings",
     "prompt_tunings": "a prompt behind the embeddings' norm and positions",
 }
 # The kinds of parts that tensors are of.
-_KINDS = {"adapters": {"bottleneck"}, "prefix_tunings": {"prefix"}, "loras": {"lora", "ia3"}, "refts": {"reft"}}
+_KINDS = {
+    "adapters": {"bottleneck"},
+    "prefix_tunings": {"prefix"},
+    "loras": {"lora", "ia3"},
+    "refts": {"reft"},
+    HOLDER: {KIND},
+}
 
 
 @dataclass(eq=False)
@@ -38,7 +44,7 @@ class HubParts:
     heads: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
-def read_parts(adapter: HubAdapter, table: SiteTable, model: nn.Module) -> HubParts:
+def read_parts(adapter: HubAdapter, analysis: Analysis, model: nn.Module) -> HubParts:
     """Raises: P802, P803, P804."""
     for holder, what in _NONE.items():
         if next(adapter.of(holder), None) is not None:
@@ -46,11 +52,9 @@ def read_parts(adapter: HubAdapter, table: SiteTable, model: nn.Module) -> HubPa
     for config in adapter.configs:
         if not is_bottleneck(config) and (kind := config.values.get("architecture")) not in _ARCHITECTURES:
             raise refusal("architecture", kind, f"peftc reads bottlenecks, {join_names(list(_ARCHITECTURES))}")
-        if is_bottleneck(config) and config.read("inv_adapter", None) is not None:
-            raise refusal("inv_adapter", config.values["inv_adapter"], "there is no equation for it")
         config.seen.add("architecture")
-    places = HubPlaces(table, model)
-    readers = (prefixes, bottlenecks, low_rank, interventions)
+    places = HubPlaces(analysis, model)
+    readers = (invertible, prefixes, bottlenecks, low_rank, interventions)
     parts = [part for read in readers for part in read(adapter, places)]
     if not parts:
         raise damaged("the adapter has no tensors")

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peftc.addressing.sites import Site, SiteTable
+from peftc.addressing.sites import Site
 from peftc.diagnostics import PeftcError
 from peftc.exchange.adapterhub.edit_parts import NAME, EditPart, Written, edit_parts
 from peftc.exchange.adapterhub.folder import HubAdapter, hub_adapter
+from peftc.exchange.adapterhub.invertible import KIND as INVERTIBLE
 from peftc.exchange.adapterhub.places import HubPlaces
 from peftc.exchange.adapterhub.reading import read_parts
 from peftc.exchange.adapterhub.site_parts import SitePart, form_texts, site_edits_of
 from peftc.exchange.adapterhub.terms import text
-from peftc.exchange.adapterhub.writers import bottlenecks, interventions, low_rank, prefixes
+from peftc.exchange.adapterhub.writers import bottlenecks, interventions, invertible, low_rank, prefixes
 from peftc.exchange.edited_model import Base
 from peftc.exchange.lora_export import no_form
 from peftc.exchange.selector_text import Selectors
@@ -30,6 +31,7 @@ from peftc.folding.own_forward import base_class
 from peftc.folding.weights import Folding
 from peftc.planning.ir import SiteEdit
 from peftc.planning.planner import make_plan
+from peftc.recognition.analysis import Analysis
 from peftc.semantics import expand
 from peftc.syntax.parser import parse_text
 
@@ -53,8 +55,8 @@ class HubExport:
 def hub_export(base: Base) -> HubExport:
     """Raises: P801."""
     folding = Folding(base.module, None, None, None)
-    table, record = folding.analysis.table, folding.record
-    places, parts = HubPlaces(table, base.module), edit_parts(base.module, record)
+    analysis, record = folding.analysis, folding.record
+    places, parts = HubPlaces(analysis, base.module), edit_parts(base.module, record)
     if not parts:
         raise no_form(", ".join(folding.names) or "it", "the library has no adapters that train the base alone")
     _check_names(parts[0].edit, places)
@@ -72,13 +74,13 @@ def hub_export(base: Base) -> HubExport:
     }
     tensors = {name: tensor for one in written for name, tensor in one.tensors.items()}
     heads = _heads(base, record.trained, places)
-    _check_reading(hub_adapter(whole, tensors, heads), parts, table, base)
+    _check_reading(hub_adapter(whole, tensors, heads), parts, analysis, base)
     sites = list(dict.fromkeys(part.site.path for part in parts))
     return HubExport(whole, tensors, heads, sites, kinds[0] if len(configs) == 1 else "union")
 
 
 def _written(parts: Sequence[EditPart], places: HubPlaces) -> tuple[list[Written], list[str]]:
-    own: dict[str, list[EditPart]] = {"prefix_tuning": [], "bottleneck": [], "lora": [], "reft": []}
+    own: dict[str, list[EditPart]] = {"prefix_tuning": [], "bottleneck": [], "lora": [], "reft": [], INVERTIBLE: []}
     paths = Counter[tuple[str, str]]()
     for part in parts:
         kind = _kind(part)
@@ -90,6 +92,7 @@ def _written(parts: Sequence[EditPart], places: HubPlaces) -> tuple[list[Written
     written += bottlenecks.write_bottlenecks(own["bottleneck"], places)
     written += [low_rank.write_low_rank(own["lora"], places)] if own["lora"] else []
     written += [interventions.write_interventions(own["reft"], places)] if own["reft"] else []
+    invertible.add_invertible(own.pop(INVERTIBLE), written, places)
     return written, [kind for kind, members in own.items() if members]
 
 
@@ -102,6 +105,8 @@ def _kind(part: EditPart) -> str:
         return "lora"
     if part.forms & interventions.FORMS:
         return "reft"
+    if part.forms & invertible.FORMS:
+        return INVERTIBLE
     if "prompt" in part.forms:
         raise part.no_form(_PROMPT)
     raise part.no_form("AdapterHub has bottlenecks, Compacter, prefixes, LoRA, VeRA, DoRA, MTL-LoRA, (IA)³ and ReFT")
@@ -137,13 +142,13 @@ def _heads(base: Base, trained: Mapping[str, str], places: HubPlaces) -> dict[st
         return {name: parameter.detach().clone() for name, parameter in names.items()}
 
 
-def _check_reading(adapter: HubAdapter, parts: Sequence[EditPart], table: SiteTable, base: Base) -> None:
+def _check_reading(adapter: HubAdapter, parts: Sequence[EditPart], analysis: Analysis, base: Base) -> None:
     """Raises: P801 where the library would compute something else than the edits."""
     edit = parts[0].edit
     try:
-        read = site_edits_of(read_parts(adapter, table, base.module).parts, Selectors(table))
+        read = site_edits_of(read_parts(adapter, analysis, base.module).parts, Selectors(analysis.table))
         statements = "\n".join([*form_texts(read), *(one.text for one in read)])
-        planned = make_plan(expand(parse_text(f"peft 2\n{statements}\n"), include=None), table)
+        planned = make_plan(expand(parse_text(f"peft 2\n{statements}\n"), include=None), analysis.table)
     except PeftcError as error:
         raise no_form(edit, error.diagnostics[0].message) from error
     theirs = {one.name: one.parts for one in read}

@@ -30,6 +30,15 @@ _SMALL: dict[str, Any] = {"vocab_size": 24, "pad_token_id": 1, "bos_token_id": 0
 # Not `sdpa`: the library reads its Boolean masks the other way, so that no token sees a prefix.
 _EAGER: dict[str, Any] = {**_SMALL, "attn_implementation": "eager"}
 _T5: dict[str, Any] = {**_SMALL, "d_ff": 24, "decoder_start_token_id": 1}
+_QWEN: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 24,
+    "max_position_embeddings": 16,
+    "tie_word_embeddings": False,
+}
 MODELS: dict[str, Callable[[], Any]] = {
     "bert": lambda: hf.BertForSequenceClassification(hf.BertConfig(**_ENCODER)),
     "roberta": lambda: hf.RobertaModel(hf.RobertaConfig(**_ENCODER)),
@@ -51,6 +60,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: hf.GPT2LMHeadModel(
         hf.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=16, n_inner=24, **_EAGER)
     ),
+    "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**_QWEN, **_EAGER)),  # by an interface of the library
     "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(d_model=16, d_kv=8, num_layers=2, num_heads=2, **_T5)),
 }
 

@@ -10,7 +10,7 @@ import importlib
 import json
 import shutil
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ def _unipelt(**options: Any) -> Any:
 COMMON: dict[str, Any] = {
     "double_seq_bn": lambda: hub.DoubleSeqBnConfig(reduction_factor=4),
     "seq_bn": _seq,
+    "seq_bn_inv": lambda: hub.SeqBnInvConfig(reduction_factor=4),
     "scaled_par_bn": lambda: hub.ParBnConfig(reduction_factor=4, scaling="learned"),
     "mam": lambda: hub.MAMConfig(_prefix(), hub.ParBnConfig(reduction_factor=4)),
     "compacter": lambda: hub.CompacterConfig(reduction_factor=2),
@@ -62,6 +63,7 @@ COMMON: dict[str, Any] = {
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "bert": {
+        "double_seq_bn_inv": lambda: hub.DoubleSeqBnInvConfig(reduction_factor=4, inv_adapter_reduction_factor=4),
         "par_bn": lambda: hub.ParBnConfig(reduction_factor=4),
         "compacter++": lambda: hub.CompacterPlusPlusConfig(reduction_factor=2),
         "prefix_flat": lambda: _prefix(flat=True),
@@ -104,6 +106,7 @@ LEFT_OUT = {
     *(("t5", case) for case in ("compacter", "vera", "dvora", "mam", "unipelt")),
     *((name, case) for name in ("bart", "t5") for case in ("loreft", "loreft_pair", "noreft", "direft")),
     *(("gpt2", case) for case in ("vera", "dora", "dvora", "mtl_lora")),
+    *(("qwen2", case) for case in COMMON if case not in ("seq_bn_inv", "lora")),
 }
 
 
@@ -138,18 +141,24 @@ def names_text() -> str:
     return json.dumps(names(), indent=1) + "\n"
 
 
-def record() -> None:
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    FOLDER.mkdir()
-    outputs, derivatives, counts = dict[str, torch.Tensor](), dict[str, torch.Tensor](), dict[str, int]()
+def record(keys: Sequence[str] = ()) -> None:
+    """All cases anew, or some beside those that are recorded."""
+    if not keys:
+        shutil.rmtree(FOLDER, ignore_errors=True)
+        FOLDER.mkdir()
+    outputs, derivatives = _tensors("outputs"), _tensors("gradients")
+    counts: dict[str, int] = json.loads((FOLDER / COUNTS).read_text(encoding="utf-8")) if keys else {}
     for name, make in MODELS.items():
+        if (FOLDER / f"{name}.safetensors").exists():
+            continue
         torch.manual_seed(0)
         model = make().double().eval()
         randomise(model.parameters(), 0.2)
         state = {key: value.clone() for key, value in model.state_dict().items() if value.is_floating_point()}
         save_file(state, FOLDER / f"{name}.safetensors")
         outputs[f"{name}/base"] = output(name, model)
-    for (name, case), config in cases().items():
+    chosen = {key: config for key, config in cases().items() if not keys or "/".join(key) in keys}
+    for (name, case), config in chosen.items():
         torch.manual_seed(1)
         model = base(name)
         hub.init(model)
@@ -178,6 +187,11 @@ def record() -> None:
     (FOLDER / COUNTS).write_text(json.dumps(counts, indent=1) + "\n", encoding="utf-8")
     (FOLDER / NAMES).write_text(names_text(), encoding="utf-8")
     print(f"recorded {len(outputs)} outputs")
+
+
+def _tensors(name: str) -> dict[str, torch.Tensor]:
+    file = FOLDER / f"{name}.safetensors"
+    return load_file(file) if file.exists() else {}
 
 
 def _say_projection(file: Path) -> None:
@@ -222,4 +236,4 @@ if __name__ == "__main__":
         if (FOLDER / NAMES).read_text(encoding="utf-8") != names_text():
             raise SystemExit(f"{FOLDER / NAMES}: the library has other names")
     else:
-        record()
+        record(sys.argv[1:])
