@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from peftc.concurrency.context import Rows
-from peftc.forms.member import Member
+from peftc.forms.member_module import Member
 from peftc.forms.module import FormModule, Pair
 from peftc.modules.form_hooks import HOOKED_FORMS, is_hooked
 

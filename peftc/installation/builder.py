@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from peftc.addressing.renaming import LayerName, inner_name
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.equation_code.module import EquationModule as EquationModule  # imported before a model is compiled
-from peftc.forms.member import Member
+from peftc.forms.member_module import Member
 from peftc.forms.module import FormModule, build, build_of_all, build_owner, seeded
 from peftc.forms.sequence_module import Sequence
 from peftc.forms.tasked_module import Tasked
@@ -298,13 +298,12 @@ class InstallationBuilder:
         owner = None if owner_name is None else self.shared_form(owner_name, at)
         if owner is not None and not at.instance.has_site_parameters:
             self.attach_sequence(owner, at)
-            own = Member(owner, at.instance.index, at.instance.form.fill(at.instance.args))
-            self.attach_sequence(own, at, name)
-            return own
-        form = present or self.new_form(build, name, at, at.site_edit.owner_path)
+            form = Member(owner, at.instance.index, at.instance.form.fill(at.instance.args))
+        else:
+            form = present or self.new_form(build, name, at, at.site_edit.owner_path)
+            if owner is not None:
+                form.join(owner, at.instance.index, task)
         self.attach_sequence(form, at, name)
-        if owner is not None:
-            form.join(owner, at.instance.index, task)
         return form
 
     def attach_sequence(self, form: FormModule, at: FormSite, name: str = "") -> None:

@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from peftc.equation_code.cross_layer_module import CrossLayerModule
 from peftc.equation_code.module import EquationModule
-from peftc.forms.member import Member
+from peftc.forms.member_module import Member
 from peftc.forms.module import FormModule
 from peftc.forms.tasked_module import Tasked
 from peftc.installation.record import Installation

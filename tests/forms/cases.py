@@ -13,7 +13,7 @@ from peftc.equation_code.buffer_module import BufferModule
 from peftc.equations.table import FORMS
 from peftc.forms import Args, Dims, Form
 from peftc.forms.form import Spot
-from peftc.forms.member import Member
+from peftc.forms.member_module import Member
 from peftc.forms.module import FormModule, build, build_of_all, build_owner
 from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Shape, Tokens, Vector, Weight
 

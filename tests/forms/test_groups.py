@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from peftc.equation_code.module import EquationModule
-from peftc.forms.member import Member
+from peftc.forms.member_module import Member
 from peftc.forms.module import build, build_owner
 from peftc.forms.shapes import KeyValue, Tokens
 from tests.forms.cases import Case, seeded

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from peftc.addressing.sites import Slice, WeightRef
-from peftc.forms.member import Member
+from peftc.forms.member_module import Member
 from peftc.forms.module import FormModule
 from peftc.forms.shapes import Weight
 from peftc.forms.tasked_module import Tasked
