@@ -14,7 +14,7 @@ from peftc.syntax.automaton import Automaton, Tree, deeper_than
 from peftc.syntax.build import Builder
 from peftc.syntax.errors.context import error_context
 from peftc.syntax.errors.lexical import other_format, repair_tokens
-from peftc.syntax.errors.recovery import accepted_terminals, resume
+from peftc.syntax.errors.recovery import accepted_terminals, resume, with_braces
 from peftc.syntax.errors.rules import syntax_error
 from peftc.syntax.lexer import Lexemes, Token
 from peftc.syntax.reducer import Reducer, Value
@@ -123,7 +123,12 @@ def _parse_tokens(tokens: Sequence[Token], errors: list[Diagnostic], start: str,
             is_inserted = not token.text and token is not context.token  # by recovery
             # Only the first error may be the end of the text: a later one follows from the others.
             is_consequence = token is context.token and context.type == END and errors
+            if error.code == "P013":  # `def f():`
+                errors[:] = [one for one in errors if not _is_behind(one, token)]
             errors += [] if is_consequence or is_inserted else [error]
+            if error.code == "P010" and (braced := with_braces(tokens, at, accepts)) is not None:
+                tokens = braced
+                continue
         quiet_until = _next_line(tokens, at) if in_form else at + _QUIET_TOKENS  # a line of a form is a statement
         resumptions += 1
         give_up = len(errors) >= MAX_ERRORS or resumptions >= _MAX_RESUMPTIONS
@@ -132,6 +137,12 @@ def _parse_tokens(tokens: Sequence[Token], errors: list[Diagnostic], start: str,
             break
         parser, at = resumption
     return parser.values[-1] if parser.values else tokens[-1]
+
+
+def _is_behind(error: Diagnostic, token: Token) -> bool:
+    """Whether an error is about a character of the same line, behind a word."""
+    span = error.span
+    return error.code == "P003" and span is not None and span.line == token.span.line and span.start > token.span.start
 
 
 def _next_line(tokens: Sequence[Token], at: int) -> int:

@@ -118,6 +118,11 @@ def test_names_in_braces_and_groups(folder: Path) -> None:
             assert "both" not in await complete(client, uri, GROUPS + "edit c at embed { h += ¦ }")
             client.change(uri, "peft 2\nedit c at layer.ffn { h += adapter(x, r=2 + layer) }")
             assert "from 0" in await hover(client, uri, "layer)")
+            lines = "param a[d(x)] = 0  f = a * x if of == layer  f = 2 * a * x if of != layer"
+            words = f"form by(x, of = none) {{ {lines} }}"
+            client.change(uri, f"peft 2\n{words}\nedit c at layer.ffn {{ h += by(x, of=layer) }}")
+            assert "a word" in await hover(client, uri, "layer) }")
+            client.change(uri, "peft 2\nedit c at layer.ffn { h += adapter(x, r=2 + layer) }")
             client.change(uri, GROUPS)
             assert "`layer[*].attn.v` on `bart.json`: 8 sites" in await hover(client, uri, "v}")
             assert "let both at" in await hover(client, uri, "both -")

@@ -24,7 +24,7 @@ from peftc.language_server.answers.plans import EditPlan, plans_of_edit
 from peftc.language_server.documents import Document
 from peftc.language_server.library import Library
 from peftc.language_server.names import FileNames
-from peftc.language_server.symbols import Symbol, completed, name_of, trees_of
+from peftc.language_server.symbols import Symbol, completed, name_of, trees_of, word_of
 from peftc.semantics.arguments import interval
 from peftc.semantics.form_facts import default_of, form_lines
 from peftc.syntax.automaton import Tree, Value
@@ -104,7 +104,7 @@ class Hover:
         elif "expect" in rules and token.text in _FACTS:
             yield _FACTS[token.text]
         elif token.text == LAYER and "edit" in rules:
-            yield "the number of the site's layer in its stack, from 0"
+            yield self._of_layer(around) or "the number of the site's layer in its stack, from 0"
         elif token.text in STATES and ("edit" in rules or "train" in rules):
             yield from self._of_state(token.text)
 
@@ -124,6 +124,19 @@ class Hover:
     def _python_form(self, token: Token, around: Sequence[Tree]) -> Form | None:
         is_call = any(tree.rule == "call" and tree.children[0].span == token.span for tree in around)
         return self.library.form(token.text, self.names) if is_call else None
+
+    def _of_layer(self, around: Sequence[Tree]) -> str:
+        """What `layer` is as the word of an argument: empty where it is a number."""
+        for call, keyword in zip(around, around[2:], strict=False):
+            if (call.rule, keyword.rule) != ("call", "keyword"):
+                continue
+            function, name = (word_of(tree.children[0]) for tree in (call, keyword))
+            form = None if function is None else self.library.form(function.text, self.names)
+            argument = None if form is None or name is None else form.argument(name.text)
+            if form is not None and argument is not None and LAYER in argument.choices:
+                words = ", ".join(argument.choices)
+                return f"a word, one of {words}: `{argument.name}` of `{form.name}`, {argument.doc}"
+        return ""
 
     # Symbols
 

@@ -18,6 +18,7 @@ _LOOKAHEAD = 16  # tokens by which a repair is judged
 _MIN_PROGRESS = 3  # tokens that must parse after a repair
 _STATEMENTS = frozenset({"FORM", "METHOD", "USE", "APPLY", "EDIT", "TRAIN", "EXPECT", "LET", "MOVED"})
 _BRACES = {"LBRACE": 1, "RBRACE": -1}
+_PARENTHESES = {"LPAR": 1, "RPAR": -1}
 _INVALID = frozenset({"BAD_NUMBER", "OPEN_STRING", "STRAY", "COMMENT"})
 
 
@@ -40,6 +41,18 @@ def resume(
     if tokens[at].type in _STATEMENTS and missing_braces > 0:
         return _skip(parser, tokens, at + 1)
     return (None if skips else _repair(parser, tokens, at, accepts)) or _skip(parser, tokens, at)
+
+
+def with_braces(tokens: Sequence[Token], at: int, accepts: frozenset[str]) -> Sequence[Token] | None:
+    """The tokens with braces in the place of the parentheses around a body; None without these."""
+    if tokens[at].type != "LPAR" or "LBRACE" not in accepts or tokens[at - 1].type == "DOT":
+        return None
+    depths = accumulate(_PARENTHESES.get(token.type, 0) for token in tokens[at:])
+    end = next((at + number for number, depth in enumerate(depths) if not depth), None)
+    if end is None:
+        return None
+    types = {at: "LBRACE", end: "RBRACE"}
+    return [Token(types[i], one.text, one.span) if i in types else one for i, one in enumerate(tokens)]
 
 
 def _repair(parser: Automaton, tokens: Sequence[Token], at: int, accepts: frozenset[str]) -> Resumption | None:

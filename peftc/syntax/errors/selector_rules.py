@@ -9,6 +9,7 @@ _ALTERNATIVES = "several names stand in braces behind a `.`: `layer[*].attn.{q, 
 _BODIES = {
     "EDIT": "write the equation in braces: `{ h += … }`",
     "METHOD": "write the statements in braces: `method NAME(r = 8) { edit … }`",
+    "FORM": "write the lines in braces: `form NAME(x, r) { … }`",
 }
 _SELECTORS = {  # the token in the place of a selector or a site, and what to write
     "STAR": "`**` is every module below; a pattern on module names stands in quotes",
@@ -64,7 +65,7 @@ def selector_error(c: ErrorContext) -> Error | None:
     if (
         c.allows("LBRACE")
         and c.previous_type != "DOT"
-        and c.statement in {"EDIT", "METHOD"}
+        and c.statement in _BODIES
         and c.bracket in {"", "LBRACE"}
     ):
         if str(c.token) == "where" and c.type == "NAME":  # in version 1, where it is a name
