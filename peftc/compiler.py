@@ -273,7 +273,9 @@ def compile(
         seed = torch.initial_seed() if seed is None else checked_seed(seed)
         # Verification is a later stage, which calls this one.
         check = import_module("peftc.verification").compilation_check(model) if verify else None
-        return compiled.add(InstalledSpec(own_name, flat, planned.plan, seed), planned, tasks=names, finish=check)
+        return compiled.add(
+            InstalledSpec(own_name, flat, planned.deferred_plan, seed), planned, tasks=names, finish=check
+        )
 
 
 def remove(

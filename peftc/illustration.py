@@ -92,7 +92,7 @@ def generated_code(
     planned, skeleton = plan_on(analysis, flat, names), analysis.structure.model
     with fake_mode(skeleton):
         compiled = CompiledModel(skeleton, analysis=analysis)
-        compiled.add(InstalledSpec("page", flat, planned.plan, 0), planned, tasks=names)
+        compiled.add(InstalledSpec("page", flat, planned.deferred_plan, 0), planned, tasks=names)
         try:
             return tuple(_listings(compiled))
         finally:

@@ -69,7 +69,7 @@ def apply(
         planned = compiled.plan(spec)
         own_seed = torch.initial_seed() if seed is None else checked_seed(seed)
         check_free(own_name, compiled)
-        return compiled.add(InstalledSpec(own_name, spec, planned.plan, own_seed), planned)
+        return compiled.add(InstalledSpec(own_name, spec, planned.deferred_plan, own_seed), planned)
 
 
 def pass_name(name: str | None, function: object) -> str:

@@ -161,7 +161,7 @@ def _load(
         names = zip((n for n, _ in expected_tensors(planned, compiled)), fit.expected, strict=True)
         tensors = {new: tensors[old] for new, old in names}
     spec_name = free_name(compiled.specs, name or prefix, path.resolve().name or "default")
-    installed = InstalledSpec(spec_name, spec, planned.plan, adapter.seed)
+    installed = InstalledSpec(spec_name, spec, planned.deferred_plan, adapter.seed)
     finish = partial(_fill, name=spec_name, tensors=tensors)
     return compiled.add(installed, planned, tasks=fit.tasks, finish=finish, draw=False)
 

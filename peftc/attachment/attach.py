@@ -81,7 +81,7 @@ def attach(
         if group is None:
             spec, names = saved.fit.spec, {spec.name for spec in compiled.specs}
             free = next(free for number in count(1) if (free := f"adapters_{number}") not in names)
-            alone = InstalledSpec(name, spec, saved.fit.planned.plan, saved.adapter.seed)
+            alone = InstalledSpec(name, spec, saved.fit.planned.deferred_plan, saved.adapter.seed)
             group = replace(alone, name=free, alone=alone)
         return set_adapters(compiled, group, {**group.adapters, name: saved.adapter.seed}, {name: saved.tensors})
 
@@ -222,7 +222,7 @@ def set_adapters(
     """Leaves a group with these adapters. `tensors`: of new ones, as their files name them."""
     assert group.alone is not None
     spec = spec_of(group.alone.spec, group.name, tuple(adapters))
-    new = replace(group, spec=spec, plan=compiled.plan(spec).plan, adapters=adapters)
+    new = replace(group, spec=spec, deferred_plan=compiled.plan(spec).deferred_plan, adapters=adapters)
 
     def finish(model: nn.Module) -> None:
         for name, values in (tensors or {}).items():

@@ -24,7 +24,7 @@ from peftc.cache.table_json import decode_table, encode_table
 from peftc.models.names import Request
 
 T = TypeVar("T")
-FORMAT = 5
+FORMAT = 6
 _MAX_BYTES = 64_000_000  # of a file
 _MAX_FILES = 300
 

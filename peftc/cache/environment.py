@@ -10,6 +10,7 @@ import hashlib
 import os
 import platform
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +31,10 @@ _WITHOUT_CODE = frozenset(
     {bool, int, float, str, type(None), list, tuple, dict, MethodDescriptorType, GetSetDescriptorType}
 )
 
-FileRecord = list[Any]  # path, size, time of the last change in ns, sha256 or ""
+# Path, size, time of the last change in ns, sha256 or "", and the time, which no program can set,
+# of the last change that the system noted; 0 where a later change may have the same time.
+FileRecord = list[Any]
+_TICK = 2_000_000_000  # the longest that the clock of a file system stands still, in ns
 
 
 def environment() -> dict[str, Any]:
@@ -84,7 +88,17 @@ def source_records(classes: Iterable[type]) -> list[FileRecord]:
 
 def is_unchanged(records: Iterable[FileRecord]) -> bool:
     """Whether files are what they were when these records were made."""
-    return all(_status(record[0], bool(record[3])) == record for record in records)
+    return all(_is_unchanged(*record) for record in records)
+
+
+def _is_unchanged(file: str, size: int, modified: int, content: str, noted: int) -> bool:
+    try:
+        status = os.stat(file)
+        if (status.st_size, status.st_mtime_ns) != (size, modified):
+            return False
+        return not content or status.st_ctime_ns == noted or _sha256(file) == content
+    except OSError:
+        return False
 
 
 def _file(module: ModuleType | None) -> str | None:
@@ -92,13 +106,19 @@ def _file(module: ModuleType | None) -> str | None:
     return file if isinstance(file, str) and file.endswith(".py") else None
 
 
-def _status(file: str, with_content: bool = False) -> FileRecord | None:
+def _status(file: str, with_content: bool) -> FileRecord | None:
     try:
         status = os.stat(file)
-        content = hashlib.sha256(Path(file).read_bytes()).hexdigest() if with_content else ""
+        content = _sha256(file) if with_content else ""
     except OSError:
         return None
-    return [file, status.st_size, status.st_mtime_ns, content]
+    noted = status.st_ctime_ns
+    is_unique = time.time_ns() - noted > _TICK and sys.platform != "win32"  # where it is that of the creation
+    return [file, status.st_size, status.st_mtime_ns, content, noted if is_unique else 0]
+
+
+def _sha256(file: str) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def are_pristine(classes: Iterable[Sequence[str]]) -> bool:

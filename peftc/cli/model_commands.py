@@ -140,7 +140,7 @@ def compile_skeleton(
         raise PeftcError(result.failed_expectations)
     skeleton = analysis.structure.model
     with fake_mode(skeleton):
-        installed = InstalledSpec(name, flat, result.plan, 0 if seed is None else checked_seed(seed))
+        installed = InstalledSpec(name, flat, result.deferred_plan, 0 if seed is None else checked_seed(seed))
         CompiledModel(skeleton, analysis=analysis).add(installed, result, tasks=names)
     files = {PLAN: result.plan.model_dump_json(indent=2) + "\n", SPEC: installed.text, README: readme(installed, names)}
     return result, files | forwards(skeleton)

@@ -98,7 +98,7 @@ class CompiledModel:
 
     def replan(self, specs: Iterable[InstalledSpec], tasks: tuple[str, ...] | None = None) -> tuple[InstalledSpec, ...]:
         """Specs whose text or tasks have changed, with the plan of each."""
-        return tuple(replace(one, plan=self.plan(one.spec, tasks).plan) for one in specs)
+        return tuple(replace(one, deferred_plan=self.plan(one.spec, tasks).deferred_plan) for one in specs)
 
     def set_tasks(self, tasks: tuple[str, ...], finish: Step | None = None) -> nn.Module:
         """Gives the model parameters for these tasks; those of tasks that it has already stay."""

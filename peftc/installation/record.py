@@ -18,6 +18,7 @@ from peftc.modules.base_values import ADAPTERS
 from peftc.planning import ir
 from peftc.planning.pass_edit import PassEdit
 from peftc.planning.planner import PlanResult
+from peftc.planning.report.deferred import Deferred
 from peftc.planning.report.plan import Plan
 from peftc.rewriting.edits import SHARED
 from peftc.specialization.generated_class import GeneratedClass
@@ -37,10 +38,14 @@ class InstalledSpec:
 
     name: str
     spec: ast.Spec
-    plan: Plan
+    deferred_plan: Deferred[Plan] = field(compare=False)  # it follows from the spec and the model
     seed: int
     adapters: Mapping[str, int] = field(default_factory=dict[str, int])
     alone: InstalledSpec | None = None
+
+    @property
+    def plan(self) -> Plan:
+        return self.deferred_plan.value
 
     @property
     def text(self) -> str:
@@ -55,7 +60,7 @@ class InstalledSpec:
     @property
     def edits(self) -> tuple[str, ...]:
         """The names of its edits and `train` statements."""
-        return tuple(edit.name for edit in self.plan.edits)
+        return tuple(s.name for s in self.spec.statements if isinstance(s, ast.Edit | ast.Train))
 
 
 @dataclass

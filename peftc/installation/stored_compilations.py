@@ -113,7 +113,7 @@ def _decoded(
     table: SiteTable, regions: Mapping[str, Any], edits: list[Any], spec: ast.Spec, tasks: tuple[str, ...]
 ) -> Compilation | None:
     """None for regions that do not fit the edits of the spec."""
-    planned = plan_on_table(table, spec, tasks)
+    planned = plan_on_table(table, spec, tasks, is_valid=True)
     with suppress(ValueError, TypeError, LookupError):
         decoded = _decoded_regions(regions, edits, planned.site_edits)
         return Compilation(planned, lambda: decoded)

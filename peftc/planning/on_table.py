@@ -12,10 +12,13 @@ from peftc.planning.representatives import SiteEdits
 from peftc.syntax import ast
 
 
-def plan_on_table(table: SiteTable, spec: ast.Spec, tasks: tuple[str, ...] = ()) -> PlanResult:
-    """The plan of an expanded spec. Raises: as `make_plan`, with notes on the model."""
+def plan_on_table(table: SiteTable, spec: ast.Spec, tasks: tuple[str, ...] = (), is_valid: bool = False) -> PlanResult:
+    """The plan of an expanded spec. `is_valid`: as in `make_plan`.
+
+    Raises: as `make_plan`, with notes on the model.
+    """
     try:
-        return make_plan(spec, table, tasks=tasks or (DEFAULT_TASK,))
+        return make_plan(spec, table, tasks=tasks or (DEFAULT_TASK,), is_valid=is_valid)
     except PeftcError as error:
         notes = {"P201": table.warnings}
         raise PeftcError(replace(d, notes=(*d.notes, *notes.get(d.code, ()))) for d in error.diagnostics) from error

@@ -23,6 +23,7 @@ from peftc.planning.lowering import lower_edit, unused
 from peftc.planning.lowering_context import DEFAULT_TASK, LoweringContext, groups_of, sharers_of
 from peftc.planning.pass_edit import PassEdit, form_of_pass, lower_pass
 from peftc.planning.plan_entries import Lowered, edit_entry, plan_totals, train_entry
+from peftc.planning.report.deferred import Deferred
 from peftc.planning.report.layer_values import PlanExcluded
 from peftc.planning.report.plan import (
     Plan,
@@ -53,26 +54,37 @@ P = ParamSpec("P")
 class PlanResult(NamedTuple):
     """A plan and what the compiler needs beyond it."""
 
-    plan: Plan
+    deferred_plan: Deferred[Plan]
     site_edits: SiteEdits  # every edit at every site, in the order of the spec
     trained_parameters: Mapping[str, str]  # `<statement>/<dotted name>` -> dotted name of a base parameter
     adapter_parameters: Mapping[str, str]  # the same of attached adapters, each with a value of its own
     failed_expectations: tuple[Diagnostic, ...]
     warnings: tuple[Diagnostic, ...]  # such as uneven coverage
 
+    @property
+    def plan(self) -> Plan:
+        return self.deferred_plan.value
+
 
 def make_plan(
-    spec: ast.Spec, table: SiteTable, *, source: Source | None = None, tasks: tuple[str, ...] = (DEFAULT_TASK,)
+    spec: ast.Spec,
+    table: SiteTable,
+    *,
+    source: Source | None = None,
+    tasks: tuple[str, ...] = (DEFAULT_TASK,),
+    is_valid: bool = False,
 ) -> PlanResult:
     """Resolves, types and counts every edit of an expanded spec. The plan has failed expectations.
 
     Args: `source`: the text that the plan names and hashes; by default that of the spec.
+    `is_valid`: of a spec that has been planned on this table, and whose expectations hold: it is
+    counted when something asks for the plan.
     Raises: P1xx, P201-P205, P214, P301-P309 and what forms refuse: all errors of the spec at once.
     """
     try:
-        return Planner(spec, table, source or spec.source, tasks).result()
+        return Planner(spec, table, source or spec.source, tasks).result(is_valid)
     except EverySiteNeeded:
-        return Planner(spec, table, source or spec.source, tasks, single=True).result()
+        return Planner(spec, table, source or spec.source, tasks, single=True).result(is_valid)
 
 
 class EverySiteNeeded(Exception):
@@ -94,11 +106,13 @@ class Planner:
     excluded: dict[str, Selection] = field(default_factory=dict[str, Selection])  # by conditions, of each statement
     untraced: dict[UntracedModule, None] = field(default_factory=dict[UntracedModule, None])  # in edited layers
 
-    def result(self) -> PlanResult:
+    def result(self, is_valid: bool) -> PlanResult:
         edits, trains = self.edits(), self.trains()
         self.stop_at_errors()
-        plan = self.with_expectations(self.plan(edits, trains), edits)
-        self.stop_at_errors()
+        plan = Deferred(lambda: self.with_expectations(self.plan(edits, trains), edits))
+        if not is_valid:
+            plan.value  # noqa: B018  # has failed expectations, or raises
+            self.stop_at_errors()
         selections = [(site_edits, self.selections[edit.name]) for edit, site_edits in edits if site_edits]
         trained = trained_names(trains.values())
         of_adapters: dict[str, str] = {}

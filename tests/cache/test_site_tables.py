@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from transformers.models.bart import modeling_bart
@@ -190,7 +193,7 @@ def test_the_source_of_the_model_is_compared(named: str, folder: Path, tmp_path:
     assert record[3], "the content of the model's own file is hashed"
     assert environment.is_unchanged(body["files"])
     (own,) = (record for record in body["files"] if record[0] == tracer.__file__)
-    assert not environment.is_unchanged([*body["files"], [*own[:2], own[2] + 1, own[3]]]), "peftc in development"
+    assert not environment.is_unchanged([*body["files"], [*own[:2], own[2] + 1, *own[3:]]]), "peftc in development"
     copy = tmp_path / "modeling.py"
     copy.write_bytes(Path(record[0]).read_bytes())
     os.utime(copy, ns=(record[2], record[2]))
@@ -200,6 +203,43 @@ def test_the_source_of_the_model_is_compared(named: str, folder: Path, tmp_path:
     assert not environment.is_unchanged([[str(copy), *record[1:]]])
     copy.unlink()
     assert not environment.is_unchanged([[str(copy), *record[1:]]])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="files have no time of their last change that is not set")
+def test_a_source_is_read_again_only_if_the_system_noted_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch").mkdir()
+    file = tmp_path / "torch" / "own.py"
+    file.write_text("class Own: ...\n")
+    monkeypatch.setitem(sys.modules, "torch.own", SimpleNamespace(__file__=str(file)))
+    own = type("Own", (), {"__module__": "torch.own"})
+    (recent,) = (record for record in environment.source_records([own]) if record[0] == str(file))
+    later = time.time_ns() + 10_000_000_000
+    monkeypatch.setattr(environment.time, "time_ns", lambda: later)
+    (record,) = (record for record in environment.source_records([own]) if record[0] == str(file))
+    read: list[Path] = []
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path) or read_bytes(path))
+    assert environment.is_unchanged([record])
+    assert not read
+    assert environment.is_unchanged([recent])
+    assert read, "another change may have had the same time"
+    restore(file, record)
+    read.clear()
+    assert environment.is_unchanged([record])
+    assert read
+    file.write_text("class Not: ...\n")
+    restore(file, record)
+    assert not environment.is_unchanged([record])
+
+
+def restore(file: Path, record: list[Any]) -> None:
+    """Gives a file the time of its last change that is in a record, as a copy of it has it."""
+    while True:
+        os.utime(file, ns=(record[2], record[2]))
+        if os.stat(file).st_ctime_ns != record[4]:
+            return
 
 
 def test_a_process_with_patches_neither_reads_nor_writes(

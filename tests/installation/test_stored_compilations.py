@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers.models.llama import modeling_llama
 import peftc
 from peftc.installation import cached_analysis, stored_compilations
 from peftc.installation.record import installation_of
+from peftc.planning.planner import Planner
 from peftc.recognition.analysis import analyse
 from tests import zoo
 
@@ -78,6 +80,19 @@ def test_a_stored_compilation_is_the_new_one(name: str, analyses: list[None], mo
     assert torch.equal(*(outputs(model, name) for model in models))
     peftc.compile(WEIGHTS.replace("edit n", "edit other"), models[1], seed=0, name="second")
     assert torch.equal(outputs(peftc.remove(models[1]), name), outputs(zoo.build(name), name))
+
+
+def test_a_stored_plan_is_counted_when_something_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[Planner] = []
+    plan = Planner.plan
+    monkeypatch.setattr(Planner, "plan", lambda self, *args: counted.append(self) or plan(self, *args))
+    new, stored = (compiled(f"{QV}expect foldable(a)\n", "llama", monkeypatch) for _ in range(2))
+    assert len(counted) == 1
+    copied = installation_of(copy.deepcopy(stored)).specs[0].plan
+    assert len(counted) == 2
+    assert copied == installation_of(stored).planned.plan == installation_of(new).planned.plan
+    assert [one.holds for one in copied.expectations] == [True]
+    assert len(counted) == 2
 
 
 def test_what_is_edited_inside_is_traced_anew(analyses: list[None], monkeypatch: pytest.MonkeyPatch) -> None:
