@@ -140,7 +140,7 @@ class SitePaths:
 
     def __init__(self, table: SiteTable) -> None:
         self.table, self.sites = table, site_list(table)
-        self._alignments: dict[tuple[tuple[str, ...], bool], dict[tuple[str, ...], tuple[int, ...] | None]] = {}
+        self._matches: dict[tuple[tuple[str, ...], bool], list[ItemMatch]] = {}
         self._layer_lists: dict[int, LayerLists] = {}  # by `id` of the template
 
     @cached_property
@@ -214,7 +214,12 @@ class SitePaths:
             yield from self._end_matches(steps, choice, whole)
             return
         written = tuple(step.name for step in steps)
-        known = self._alignments.setdefault((written, whole), {})
+        if (written, whole) not in self._matches:
+            self._matches[written, whole] = list(self._aligned(written, whole))
+        yield from self._matches[written, whole]
+
+    def _aligned(self, written: tuple[str, ...], whole: bool) -> Iterator[ItemMatch]:
+        known: dict[tuple[str, ...], tuple[int, ...] | None] = {}
         for numbers in self.sites.templates.values():
             for i, item in enumerate(self.sites.blocks[numbers[0]].template.items):
                 names = tuple(name for name, _ in item.site.steps)

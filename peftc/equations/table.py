@@ -26,7 +26,7 @@ class BuiltInForms(Mapping[str, Form]):
 
     def __getitem__(self, name: str) -> Form:
         form = PYTHON_FORMS.get(name)
-        return _form(_parsed(name)) if form is None else form
+        return _built_in(name) if form is None else form
 
     def __contains__(self, name: object) -> bool:
         return name in PYTHON_FORMS or name in resources.forms()
@@ -47,6 +47,11 @@ def _parsed(name: str) -> ast.Form:
     spec = parse_text(path.read_text(encoding="utf-8"), f"forms/{path.name}")
     form = next(statement for statement in spec.statements if isinstance(statement, ast.Form))
     return replace(form, origin=spec.source)
+
+
+@cache
+def _built_in(name: str) -> Form:
+    return _form(_parsed(name))
 
 
 @cache

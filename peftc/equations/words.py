@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, Literal, cast
 
 from peftc.equations.primitives import ACTIVATIONS
@@ -161,7 +162,8 @@ def function_of(param: ast.FormParam) -> str | None:
             return None
 
 
-def words_of(form: ast.Form) -> dict[str, tuple[str, ...]]:
+@lru_cache(maxsize=1_000)
+def words_of(form: ast.Form) -> Mapping[str, tuple[str, ...]]:
     """The words that an argument can be, by the argument; the default is among them.
 
     `init = bert` has the words `bert` and `lora` if a line has the condition `if init == lora`.

@@ -44,12 +44,19 @@ class _Reads(ast.NodeTransformer):
         self.reads, self.names = reads, {text.rpartition(".")[2] for text in reads}
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        is_read = isinstance(node.ctx, ast.Load) and node.attr in self.names and ast.unparse(node) in self.reads
+        is_read = isinstance(node.ctx, ast.Load) and node.attr in self.names and _text(node) in self.reads
         if not is_read:
             return self.generic_visit(node)
         place = {name: getattr(node, name) for name in _PLACE}
         function, name = ast.Name(READ, ast.Load(), **place), ast.Constant(node.attr, **place)
         return ast.Call(function, [node.value, name], [], **place)
+
+
+def _text(node: ast.expr) -> str:
+    """As `ast.unparse`, which takes longer for what is mostly a dotted name."""
+    if isinstance(node, ast.Attribute):
+        return f"{_text(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ast.unparse(node)
 
 
 def unpack_weights(graph: fx.Graph) -> None:
