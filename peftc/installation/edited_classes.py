@@ -28,7 +28,7 @@ from peftc.modules.base_values import AttachedValues, BaseValue, OriginalValue, 
 from peftc.modules.instance_forward import FORWARD, rebind_forward, replace_base, unpatched_class
 from peftc.modules.new_modules import set_class
 from peftc.modules.quantizer import QUANTIZER, trainable_quantizer
-from peftc.modules.subclasses import plain_subclass
+from peftc.modules.subclasses import constructor, plain_subclass
 from peftc.modules.walk import modules_in
 from peftc.rewriting.edits import CONTAINER, SHARED
 from peftc.specialization.generated_class import GeneratedClass
@@ -102,7 +102,8 @@ def overlay_class(cls: type[nn.Module], names: tuple[str, ...], saves: bool, roo
     if (present := _classes.get(key)) is not None:
         return present
     members: dict[str, Any] = {name: _parameter(name) for name in names}
-    members |= {_UNDER: cls, "__reduce_ex__": _reduce, "_peftc_over": (names, saves, root)}
+    members |= {_UNDER: cls, "__init__": constructor(cls), "__reduce_ex__": _reduce}
+    members["_peftc_over"] = (names, saves, root)
     if names:
         members["_replicate_for_data_parallel"] = _replicate
     if saves or root:

@@ -6,12 +6,15 @@ layers do for checkpoints. It may also take arguments, which a class statement o
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
 from torch import nn
+
+from peftc.modules.new_modules import set_class
 
 _NAMES = ("__module__", "__qualname__", "__doc__")
 
@@ -38,6 +41,20 @@ def plain_subclass(base: type[nn.Module], members: Mapping[str, Any], meta: type
             cls.__bases__ = (base,)
             return cls
     return cast("type[nn.Module]", meta(base.__name__, (base,), own))
+
+
+def constructor(base: type[nn.Module]) -> Callable[..., None]:
+    """The `__init__` of a class of edited modules: what a program constructs has no edits, and is
+    of the class `base`.
+    """
+
+    @functools.wraps(base.__init__)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if vars(type(self)).get("__init__") is __init__:  # others may have derived from it
+            set_class(self, base)
+        base.__init__(self, *args, **kwargs)
+
+    return __init__
 
 
 def _named(base: type, members: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.diagnostic import printable
 from peftc.modules.form_hooks import has_hooks
 from peftc.modules.instance_forward import FORWARD, GENERATED, replace_base, with_generated_forward
-from peftc.modules.subclasses import subclass
+from peftc.modules.subclasses import constructor, subclass
 from peftc.rewriting.boundary import boundary_graph
 from peftc.rewriting.edits import CONTAINER, RegionEdit
 from peftc.rewriting.insert import Inserter
@@ -344,6 +344,7 @@ def make_class(kind: GeneratedClass) -> type[nn.Module]:
 
     members: dict[str, Any] = {
         "forward": forward,
+        "__init__": constructor(kind.base),
         "__setattr__": __setattr__,
         "__reduce_ex__": reduce,
         "_replicate_for_data_parallel": replicate,

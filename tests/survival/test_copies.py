@@ -144,3 +144,25 @@ def test_a_state_dict_goes_into_another_compiled_model(name: str, spec: str) -> 
     assert not torch.equal(other(**inputs).logits, want)
     assert not any(other.load_state_dict(model.state_dict()))
     assert torch.equal(other(**inputs).logits, want)
+
+
+@pairs
+def test_the_class_of_a_compiled_model_constructs_a_model_without_edits(name: str, spec: str) -> None:
+    """As `from_pretrained` of the class does."""
+    model, base = compiled(name, spec, torch.float32), zoo.build(name, torch.float32).eval()
+    constructed = type(model)(model.config).eval()
+    assert [type(module) for module in constructed.modules()] == [type(module) for module in base.modules()]
+    constructed.load_state_dict(base.state_dict())
+    inputs = model_inputs(name, base)
+    with torch.no_grad():
+        assert torch.equal(constructed(**inputs)[0], base(**inputs)[0])
+        assert not torch.equal(model(**inputs)[0], base(**inputs)[0])
+
+
+def test_the_class_of_an_edited_module_constructs_one_without_edits() -> None:
+    model = freshly_compiled("llama", "lora")
+    layer = model.model.layers[0].self_attn.q_proj
+    constructed = type(layer)(3, 4)
+    assert type(constructed) is nn.Linear
+    x = torch.randn(2, 3)
+    assert torch.equal(constructed(x), nn.functional.linear(x, constructed.weight, constructed.bias))
