@@ -12,9 +12,10 @@ from peftc.diagnostics.activity import note
 from peftc.diagnostics.formats.report import Case, Report
 from peftc.diagnostics.suggestions import join_names
 from peftc.semantics.expand import check_file, expand
-from peftc.semantics.files import Include, changes_model
+from peftc.semantics.files import Include
 from peftc.syntax import ast
 from peftc.syntax.parser import parse_text
+from peftc.syntax.walk import changes_model
 
 
 @dataclass

@@ -175,8 +175,9 @@ class Tasked(Hookable, FormModule):
             raise PeftcError(Diagnostic("P536", message, help=f"choose one {axis} for the batch, or edit `h`"))
         count = rows.numbers.shape[0]
         if not count or like.shape[0] % count:
-            message = f"task_ids are for {count} examples, and the batch has {like.shape[0]}"
-            raise PeftcError(Diagnostic("P536", message))
+            argument = "rows" if axis == "adapter" else "task_ids"
+            message = f"`{argument}` has {count} entries, and the batch of this call has {like.shape[0]} rows"
+            raise PeftcError(Diagnostic("P536", message, help="one entry for each row"))
         return like.shape[0] // count
 
     def of_rows(self, groups: Groups, like: Tensor) -> FormModule | None:

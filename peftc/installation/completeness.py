@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import types
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_
+from types import FrameType
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from peftc.concurrency.context import CHOICE
+from peftc.concurrency.context import CHOICE, Rows
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.installation.record import Installation, installation_of
 from peftc.modules.instance_forward import FORWARD
@@ -248,6 +250,34 @@ def require_calls(model: nn.Module, heads: Mapping[str, nn.Module]) -> Generator
         raise PeftcError(Diagnostic("P435", message, help=help_))
 
 
+def require_rows(model: nn.Module, arguments: Iterable[object]) -> None:
+    """Raises: P536 for a batch of other rows than tasks or adapters are chosen for.
+
+    `generate` repeats rows (beams, several sequences); a call outside of it does not.
+    """
+    choice = vars(model)["_peftc"].choice.get()
+    for argument, rows in (("task_ids", choice.task), ("rows", choice.adapter)):
+        if not isinstance(rows, Rows):
+            continue
+        sizes = [value.shape[0] for value in arguments if isinstance(value, Tensor) and value.ndim > 1]
+        if sizes and rows.numbers.shape[0] not in sizes and not _is_in_generate():
+            message = (
+                f"`{argument}` has {rows.numbers.shape[0]} entries, and the batch of this call has {sizes[0]} rows"
+            )
+            raise PeftcError(Diagnostic("P536", message, help="one entry for each row"))
+
+
+def _is_in_generate() -> bool:
+    """Whether a model's `generate` runs."""
+    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "generate" and isinstance(frame.f_locals.get(next(iter(code.co_varnames), "")), nn.Module):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def checked_call(under: Any) -> Callable[..., Any]:
     """The `__call__` of a compiled model's class, which is derived from `under`."""
 
@@ -260,6 +290,7 @@ def checked_call(under: Any) -> Callable[..., Any]:
                 check_complete_number(completeness.number)
         else:
             check_complete(self)
+            require_rows(self, (*args, *kwargs.values()))
             if FORWARD in vars(self) and (heads := acting_heads(self)):
                 with require_calls(self, heads):
                     return under.__call__(self, *args, **kwargs)

@@ -19,7 +19,6 @@ from peftc.semantics.files import (
     Include,
     Scope,
     ScopeReader,
-    changes_model,
     check_constant,
     collect_errors,
     folders_of,
@@ -38,7 +37,7 @@ from peftc.syntax import ast
 from peftc.syntax.lexer import excerpt
 from peftc.syntax.printer import print_expression, print_statement
 from peftc.syntax.upgrade import check_keywords
-from peftc.syntax.walk import is_shared, map_condition, names_in, names_in_statements, values, walk
+from peftc.syntax.walk import changes_model, is_shared, map_condition, names_in, names_in_statements, values, walk
 
 BUDGET = 1_000  # statements of an expanded spec
 _NODES_PER_STATEMENT = 20  # a large expression counts as several statements

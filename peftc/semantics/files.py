@@ -306,8 +306,3 @@ def check_constant(let: ast.Let, value: ast.Expr) -> None:
         message = f"outside an edit, `let {let.name}` binds a constant or shared parameters"
         help_ = f"move it into the edit, or write `let {let.name} = shared(…)` for one set of parameters at all sites"
         raise PeftcError(Diagnostic("P115", message, let.value.span, help=help_))
-
-
-def changes_model(statements: Iterable[ast.Statement]) -> bool:
-    """Whether a file has statements that change a model, apart from the definitions of methods."""
-    return any(isinstance(statement, ast.Edit | ast.Train | ast.Apply) for statement in statements)

@@ -226,3 +226,8 @@ def ends_in_linears(steps: Sequence[ast.Step]) -> bool:
 def selects_stack(steps: Sequence[ast.Step], number: int) -> bool:
     """Whether a step is the `input` of `input.embed` or the `output` of `output.layer[*]`."""
     return [step.name for step in steps[number + 1 : number + 2]] == [STACK_CHOICES.get(steps[number].name)]
+
+
+def changes_model(statements: Iterable[ast.Statement]) -> bool:
+    """Whether a file has statements that change a model, apart from the definitions of methods."""
+    return any(isinstance(statement, ast.Edit | ast.Train | ast.Apply) for statement in statements)

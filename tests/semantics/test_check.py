@@ -171,6 +171,15 @@ def test_unused_names_are_warnings() -> None:
     assert [(error.code, error.severity) for error in diagnostics(text)] == [("P114", "warning")] * 3
 
 
+def test_a_method_beside_edits_is_applied_or_a_warning() -> None:
+    method = "peft 1\nmethod m(r = 8) { edit a at layer[*].attn.q { h += lora(x, r=r) } }\n"
+    edit = "edit b at layer[*].ffn { h += adapter(x, r=4) }\n"
+    assert [(e.code, e.severity, e.help) for e in diagnostics(method + edit)] == [
+        ("P114", "warning", "add `apply m()`")
+    ]
+    assert not diagnostics(method) and not diagnostics(method + edit + "apply m()")
+
+
 def test_a_value_that_came_from_apply_says_so() -> None:
     text = "peft 1\nmethod m(r = 8) { edit a at layer[*].attn.q { h += lora(x, r=r) } }\napply m(r=0)\n"
     (error,) = diagnostics(text)

@@ -226,6 +226,21 @@ def test_beams_are_rows_of_their_example(spec: str) -> None:
         assert torch.equal(mixed[row, : alone.shape[1]], alone[0])
 
 
+@pytest.mark.parametrize("spec", [SPEC, PROMPT])
+def test_a_call_has_the_rows_that_tasks_are_chosen_for(spec: str) -> None:
+    model = compiled("llama", spec)
+    twice = {name: torch.cat([value, value]) for name, value in three("llama", model).items()}
+    with peftc.task(model, task_ids=torch.tensor([1, 0, 2])):
+        with pytest.raises(peftc.PeftcError, match=r"P536.*`task_ids` has 3 entries.*6 rows"):
+            model(**twice)
+        with pytest.raises(peftc.PeftcError, match=r"P536.*`task_ids` has 3 entries.*6 rows"):
+            model(twice["input_ids"])
+        assert (
+            model.generate(twice["input_ids"][:3], max_new_tokens=2, num_return_sequences=2, do_sample=True).shape[0]
+            == 6
+        )
+
+
 def test_one_task_needs_no_choice() -> None:
     for tasks, names in ((None, ("default",)), (("only",), ("only",))):
         model = peftc.compile(PREFIX, zoo.build("llama"), tasks=tasks)

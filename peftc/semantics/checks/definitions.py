@@ -6,7 +6,7 @@ from peftc.diagnostics import Diagnostic, Span
 from peftc.equations.table import form_errors
 from peftc.syntax import ast
 from peftc.syntax.vocabulary import STATES
-from peftc.syntax.walk import is_shared, names_in_selectors, names_in_statements
+from peftc.syntax.walk import changes_model, is_shared, names_in_selectors, names_in_statements
 
 
 def check_definitions(spec: ast.Spec) -> Iterator[Diagnostic]:
@@ -20,17 +20,19 @@ def _definitions(spec: ast.Spec) -> Iterator[Diagnostic]:
     inner = (s for method in spec.statements if isinstance(method, ast.Method) for s in method.body)
     in_selectors = set(names_in_selectors(spec.statements))
     applied = {s.name for s in (*spec.statements, *inner) if isinstance(s, ast.Apply)}
+    applies = changes_model(spec.statements)
     for statement in spec.statements:
         match statement:
-            case ast.Method():
+            case ast.Method(name):
                 yield from _method(statement)
+                if applies and name not in applied:
+                    yield not_applied(name, statement.span)
             case ast.Let():
                 yield from _let(statement, used)
             case ast.SiteGroup(name) if name not in in_selectors:
                 yield unused(statement)
             case ast.Use(name) if name not in applied and name not in used:
-                message, help_ = f"`{name}` is never applied", f"add `apply {name}()`"
-                yield Diagnostic("P114", message, statement.span, help=help_, severity="warning")
+                yield not_applied(name, statement.span)
             case _:
                 pass
 
@@ -67,6 +69,10 @@ def _let(let: ast.Let, used: set[str]) -> Iterator[Diagnostic]:
 
 def unused(let: ast.Let | ast.SiteGroup) -> Diagnostic:
     return Diagnostic("P114", f"`{let.name}` is never used", let.span, help="remove it", severity="warning")
+
+
+def not_applied(name: str, span: Span) -> Diagnostic:
+    return Diagnostic("P114", f"`{name}` is never applied", span, help=f"add `apply {name}()`", severity="warning")
 
 
 def bound_twice(let: ast.Let) -> Diagnostic:

@@ -62,12 +62,7 @@ def selector_error(c: ErrorContext) -> Error | None:
         return c.error("P016", c.expectation("`[`"), f"an index stands in brackets: `{c.previous}[{c.next}]`")
     if in_head and c.allows("DOT") and c.type == "SLASH":  # layer[*]/attn
         return c.error("P016", c.expectation("`.`"), Suggestion("names are joined by `.`", "/", "."))
-    if (
-        c.allows("LBRACE")
-        and c.previous_type != "DOT"
-        and c.statement in _BODIES
-        and c.bracket in {"", "LBRACE"}
-    ):
+    if c.allows("LBRACE") and c.previous_type != "DOT" and c.statement in _BODIES and c.bracket in {"", "LBRACE"}:
         if str(c.token) == "where" and c.type == "NAME":  # in version 1, where it is a name
             return needs_version_2(c)
         label = f"the body of the {c.statement.lower()} stands in braces"
