@@ -38,14 +38,15 @@ class InstalledSpec:
 
     name: str
     spec: ast.Spec
-    deferred_plan: Deferred[Plan] = field(compare=False)  # it follows from the spec and the model
+    deferred_plan: Plan | Deferred[Plan] = field(compare=False)  # it follows from the spec and the model
     seed: int
     adapters: Mapping[str, int] = field(default_factory=dict[str, int])
     alone: InstalledSpec | None = None
 
     @property
     def plan(self) -> Plan:
-        return self.deferred_plan.value
+        plan = self.deferred_plan
+        return plan.value if isinstance(plan, Deferred) else plan
 
     @property
     def text(self) -> str:
