@@ -59,6 +59,7 @@ benchmarks: $(READY)
 	$(BIN)/python -m benchmarks.load
 	$(BIN)/python -m benchmarks.merge
 	$(BIN)/python -m benchmarks.mixed_rows
+	$(BIN)/python -m benchmarks.attached
 	$(BIN)/python -m benchmarks.dispatch
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.peers

@@ -107,12 +107,13 @@ def adapter_of(record: Installation, rows: Sequence[str | None]) -> str | Rows:
 
 def require_edits_of_rows(record: Installation, present: Sequence[str]) -> None:
     """Raises: P536 for edits that act on a batch as a whole, where rows have these adapters."""
-    edits = {edit for spec in record.specs if spec.adapters.keys() & set(present) for edit in spec.edits}
     for saved, parameter in record.adapter_parameters.items():
-        if (edit := saved.partition("/")[0]) in edits:
+        edit = saved.partition("/")[0]
+        if record.owner(edit).adapters.keys() & set(present):
             raise PeftcError(one_value(edit, parameter))
     for group in (spec for spec in record.specs if spec.adapters.keys() & set(present)):
-        for one in (one for one in record.planned.site_edits.representatives if one.edit in group.edits):
+        own = frozenset(group.edits)
+        for one in (one for one in record.planned.site_edits.representatives if one.edit in own):
             targets = [instance.dims.target for instance in one.instances]
             edit = next(iter(spec for spec in group.adapters if spec in present))
             if any(isinstance(target, Weight | Vector) for target in targets):

@@ -24,6 +24,7 @@ from peftc.installation.journal import copy_all
 from peftc.installation.record import InstalledSpec, installation_of
 from peftc.installation.spec_names import NAME, prefixed
 from peftc.models.samples import joint_sample
+from peftc.modules.sharded_tensors import distributed_like
 from peftc.planning.planner import PlanResult
 from peftc.syntax import ast
 from peftc.syntax.printer import print_spec
@@ -66,7 +67,7 @@ def attach(
         PeftcError: as `load`, and P548 (the name), P549 (an adapter that has tasks or passes of its
             own, edits without parameters, or parameters that all sites of a model compute
             together). Of an adapter that trains parameters of the base: P414 (a spec on the model
-            trains one, too), P432 (a module has one in a list), P449 (sharded), P542 (quantised).
+            trains one, too), P432 (a module has one in a list), P448 (sharded), P542 (quantised).
             After an error the model is unchanged.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
@@ -142,7 +143,8 @@ def swap(
         message = f"the adapter in {directory} has another spec than `{name}`"
         raise PeftcError(Diagnostic("P525", message, help="`peftc.detach` one and `peftc.attach` the other"))
     values = {**parameters(model, name), **states(model, name)}
-    copy_all(((values[n], t.reshape(values[n].shape)) for n, t in saved.tensors.items()), partial(notify_forms, model))
+    pairs = ((values[n], distributed_like(t.reshape(values[n].shape), values[n])) for n, t in saved.tensors.items())
+    copy_all(pairs, partial(notify_forms, model))
     return model
 
 

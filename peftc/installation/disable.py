@@ -87,7 +87,7 @@ def prepare_variants(model: nn.Module, record: Installation, choice: Choice) -> 
 def check_readable(model: nn.Module, names: Iterable[str]) -> None:
     """Raises: P432 for a parameter that is read from a list, as recurrent modules do."""
     trained = {id(true_parameter(model, n)): n for n in names}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules() if trained else ():
         for attribute, value in vars(module).items():
             items = value if isinstance(value, list | tuple) else ()
             if parameter := next((trained[id(p)] for p in cast(Iterable[object], items) if id(p) in trained), None):

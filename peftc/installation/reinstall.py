@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from peftc.concurrency.context import Choice, ChoiceVar
-from peftc.diagnostics import Diagnostic, PeftcError, warn
+from peftc.diagnostics import PeftcError, warn
 from peftc.forms.module import FormModule
 from peftc.forms.tasked_module import Chosen
 from peftc.installation.base_weights import refuse_quantised
@@ -26,7 +26,7 @@ from peftc.installation.edited_classes import (
 )
 from peftc.installation.journal import Journal, transaction
 from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed, place_of_values
-from peftc.modules.base_values import common_rows
+from peftc.modules.base_values import common_rows, in_parts
 from peftc.modules.offload import offloaded_error, offloaded_parameters
 from peftc.modules.packed import repacking
 from peftc.modules.sharded_tensors import is_sharded, require_gathered
@@ -94,8 +94,7 @@ class TrainedParameters:
             raise PeftcError(offloaded_error(meta, why) if is_offloaded else missing_values(meta, why))
         refuse_quantised(before.model, self.parameters, [*self.new, *of_adapters])
         if name := next((n for n in of_adapters if is_sharded(self.parameters[n])), None):
-            message = f"`{name}` is in parts on several processes, and an adapter has a value of its own in its place"
-            raise PeftcError(Diagnostic("P449", message, help="attach the adapter before the model is sharded"))
+            raise PeftcError(in_parts(name))
         values = known | {n: self.parameters[n].detach().clone() for n in self.new}
         self.originals = {n: values[n] for n in names}
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from peftc.concurrency.context import ChoiceVar, Rows
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.modules.sharded_tensors import is_sharded
 
 ADAPTERS = "adapter-values"  # the child, of the modules that sites share, with values of attached adapters
 
@@ -70,7 +71,12 @@ class AttachedValues:
         return tuple(self.by_edit)
 
     def read(self, parameter: Tensor, choice: ChoiceVar) -> Tensor:
-        """Raises: P536 where rows have adapters of their own."""
+        """Raises: P448 (sharded in another way), P536 where rows have adapters of their own."""
+        if is_sharded(parameter):
+            others = (value for values in self.by_edit.values() for value in values.parameters())
+            if not all(map(is_sharded, others)):
+                raise PeftcError(in_parts(self.name))
+            return parameter  # FSDP2 reads what it has sharded between calls, by its name
         for edit, values in self.by_edit.items():
             if not choice.is_off(edit):
                 adapter = choice.adapter
@@ -83,6 +89,13 @@ class AttachedValues:
 
     def of_base(self, parameter: Tensor) -> Tensor:
         return parameter
+
+
+def in_parts(name: str) -> Diagnostic:
+    """P448 for a parameter of the base of which attached adapters have values that are whole."""
+    message = f"`{name}` is in parts on several processes, and attached adapters have whole values in its place"
+    help_ = "attach before `fully_shard`, and shard the whole model; tensor parallelism has to leave its module whole"
+    return Diagnostic("P448", message, help=help_)
 
 
 def one_value(edit: str, name: str) -> Diagnostic:

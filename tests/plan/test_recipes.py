@@ -80,6 +80,7 @@ BIASES = QKVO * D + FFN * (F + D)
 HYPER = (1 + 24 + 3) * 64 + 4 * 64 * 128 + 128 + 3 * 64  # embeddings of 64 and a projector of 128
 
 COUNTS = {
+    "trainable_tokens": 5 * D,
     "krona": QV * 2 * D,  # 32 × 32 and 32 × 32
     "krona_res": FFN * (2 * D + 1),
     "lokr": QKVO * (D + 8 * (32 + 32)),

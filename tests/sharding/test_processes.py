@@ -13,9 +13,22 @@ import torch.distributed.checkpoint as dcp
 import peftc
 from peftc.adapters.files import read
 from tests.matrix import FULL
-from tests.sharding.worker import CASES, EDITS, REFUSED, SPECS, batches, build, get_model_state_dict, losses, work
+from tests.sharding.worker import (
+    ATTACHED,
+    ATTACHMENTS,
+    CASES,
+    EDITS,
+    REFUSED,
+    SPECS,
+    batches,
+    build,
+    get_model_state_dict,
+    losses,
+    work,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+SPLIT = "peft 2  train q = [w] at layer[*].attn.q"
 WORLDS = (2, 4) if FULL else (2,)
 SAVED = [(way, order) for way, order, spec in CASES if spec == "all"]
 
@@ -30,6 +43,10 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     peftc.save(model, folder / "adapter-one")
     dcp.save(get_model_state_dict(model, options=EDITS), checkpoint_id=folder / "checkpoint-one", no_dist=True)
     torch.save({n: p.detach() for n, p in peftc.parameters(model).items()}, folder / "values-one.pt")
+    for seed, (name, spec) in enumerate({**ATTACHED, "split": SPLIT}.items()):
+        own = peftc.compile(spec, build(), seed=seed)
+        losses(own, batches())
+        peftc.save(own, folder / name)
     torch.multiprocessing.spawn(work, args=(request.param, str(folder)), nprocs=request.param)
     return json.loads((folder / "report.json").read_text()), folder
 
@@ -76,6 +93,17 @@ def test_what_is_not_derived_is_whole(report: tuple[dict[str, Any], Path]) -> No
     own = report[0]["tp-last-whole"]["placements"]
     assert {placement for pair in own.values() for placement in pair} == {"(Replicate(),)"}
     assert not report[0]["tp-last-shared"]["placements"]  # what sites share is not distributed
+
+
+@pytest.mark.parametrize("case", ATTACHMENTS, ids="-".join)
+def test_attached_adapters_are_those_of_one_process(report: tuple[dict[str, Any], Path], case: tuple[str, str]) -> None:
+    own = report[0]["attached"]["-".join(case)]
+    assert "swap" in own
+    assert max(own.values()) < 1e-10
+
+
+def test_whole_values_of_a_split_weight_are_refused(report: tuple[dict[str, Any], Path]) -> None:
+    assert report[0]["split"] == ["P448"] * 2
 
 
 def test_refusals(report: tuple[dict[str, Any], Path]) -> None:

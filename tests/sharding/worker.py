@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,12 @@ CASES = [
 ]
 LOADED = [("tp", "first"), ("plan", "last"), ("fsdp", "last"), ("both", "between")]
 REFUSED = [("tp", "last", "heads"), ("tp", "last", "inner"), ("fsdp", "last", "shared")]
+ATTACHED = {  # adapters that are on one model together, by their folders
+    "attached-a": f"peft 2  edit a at {LINEARS} {{ h += lora(x, r=2) }}",
+    "attached-b": f"peft 2  edit a at {LINEARS} {{ h += lora(x, r=2) }}",
+    "attached-c": "peft 2  train n = [w] at layer[*].norm  train h = [w] at head",
+}
+ATTACHMENTS = [("tp", "first"), ("tp", "last"), ("fsdp", "first")]
 EDITS = StateDictOptions(ignore_frozen_params=True, strict=False)
 STYLES = {
     **{f"layers.*.self_attn.{name}_proj": ColwiseParallel for name in "qkv"},
@@ -161,6 +167,8 @@ def work(rank: int, world: int, directory: str) -> None:
     report |= {"-".join(case): refusal(*case, folder) for case in REFUSED}
     report["loading"] = loading(folder, ("one",))
     report["calls"] = calls(folder)
+    report["attached"] = {"-".join(one): attachment(*one, folder) for one in ATTACHMENTS}
+    report["split"] = refused_values(folder)
     if rank == 0:
         (folder / "report.json").write_text(json.dumps(report))
     dist.barrier()
@@ -217,6 +225,56 @@ def loading(folder: Path, names: Iterable[str]) -> dict[str, bool]:
         actual = values(model)
         result[f"{name} checkpoint"] = all(torch.equal(actual[n], wanted[n]) for n in wanted)
     return result
+
+
+def attach_all(model: nn.Module, folder: Path) -> nn.Module:
+    for name in ATTACHED:
+        peftc.attach(folder / name, model)
+    return model.eval()
+
+
+def attachment(way: str, order: str, folder: Path) -> dict[str, float]:
+    """How far a sharded model with attached adapters is from that of one process: the outputs of
+    each adapter and of the base, in this order, and the gradients of one.
+    """
+    one: Any = attach_all(build(), folder)
+    model = sharded(way, order, lambda model: attach_all(model, folder), folder)
+    ids, result = batches()[0], dict[str, float]()
+    part, parts = part_of(way)
+    own = batches(part, parts)[0]
+    for number, name in enumerate(["attached-c", "attached-a", None, "attached-b", "attached-c"]):
+        outputs: list[Tensor] = []
+        for own_model in (model, one):
+            peftc.activate(own_model, name)
+            with torch.no_grad():
+                outputs.append(own_model(input_ids=ids).logits)
+        result[f"{number} {name}"] = float((outputs[0] - outputs[1]).abs().max())
+    for own_model, tokens in ((model, own), (one, ids)):
+        logits = own_model(input_ids=tokens).logits
+        nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    gradients = peftc.parameters(one, "attached-c")
+    for name, parameter in peftc.parameters(model, "attached-c").items():
+        gradient: Any = parameter.grad
+        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        result[name] = float((whole - cast(Tensor, gradients[name].grad)).abs().max())
+    peftc.activate(model, "attached-a")
+    peftc.activate(one, "attached-b")
+    peftc.swap(model, "attached-a", folder / "attached-b")
+    with torch.no_grad():
+        result["swap"] = float((model(input_ids=ids).logits - one(input_ids=ids).logits).abs().max())
+    return result
+
+
+def refused_values(folder: Path) -> list[str]:
+    """The codes of an adapter that trains weights that are split, attached before and after."""
+    codes: list[str] = []
+    for order in ("first", "last"):
+        try:
+            model = sharded("tp", order, lambda model: peftc.attach(folder / "split", model), folder)
+            model(input_ids=batches()[0])
+        except peftc.PeftcError as error:
+            codes += [one.code for one in error.diagnostics]
+    return codes
 
 
 @torch.no_grad()

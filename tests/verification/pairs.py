@@ -45,7 +45,7 @@ def models(recipe: str) -> tuple[str, ...]:
         return BIASES
     if "ffn.gate" in RECIPES[recipe].read_text(encoding="utf-8"):
         return GATED
-    if recipe in ("ipt", "p_tuning", "prompt_tuning", "spot"):
+    if recipe in ("ipt", "p_tuning", "prompt_tuning", "spot", "trainable_tokens"):
         return TEXT  # images have no tokens to embed
     text = RECIPES[recipe].read_text(encoding="utf-8")
     linears = (
