@@ -118,7 +118,8 @@ def plan(
 
     Warns:
         PeftcWarning: P217, for a selector that leaves out weights whose role is not known; P220,
-            for a form of Linears, such as `lora`, at another module; P320, for `h = lora(x)`.
+            for a form of Linears, such as `lora`, at another module; P320, for `h = lora(x)`; P325,
+            for a mean over tokens in a decoder.
     """
     with paused_gc():
         flat = flat_spec(spec, settings, include)
@@ -143,10 +144,11 @@ def _figure(
 
 def warn_of_places(planned: PlanResult) -> None:
     """A `PeftcWarning` for each selector that leaves out weights of unknown role (P217), for forms
-    of Linears elsewhere (P220), and for states that are thrown away (P320).
+    of Linears elsewhere (P220), for states that are thrown away (P320), and for means over tokens
+    in a decoder (P325).
     """
     for diagnostic in planned.warnings:
-        if diagnostic.code in ("P217", "P220", "P320"):
+        if diagnostic.code in ("P217", "P220", "P320", "P325"):
             warn(diagnostic)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
 
 import peftc
 from benchmarks.families import build
+from peftc.cli.main import main
 from tests import zoo
 
 SPEC = "peft 1\nedit e at layer[*].ffn { h += 4 * adapter(x, r=4, act=relu) }\n"
@@ -41,6 +43,14 @@ def test_queries_keys_and_values_are_arguments_of_the_attention(name: str) -> No
     assert len(set(operands)) == 3
     assert all(attention in node.users for node in operands)
     assert all(node.meta["example"].ndim == 4 for node in operands)
+
+
+def test_a_table_is_printed_as_the_command_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    zoo.build("bart").config.save_pretrained(tmp_path)
+    assert main(["sites", "--model", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "decoder" in printed
+    assert str(peftc.sites(str(tmp_path))) == printed
 
 
 def test_a_selector_narrows_to_its_sites() -> None:

@@ -23,10 +23,15 @@ def origin_of(model: nn.Module) -> Origin | None:
         return None
     name, revision = _name(model), None
     if name and os.path.isdir(name):
-        name = str(Path(name).resolve())
+        name = absolute_name(name)
     elif name:
         revision = getattr(getattr(model, "config", None), "_commit_hash", None) or _cached_revision(name)
     return Origin(name=name, revision=revision, library=cast(Any, library), architecture=cls.__name__)
+
+
+def absolute_name(name: str) -> str:
+    """The path of a folder from the root of the file system; a hub id as it is."""
+    return str(Path(name).resolve()) if os.path.isdir(name) else name
 
 
 def _own_class(model: nn.Module) -> type:

@@ -324,6 +324,11 @@ class SiteTable:
     fingerprint_version: int = 2
     positions: int | None = None  # the most tokens that the model takes, where its configuration says so
 
+    def __str__(self) -> str:
+        """The tree of sites, as `peftc sites` prints it."""
+        text: str = import_module("peftc.planning.report.plan").sites_text(self)  # a later stage
+        return text
+
     def _repr_html_(self) -> str:
         """For notebooks: the tree of sites."""
         html: str = import_module("peftc.planning.report.html").sites_html(self)  # a later stage

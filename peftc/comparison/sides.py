@@ -103,7 +103,7 @@ def expand_below(folder: Path, label: str, path: str, include: Sequence[str] = (
     try:
         return expand(parse_text(read_text(str(file)), str(file)), include=include)
     except PeftcError as error:  # say the names that the user knows
-        raise PeftcError(_renamed(one, f"{folder}/", label) for one in error.diagnostics) from error
+        raise PeftcError(_renamed(one, f"{folder}/", label) for one in error.diagnostics) from error.__cause__
 
 
 def _renamed(diagnostic: Diagnostic, prefix: str, label: str) -> Diagnostic:

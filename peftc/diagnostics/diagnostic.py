@@ -170,7 +170,8 @@ class Diagnostic:
             path = printable(place.source.path)
             notes += f"\n  {path}:{place.span.line}:{place.span.column}: {printable(place.message)}"
         help_ = f"\n  help: {printable(self.help)}" if self.help else ""
-        return f"{at}{self.severity}[{self.code}]: {printable(self.message)}{notes}{help_}"
+        label = f" ({printable(self.label)})" if self.label else ""
+        return f"{at}{self.severity}[{self.code}]: {printable(self.message)}{label}{notes}{help_}"
 
 
 def _word_in(text: str, span: Span, word: str) -> Span | None:

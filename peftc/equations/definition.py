@@ -86,7 +86,8 @@ class TextForm(Form):
         selection = next((line for line in self._lines() if criterion_of(line)), None)
         words = functions | {line.value.id for line in self._lines() if isinstance(line.value, ast.Name)}
         self.counts_rows = COUNTED in functions
-        self.joins_rows = any(mean_over(call) == "batch" for call in self._calls)
+        means = set(map(mean_over, self._calls))
+        self.joins_rows, self.joins_tokens = "batch" in means, "tokens" in means
         self.is_cross_layer = not functions.isdisjoint(CROSS_LAYER)
         self.mixes_shapes = self.is_cross_layer or (scopes != {"site"} and not are_alternatives(self._lines()))
         has_tasks = any(map(is_of_task, self._lines()))

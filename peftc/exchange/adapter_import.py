@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from peftc.adapters.base import base_of
 from peftc.adapters.files import path_of
 from peftc.adapters.loading import check_tensors, notify_forms
+from peftc.adapters.origin import absolute_name
 from peftc.adapters.saving import save_as
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.equation_code.module import EquationModule, tensor_named
@@ -234,7 +235,7 @@ def _description(base: Base, record: Installation) -> Any:
         name: tensor.model_copy(update={"sample": ()}) if name in unknown else tensor
         for name, tensor in described.tensors.items()
     }
-    return described.model_copy(update={"id": base.id, "tensors": tensors})
+    return described.model_copy(update={"id": absolute_name(base.id), "tensors": tensors})
 
 
 @torch.no_grad()

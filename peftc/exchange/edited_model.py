@@ -20,6 +20,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.exchange.low_rank_changes.products import rows_of_site
 from peftc.forms.module import has_values
 from peftc.installation.completeness import active_installation
+from peftc.installation.spec_names import with_note
 from peftc.merging.base_model import BaseModel, load_adapters, open_base
 from peftc.merging.checkpoint import placeholder
 from peftc.models.skeleton import meta_model
@@ -123,7 +124,8 @@ def edited(
         yield Base(adapter, resolve(adapter).id)
         return
     path = path_of(adapter)
-    base = open_model(read_description(path).base.id if model is None else model, trust_remote_code)
+    with nullcontext() if model is not None else with_note("the adapter names this base; `model` names another"):
+        base = open_model(read_description(path).base.id if model is None else model, trust_remote_code)
     try:
         _load(base, path, other_weights)
         yield base

@@ -257,6 +257,7 @@ class Form:
         return {argument.name: argument.name for argument in self.arguments}
 
     counts_rows: bool = False  # whether positions of the text count the rows that it joins to keys
+    joins_tokens: bool = False  # whether it has a mean over the tokens of a call
 
     def selects_positions(self, args: Args) -> bool:
         """Whether it acts at some positions, of which its stack tells it."""

@@ -53,7 +53,7 @@ def with_note(note: str) -> Generator[None]:
     try:
         yield
     except PeftcError as error:
-        raise PeftcError(replace(d, notes=(*d.notes, note)) for d in error.diagnostics) from error
+        raise PeftcError(replace(d, notes=(*d.notes, note)) for d in error.diagnostics) from error.__cause__
 
 
 def check_spec_conflicts(record: Installation, flat: ast.Spec, planned: PlanResult) -> None:

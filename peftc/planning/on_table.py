@@ -21,7 +21,9 @@ def plan_on_table(table: SiteTable, spec: ast.Spec, tasks: tuple[str, ...] = (),
         return make_plan(spec, table, tasks=tasks or (DEFAULT_TASK,), is_valid=is_valid)
     except PeftcError as error:
         notes = {"P201": table.warnings}
-        raise PeftcError(replace(d, notes=(*d.notes, *notes.get(d.code, ()))) for d in error.diagnostics) from error
+        raise PeftcError(
+            replace(d, notes=(*d.notes, *notes.get(d.code, ()))) for d in error.diagnostics
+        ) from error.__cause__
 
 
 def needs_graphs(site_edits: SiteEdits) -> bool:

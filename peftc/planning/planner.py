@@ -3,6 +3,7 @@
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple, ParamSpec, TypeVar
@@ -16,9 +17,9 @@ from peftc.forms import Form
 from peftc.planning.assignments import change_at_first, changed_weights, conflicts
 from peftc.planning.expectations import evaluate
 from peftc.planning.foldability.check import check_foldability
+from peftc.planning.form_warnings import linear_form_warnings, token_mean_warnings
 from peftc.planning.ir import FrozenCall, SiteEdit
 from peftc.planning.layer_numbers import LayerNumbers, with_text
-from peftc.planning.linear_forms import linear_form_warnings
 from peftc.planning.lowering import lower_edit, unused
 from peftc.planning.lowering_context import DEFAULT_TASK, LoweringContext, groups_of, sharers_of
 from peftc.planning.pass_edit import PassEdit, form_of_pass, lower_pass
@@ -81,10 +82,9 @@ def make_plan(
     counted when something asks for the plan.
     Raises: P1xx, P201-P205, P214, P301-P309 and what forms refuse: all errors of the spec at once.
     """
-    try:
+    with suppress(EverySiteNeeded):
         return Planner(spec, table, source or spec.source, tasks).result(is_valid)
-    except EverySiteNeeded:
-        return Planner(spec, table, source or spec.source, tasks, single=True).result(is_valid)
+    return Planner(spec, table, source or spec.source, tasks, single=True).result(is_valid)
 
 
 class EverySiteNeeded(Exception):
@@ -170,6 +170,7 @@ class Planner:
             edits = [(edit, self.lower(edit, edit_sites, context)) for edit, edit_sites in sites]
         for edit, site_edits in edits:
             self.warn(edit, linear_form_warnings(edit, site_edits))
+            self.warn(edit, token_mean_warnings(edit, site_edits))
         for edit, diagnostic in (*conflicts(edits), *changed_weights(edits)):
             self.report(edit, (diagnostic,))
         return edits

@@ -20,7 +20,8 @@ STATES: Mapping[str, str] = {
 PARAMETERS = ("w", "b")  # the states that `train` takes
 WEIGHT_AND_BIAS = "wb"
 
-STACKS = ("encoder", "decoder")
+DECODER = "decoder"
+STACKS = ("encoder", DECODER)
 TOWERS = ("vision", "text", "audio")  # of multimodal models, which may have towers of other names, too
 
 # Qualifiers that select a stack by its role, with the step that must follow.

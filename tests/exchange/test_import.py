@@ -312,7 +312,25 @@ def test_of_a_hub_repository_only_files_of_adapters_are_fetched(
     monkeypatch.setattr("peftc.exchange.adapter_import.snapshot_download", snapshot)
     peftc.import_adapter("someone/tuned", tmp_path / "ours", model=zoo.build("llama", torch.float64))
     peft = ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"]
-    hub = ["adapter_config.json", "adapter.safetensors", "pytorch_adapter.bin"]
+    hub = ["adapter_config.json", "adapter_interface.json", "adapter.safetensors", "pytorch_adapter.bin"]
     heads = ["head_config.json", "model_head.safetensors", "pytorch_model_head.bin"]
     assert asked == ["someone/tuned", *peft, *hub, *heads]
     assert_same_outputs(loaded("llama", tmp_path / "ours"), theirs, "llama")
+
+
+def test_the_base_of_an_adapter_that_came_in_is_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--model` may be a relative path; the adapter names the folder itself."""
+    base = zoo.build("llama").eval()
+    base.save_pretrained(tmp_path / "base")
+    trained("llama", tmp_path / "in", torch.float32, **lora("llama"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["import", "in", "-o", "ours", "--model", "base"]) == 0
+    assert json.loads((tmp_path / "ours/adapter.json").read_text())["base"]["id"] == str((tmp_path / "base").resolve())
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(["export", "../ours", "-o", "back"]) == 0
+    (tmp_path / "base").rename(tmp_path / "moved")
+    diagnostic = refused("P502", lambda: peftc.export(tmp_path / "ours", "again"))
+    assert diagnostic.notes == ("the adapter names this base; `model` names another",)

@@ -60,6 +60,24 @@ def test_a_form_of_linears_elsewhere_is_a_warning(family: str) -> None:
         peftc.plan("peft 1 edit e at layer[*].** { h *= vector(init=1) }", model)
 
 
+MEANS = "peft 2 form m(x, r) { param A[r, d(x)] = kaiming param B[d(out), r] = 0 f = B @ (A @ (x - mean(x, tokens))) } "
+
+
+@pytest.mark.parametrize(("family", "selector", "decodes"), [
+    ("bart", "encoder.layer[*].ffn", False), ("bart", "decoder.layer[*].ffn", True), ("bart", "layer[*].ffn", True),
+    ("bert", "layer[*].ffn", False), ("llama", "layer[*].ffn", True),
+])  # fmt: skip
+def test_a_mean_over_tokens_in_a_decoder_is_a_warning(family: str, selector: str, decodes: bool) -> None:
+    for text in (
+        f"peft 2 edit e at {selector} {{ h *= gate(x) }}",
+        f"{MEANS} edit e at {selector} {{ h += m(x, r=2) }}",
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            peftc.plan(text, zoo.build(family))
+        assert [str(one.message).partition("]")[0].rpartition("[")[2] for one in caught] == ["P325"] * decodes
+
+
 SHORT = {  # a selector: what it is short for
     "layer[*].attn.{q, v}": "layer[*].attn.q | layer[*].attn.v",
     "layer[0, 2].{attn.{q, v}, ffn.up}": "layer[0, 2].attn.q | layer[0, 2].attn.v | layer[0, 2].ffn.up",

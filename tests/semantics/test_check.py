@@ -177,7 +177,8 @@ def test_a_method_beside_edits_is_applied_or_a_warning() -> None:
     assert [(e.code, e.severity, e.help) for e in diagnostics(method + edit)] == [
         ("P114", "warning", "add `apply m()`")
     ]
-    assert not diagnostics(method) and not diagnostics(method + edit + "apply m()")
+    assert not diagnostics(method)
+    assert not diagnostics(method + edit + "apply m()")
 
 
 def test_a_value_that_came_from_apply_says_so() -> None:

@@ -13,10 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from peftc.addressing.paths import compress_paths
-from peftc.addressing.sites import UntracedModule
+from peftc.addressing.sites import SiteTable, UntracedModule
 from peftc.planning.ir import FormInstance, SiteEdit
 from peftc.planning.report.layer_values import PlanExcluded, PlanLayerValues
 from peftc.planning.report.plan_sites import PlanSitePattern, PlanSites, Record
+from peftc.planning.report.site_tree import render_sites
 from peftc.planning.selection.selector_errors import reason_lines
 from peftc.syntax.vocabulary import PLAN_COUNTS
 
@@ -219,6 +220,11 @@ def figure_svg(plan: Plan) -> str | None:
     """The picture of a plan; None without pygraphviz, and of a copy."""
     make = plan._figure.make  # pyright: ignore[reportPrivateUsage]  # of this file
     return make(plan, "svg") if make else None
+
+
+def sites_text(table: SiteTable) -> str:
+    """The tree of sites as text."""
+    return plain_text(render_sites(table))
 
 
 def plain_text(result: RenderableType, width: int = 80) -> str:

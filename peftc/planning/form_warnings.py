@@ -1,4 +1,4 @@
-"""Warnings of forms that are meant for a Linear, at modules that are none (P220)."""
+"""Warnings of forms at sites that they are not meant for: P220, P325."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from peftc.planning.foldability.affine import is_linear, is_table
 from peftc.planning.ir import FormCall, Read, SiteEdit, Term, subterms
 from peftc.syntax import ast
 from peftc.syntax.printer import print_selector
-from peftc.syntax.vocabulary import EVERY_MODULE, LINEAR
+from peftc.syntax.vocabulary import DECODER, EVERY_MODULE, LINEAR
 from peftc.syntax.walk import arms
 
 
@@ -24,6 +24,22 @@ def linear_form_warnings(edit: ast.Edit, site_edits: Sequence[SiteEdit]) -> Iter
             calls[span].append(site_edit)
     for span, places in calls.items():
         yield _warning(edit, span, places, sum(one.count for one in site_edits))
+
+
+def token_mean_warnings(edit: ast.Edit, site_edits: Sequence[SiteEdit]) -> Iterator[Diagnostic]:
+    """P325, one for each call of a form with a mean over tokens, in a decoder."""
+    calls: dict[Span, tuple[str, SiteEdit]] = {}
+    for site_edit in site_edits:
+        if site_edit.site.steps[0][0] == DECODER:
+            for call in (term for term in site_edit.terms() if isinstance(term, FormCall)):
+                if call.instance.form.joins_tokens:
+                    calls.setdefault(call.source.span, (call.instance.form.name, site_edit))
+    for span, (name, first) in calls.items():
+        message = f"`{name}` has a mean over the tokens of a call, and tokens of a decoder attend to earlier ones alone"
+        notes = ("each token depends on later ones, and on padding", "with a cache it is the mean of the new tokens")
+        help_ = "call the model with `use_cache=False`, and without padding; or edit an encoder"
+        label = f"e.g. at `{first.site.path}`"
+        yield Diagnostic("P325", message, span, label=label, notes=notes, help=help_, severity="warning")
 
 
 def _has_parameters(site: Site) -> bool:
