@@ -43,6 +43,12 @@ _INVERTIBLE = (
     "`glow` does not run in the library; the inverse stands before the head where the library knows a model by an "
     "interface, as Qwen2, and in its own heads, which do not come in"
 )
+_PROMPT = (
+    "its rows stand behind the positions and the norm of the embeddings, of the tokens alone; the layers get a longer "
+    "mask than the model made, and results keep the rows: the pooler of BERT reads the first one in the place of "
+    "`[CLS]`. A `prompt` stands where the model takes embedded tokens, before all that, and results have the tokens of "
+    "the text"
+)
 _HALF = "with `suffix_positions=0` the library has as many parameters again, which nothing reads; they stay behind"
 METHODS: tuple[HubMethod, ...] = (
     HubMethod("SeqBnConfig", ("seq_bn", "pfeiffer"), "seq_bn"),
@@ -56,7 +62,7 @@ METHODS: tuple[HubMethod, ...] = (
     HubMethod("CompacterPlusPlusConfig", ("compacter++",), "compacter++"),
     HubMethod("PrefixTuningConfig", ("prefix_tuning",), "prefix"),
     HubMethod("PrefixTuningConfig", ("prefix_tuning_flat",), "prefix_flat"),
-    HubMethod("PromptTuningConfig", ("prompt_tuning",), note="its rows stand behind the norm of the embeddings"),
+    HubMethod("PromptTuningConfig", ("prompt_tuning",), note=_PROMPT),
     HubMethod("LoRAConfig", ("lora",), "lora"),
     HubMethod("IA3Config", ("ia3",), "ia3"),
     HubMethod("VeraConfig", ("vera",), "vera"),
@@ -129,7 +135,8 @@ def section() -> Iterator[str]:
         if method.note:
             notes.setdefault(method.note, []).append(f"`{method.cls}`")
     yield from (f"- {', '.join(owners)}: {note}." for note, owners in notes.items())
-    yield "- AdapterFusion: [`peftc.fuse`](using.md) mixes adapters that came in; its folders are not read."
+    yield "- AdapterFusion: folders of `save_adapter_setup` come in as `h += fusion(…)`, without the bias of the keys,"
+    yield "  which is the same in all scores; [`peftc.fuse`](using.md) mixes other adapters."
     yield "- Stack, Fuse, Split, BatchSplit, Parallel and Average are set at run time and are in no folder."
     yield ""
 

@@ -21,6 +21,7 @@ from peftc.adapters.saving import save_as
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.equation_code.module import EquationModule, tensor_named
 from peftc.exchange.adapterhub import folder as hub_folder
+from peftc.exchange.adapterhub import fusion as hub_fusion
 from peftc.exchange.adapterhub.folder import HubAdapter
 from peftc.exchange.adapterhub.reading import read_parts
 from peftc.exchange.adapterhub.site_parts import fill_sites, form_texts, site_edits_of
@@ -73,7 +74,7 @@ def import_adapter(
 
     Args:
         source: a folder with adapter_config.json and tensors, that PEFT or the library `adapters`
-            wrote, or a hub id. A pickle (adapter_model.bin, pytorch_adapter.bin) is read as
+            wrote, or one of its setups (`adapter_setup.json`) with an AdapterFusion; or a hub id. A pickle (adapter_model.bin, pytorch_adapter.bin) is read as
             tensors alone, which runs no code.
         output: a new folder, or one with an adapter, which is replaced.
         model: the base, by default the one that the configuration names. Its weights need not be
@@ -89,6 +90,8 @@ def import_adapter(
             that do not fit the base). After an error nothing is written.
     """
     folder = source_folder(source)
+    if hub_fusion.is_setup(folder):
+        return _import_from_adapterhub(hub_fusion.read_setup(folder), model, trust_remote_code, output)
     values = peft_folder.read_config(folder / peft_folder.CONFIG)
     if hub_folder.is_of_adapterhub(values):
         return _import_from_adapterhub(hub_folder.read_hub_adapter(folder, values), model, trust_remote_code, output)

@@ -47,6 +47,7 @@ SPECS = {
     "bert/scaled_par_bn": [
         "edit bottleneck at layer[*].ffn { h += scalar(init=1) * adapter(res, r=4, act=relu) }",
     ],
+    "bert/fusion": ["edit fusion at layer[*].ffn { h += fusion(norm(h + res), n=2, r=4, act=relu) }"],
     "gpt2/seq_bn_inv": [
         'edit invertible at "transformer.drop" { h = coupling(h) }',
         "edit bottleneck at layer[*].ffn { h += adapter(h + res, r=4, act=relu) }",
@@ -258,6 +259,40 @@ def test_direft_that_the_library_forgets_is_told(tmp_path: Path) -> None:
     assert any("NoReFT" in note for note in result.notes)
     assert "subtract" not in result.spec
     assert "subtract=false" in imported("bert/direft", tmp_path / "direft").spec
+
+
+FUSIONS: dict[str, tuple[str, str, Callable[[dict[str, Any]], Any]]] = {
+    "a temperature": ("P802", "a,b/adapter_fusion_config.json", lambda v: v["config"].update(temperature=True)),
+    "the query before the norm": (
+        "P802",
+        "a,b/adapter_fusion_config.json",
+        lambda v: v["config"].update(query_before_ln=True),
+    ),
+    "an unknown key": ("P802", "a,b/adapter_fusion_config.json", lambda v: v["config"].update(phantom=1)),
+    "no value": ("P803", "a,b/adapter_fusion_config.json", lambda v: v["config"].update(value=False)),
+    "a name of a configuration": ("P802", "a,b/adapter_fusion_config.json", lambda v: v.update(config="dynamic")),
+    "a stack": ("P802", "adapter_setup.json", lambda v: v["adapter_setup"].update(type="Stack")),
+    "a fusion of stacks": (
+        "P802",
+        "adapter_setup.json",
+        lambda v: v["adapter_setup"]["children"][0].update(type="Stack"),
+    ),
+    "a path": ("P803", "adapter_setup.json", lambda v: v["adapter_setup"]["children"][0].update(children=["../a"])),
+    "another activation": ("P802", "b/adapter_config.json", lambda v: v["config"].update(non_linearity="gelu")),
+    "another scale": ("P802", "b/adapter_config.json", lambda v: v["config"].update(scaling=2.0)),
+}
+
+
+@pytest.mark.parametrize("case", FUSIONS)
+def test_refusals_of_fusions(case: str, tmp_path: Path) -> None:
+    code, file, edit = FUSIONS[case]
+    shutil.copytree(FOLDER / "bert/fusion", tmp_path / "in")
+    values = json.loads((tmp_path / "in" / file).read_text())
+    edit(values)
+    (tmp_path / "in" / file).write_text(json.dumps(values))
+    model = base("bert")
+    refused(code, lambda: peftc.import_adapter(tmp_path / "in", tmp_path / "ours", model=model), model)
+    assert not (tmp_path / "ours").exists()
 
 
 def test_a_head_of_the_library_is_not_left_out_silently(tmp_path: Path) -> None:

@@ -61,3 +61,20 @@ def test_gradients_and_counts_are_those_of_the_library(key: str, tmp_path: Path)
     half = ("loreft", "noreft", "direft", "direft_last")
     unused = 2 if key.partition("/")[2] in half else 1
     assert sum(one.numel() for n, one in own.items() if n in ours) * unused == TRAINED[key]
+
+
+@pytest.mark.parametrize("key", ["bert/fusion", "gpt2/fusion"])
+def test_gradients_of_a_fusion_are_those_of_the_library(key: str, tmp_path: Path) -> None:
+    """The bias of the keys is the same in all scores: it has no effect, and does not come."""
+    name = key.partition("/")[0]
+    model, own = parameters(tmp_path / "ours", FOLDER / key, name)
+    names = {"query": "query.weight", "query_bias": "query.bias", "key": "key.weight", "value": "value.weight"}
+    expected = {n.partition(":")[2]: one for n, one in GRADIENTS.items() if n.startswith(f"{key}:")}
+    ours = {n: one for n, one in gradients(name, model, own).items() if n.startswith("fusion/")}
+    assert len(ours) == 8
+    for path, one in ours.items():
+        number, end = path[path.index("[") + 1], names[path.rpartition(".")[2]]
+        (theirs,) = (g for n, g in expected.items() if f".{number}." in n and n.endswith(end))
+        torch.testing.assert_close(one, theirs, rtol=0, atol=1e-10)
+        assert one.abs().max() > 1e-6
+    assert all(one.abs().max() < 1e-12 for n, one in expected.items() if n.endswith("key.bias"))

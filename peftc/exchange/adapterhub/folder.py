@@ -21,7 +21,12 @@ INTERFACE = "adapter_interface.json"  # of a model whose modules the library kno
 FILES = (CONFIG, TENSORS, PICKLED, HEAD_CONFIG, HEAD, PICKLED_HEAD, INTERFACE)
 # The names in which older releases stored the same tensors.
 _OLDER = re.compile(r"\b(?:attention|layer)_text_(?:task|lang)_adapters\b")
-_HOLDERS = "adapters|loras|prefix_tunings|prefix_gates|shared_parameters|invertible_adapters|refts|prompt_tunings"
+_HOLDERS = "|".join(
+    (
+        *("adapters", "loras", "prefix_tunings", "prefix_gates", "shared_parameters", "invertible_adapters"),
+        *("refts", "prompt_tunings", "adapter_fusion_layer"),
+    )
+)
 _FAULTY = (1, 1)  # before this release of `adapters` LoRA was computed with the scale 1
 
 
@@ -44,6 +49,7 @@ class HubTensor:
 class HubAdapter:
     """What a folder has. `heads`: the tensors of a prediction head; `notes`: what does not come.
 
+    `fused`: the adapters that it mixes; `fusion`: how.
     `embeddings`: their name in the base where the folder has an interface, else "".
     """
 
@@ -54,6 +60,8 @@ class HubAdapter:
     heads: Mapping[str, Tensor]
     notes: dict[str, None] = field(default_factory=dict[str, None])
     embeddings: str = ""
+    fused: tuple[HubAdapter, ...] = ()
+    fusion: PeftConfig | None = None
 
     def is_own(self, key: str) -> bool:
         """Whether a tensor of a head is the adapter's own, which is among them in some models."""
@@ -91,10 +99,15 @@ def _embeddings(folder: Path) -> str:
 
 def hub_adapter(values: Mapping[str, Any], tensors: Mapping[str, Tensor], heads: Mapping[str, Tensor]) -> HubAdapter:
     """Raises: P802, P803."""
-    named, base = _named(values["name"]), values.get("model_name")
-    own = [_split(key, value, named) for key, value in tensors.items()]
+    base, own = values.get("model_name"), hub_tensors(values["name"], tensors)
     name = base if isinstance(base, str) and base else None
     return HubAdapter(values["name"], name, _configs(values), own, heads)
+
+
+def hub_tensors(name: str, tensors: Mapping[str, Tensor]) -> list[HubTensor]:
+    """Those of the adapter of that name, by their places. Raises: P802, P803."""
+    named = _named(name)
+    return [_split(key, value, named) for key, value in tensors.items()]
 
 
 def write(target: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], heads: Mapping[str, Tensor]) -> None:

@@ -10,6 +10,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names
 from peftc.exchange.adapterhub.bottlenecks import bottlenecks, is_bottleneck
 from peftc.exchange.adapterhub.folder import HEAD_CONFIG, HubAdapter
+from peftc.exchange.adapterhub.fusion import fusions
 from peftc.exchange.adapterhub.interventions import ARCHITECTURE, interventions
 from peftc.exchange.adapterhub.invertible import HOLDER, KIND, invertible
 from peftc.exchange.adapterhub.low_rank import ARCHITECTURES, low_rank
@@ -54,7 +55,7 @@ def read_parts(adapter: HubAdapter, analysis: Analysis, model: nn.Module) -> Hub
             raise refusal("architecture", kind, f"peftc reads bottlenecks, {join_names(list(_ARCHITECTURES))}")
         config.seen.add("architecture")
     places = HubPlaces(analysis, model)
-    readers = (invertible, prefixes, bottlenecks, low_rank, interventions)
+    readers = (invertible, fusions, prefixes, bottlenecks, low_rank, interventions)
     parts = [part for read in readers for part in read(adapter, places)]
     if not parts:
         raise damaged("the adapter has no tensors")

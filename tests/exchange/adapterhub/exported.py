@@ -17,10 +17,11 @@ from tests.exchange.adapterhub.models import FOLDER, base, output
 # The library counts relative positions from a prefix on, so T5's does not come in. It loads DiReFT
 # as NoReFT. Of models with a head for tokens, whether it applies the inverse is not in the folder.
 WITH_HEADS = {f"{name}/seq_bn_inv" for name in ("bart", "gpt2", "qwen2", "t5")}
+FUSIONS = {"bert/fusion", "gpt2/fusion"}  # which come in alone
 CASES = sorted(
     key
     for key in load_file(FOLDER / "outputs.safetensors")
-    if not key.endswith("/base") and key != "t5/prefix" and "/direft" not in key and key not in WITH_HEADS
+    if not key.endswith("/base") and key != "t5/prefix" and "/direft" not in key and key not in WITH_HEADS | FUSIONS
 )
 
 

@@ -97,6 +97,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "lora_gated": lambda: hub.LoRAConfig(r=2, use_gating=True),
     },
 }
+FUSIONS = ("bert/fusion", "gpt2/fusion")
 LIMIT = {"t5": 1e-5}  # its norms compute in float32, and releases of transformers round otherwise
 # Of models without a head the library does not save what modules share. Prefixes of T5 are refused.
 # ReFT counts the tokens of a decoder by the mask of the encoder, and fails; so do VeRA, DoRA and
@@ -182,11 +183,33 @@ def record(keys: Sequence[str] = ()) -> None:
         model.save_adapter(str(FOLDER / name / case), "task", with_head=case == "head", use_safetensors=is_safe)
         if case.startswith("direft"):
             _say_projection(FOLDER / name / case / "adapter_config.json")
+    for key in [one for one in FUSIONS if not keys or one in keys]:
+        _record_fusion(key, outputs, derivatives)
     save_file(outputs, FOLDER / "outputs.safetensors")
     save_file(derivatives, FOLDER / "gradients.safetensors")
     (FOLDER / COUNTS).write_text(json.dumps(counts, indent=1) + "\n", encoding="utf-8")
     (FOLDER / NAMES).write_text(names_text(), encoding="utf-8")
     print(f"recorded {len(outputs)} outputs")
+
+
+def _record_fusion(key: str, outputs: dict[str, torch.Tensor], derivatives: dict[str, torch.Tensor]) -> None:
+    torch.manual_seed(1)
+    name, setup = key.partition("/")[0], hub.composition.Fuse("a", "b")
+    model = base(name)
+    hub.init(model)
+    before = {id(parameter) for parameter in model.parameters()}
+    for one in "ab":
+        model.add_adapter(one, config=_seq())
+    model.add_adapter_fusion(setup)
+    model.double()
+    model.train_adapter_fusion(setup)
+    own = {n: p for n, p in model.named_parameters() if id(p) not in before}
+    randomise(own.values())
+    outputs[key] = output(name, model.eval())
+    derivatives |= {f"{key}:{n}": one.contiguous() for n, one in gradients(name, model, own).items()}
+    model.save_adapter_setup(str(FOLDER / key), setup, use_safetensors=True)
+    for file in FOLDER.glob(f"{key}/*/*head*"):  # that of the base
+        file.unlink()
 
 
 def _tensors(name: str) -> dict[str, torch.Tensor]:
@@ -204,7 +227,7 @@ def _say_projection(file: Path) -> None:
 def _load_in_float64(model: Any, folder: Path) -> None:
     """The library loads into parameters of float32; here are the bits of the file."""
     model.double()
-    for file in folder.glob("*.safetensors"):
+    for file in folder.rglob("*.safetensors"):
         model.load_state_dict(load_file(file), strict=False)
     for file in folder.glob("*.bin"):
         model.load_state_dict(torch.load(file, weights_only=True), strict=False)
@@ -219,7 +242,10 @@ def check(folder: Path) -> None:
         model = base(name)
         hub.init(model)
         info: dict[str, Any] = {}
-        model.set_active_adapters(model.load_adapter(str(folder / key), loading_info=info, use_safetensors=True))
+        if key in FUSIONS:
+            model.load_adapter_setup(str(folder / key), set_active=True, use_safetensors=True)
+        else:
+            model.set_active_adapters(model.load_adapter(str(folder / key), loading_info=info, use_safetensors=True))
         _load_in_float64(model, folder / key)
         with double():
             error = (output(name, model.eval()) - value).abs().max().item()
