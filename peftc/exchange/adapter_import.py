@@ -75,8 +75,8 @@ def import_adapter(
     Args:
         source: a folder with adapter_config.json and tensors, that PEFT or the library `adapters`
             wrote, or one of its setups, adapter_setup.json with an AdapterFusion; or a hub id. A
-            pickle (adapter_model.bin, pytorch_adapter.bin) is read as
-            tensors alone, which runs no code.
+            pickle (adapter_model.bin, pytorch_adapter.bin) is read as tensors alone, which runs no
+            code.
         output: a new folder, or one with an adapter, which is replaced.
         model: the base, by default the one that the configuration names. Its weights need not be
             there; where they are, the adapter has samples of them, as `save` takes them.
