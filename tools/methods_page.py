@@ -119,7 +119,18 @@ def has_count(name: str, model: str) -> bool:
 
 def page() -> str:
     """The whole page, in Markdown."""
-    return "\n".join([HEAD, *peft_section(), *adapterhub_methods.section()])
+    return "\n".join([HEAD, coverage(), *peft_section(), *adapterhub_methods.section()])
+
+
+def coverage() -> str:
+    """How many types and configurations have a spec."""
+    own = [bool(method.recipe or method.equation[0]) for method in PEFT.values()]
+    others = [bool(method.case) for method in adapterhub_methods.METHODS]
+    every = [*own, *others]
+    return (
+        f"{sum(own)} of the {len(own)} types of PEFT and {sum(others)} of the {len(others)} configurations of "
+        f"AdapterHub have a spec, {100 * sum(every) / len(every):.1f} % of both.\n"
+    )
 
 
 def peft_section() -> Iterator[str]:
