@@ -202,7 +202,7 @@ def write_text(
     try:
         spec = expand(parse_text(text), include=None)
         planned = compiled.plan(spec, tasks)
-        installed = InstalledSpec(name, spec, planned.plan, 0)
+        installed = InstalledSpec(name, spec, planned.deferred_plan, 0)
         compiled.add(installed, planned, tasks=tasks, finish=finish, draw=False)
     except PeftcError as error:
         raise misfit(error) from error

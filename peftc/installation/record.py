@@ -38,15 +38,14 @@ class InstalledSpec:
 
     name: str
     spec: ast.Spec
-    deferred_plan: Plan | Deferred[Plan] = field(compare=False)  # it follows from the spec and the model
+    deferred_plan: Deferred[Plan] = field(compare=False)  # it follows from the spec and the model
     seed: int
     adapters: Mapping[str, int] = field(default_factory=dict[str, int])
     alone: InstalledSpec | None = None
 
     @property
     def plan(self) -> Plan:
-        plan = self.deferred_plan
-        return plan.value if isinstance(plan, Deferred) else plan
+        return self.deferred_plan.value
 
     @property
     def text(self) -> str:
