@@ -207,8 +207,11 @@ def rewrite(
         include: as in `peftc.plan`.
 
     Raises:
-        PeftcError: as `peftc.plan`; P210 (no edit has a site in the region).
+        PeftcError: as `peftc.plan`; P210 (no edit has a site in the region), P545 (no region).
     """
+    if not isinstance(region, TracedRegion):  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
+        message = f"`rewrite` takes a region, not a {type(region).__name__}"
+        raise PeftcError(Diagnostic("P545", message, help="one of `peftc.trace(model)`"))
     analysis = region.analysis
     result = make_plan(flat_spec(edits, settings, include), analysis.table)
     uses = [use for edit in result.site_edits for use in edit.uses() if region.holds(use.site)]

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from peftc.adapters.base import digest_of, dtype_name
 from peftc.adapters.metadata import METADATA, TENSORS, TENSORS_NAME, Adapter, StoredTensor, parse_adapter, tensors_name
@@ -31,10 +31,13 @@ from peftc.filesystem.atomic import (
     workspace,
 )
 from peftc.filesystem.bounded_read import check_path, open_regular, read_regular
+from peftc.syntax.lexer import is_text
 
 LARGEST = 256_000_000  # bytes of the description
 HEADER = 100_000_000  # bytes that safetensors allows for its header
 _ATTEMPTS = 10  # an adapter may be replaced while it is read
+FOREIGN_CONFIG = "adapter_config.json"  # of an adapter of PEFT or AdapterHub
+_IMPORT = "`peftc.import_adapter(source, output)` writes it as one of peftc's, which `load` reads"
 OLD = f"old-{METADATA}"
 RECENT = 3600.0  # seconds; without a lock, younger files may belong to a running writer
 _OURS = (re.compile(TENSORS_NAME), re.compile(rf"(old-)?{re.escape(METADATA)}|old-{re.escape(TENSORS)}"))
@@ -50,7 +53,24 @@ def path_of(directory: str | PathLike[str]) -> Path:
     if isinstance(directory, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
         check_path(directory)
         return Path(directory)
+    if isinstance(directory, nn.Module):
+        message = f"a directory is a path, not a module, {type(directory).__name__}"
+        help_ = "write `peftc.load(directory, model)`, `peftc.save(model, directory)`"
+        raise PeftcError(Diagnostic("P545", message, help=help_))
     raise PeftcError(Diagnostic("P545", f"a directory is a path, not {directory!r}", help="give one path, as a text"))
+
+
+def require_module(model: object, directory: object, task: str, function: str) -> None:
+    """Raises: P545 for anything but a module, such as the directory in its place."""
+    if not isinstance(model, nn.Module):
+        message = f"an adapter is {task} a module, not a {type(model).__name__}"
+        is_swapped = isinstance(directory, nn.Module)
+        help_ = (
+            f"the directory comes first: `peftc.{function}(directory, model)`"
+            if is_swapped
+            else "build the model first"
+        )
+        raise PeftcError(Diagnostic("P545", message, help=help_))
 
 
 def read(directory: Path, check: Callable[[Adapter], object] = bool) -> tuple[Adapter, dict[str, Tensor]]:
@@ -137,7 +157,12 @@ def sha256_of(path: Path) -> str:
 
 
 def _missing(directory: Path, error: OSError) -> PeftcError:
-    return PeftcError(Diagnostic("P520", f"there is no saved adapter at {directory}", notes=(f"{error}",)))
+    if is_text(str(directory)):
+        message = "this is the text of a spec, not a folder with an adapter"
+        return PeftcError(Diagnostic("P520", message, help="compile it: `peftc.compile(spec, model)`"))
+    is_foreign = (directory / FOREIGN_CONFIG).exists()
+    help_ = f"it has {FOREIGN_CONFIG} of PEFT or AdapterHub: {_IMPORT}" if is_foreign else None
+    return PeftcError(Diagnostic("P520", f"there is no saved adapter at {directory}", notes=(f"{error}",), help=help_))
 
 
 def _damaged(message: str, *notes: str) -> PeftcError:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from peftc.adapters.base import Distance, differences, distance_from, dtype_name, require_finite, require_values
 from peftc.adapters.expected_tensors import expected_sizes, expected_tensors
-from peftc.adapters.files import listed_tensors, path_of, read
+from peftc.adapters.files import listed_tensors, path_of, read, require_module
 from peftc.adapters.metadata import METADATA, Adapter, Base, changed_edits
 from peftc.adapters.passes import Passes, require_no_passes, statements_of_passes
 from peftc.comparison.breaking import breaking
@@ -90,9 +90,7 @@ def load(
             another meaning), P447 (`passes`), P440-P445 (the run of a pass); with
             `spec`, as `compile`. After an error the model is unchanged.
     """
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
-        message = f"an adapter is loaded onto a module, not a {type(model).__name__}"
-        raise PeftcError(Diagnostic("P545", message, help="build the model first"))
+    require_module(model, directory, "loaded onto", "load")
     path = path_of(directory)
     with paused_gc(promote=True):
         compiled = CompiledModel.active(model, joint_sample(sample, samples))

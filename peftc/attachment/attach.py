@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from peftc.adapters.files import listed_tensors, path_of, read, read_description
+from peftc.adapters.files import listed_tensors, path_of, read, read_description, require_module
 from peftc.adapters.loading import Fit, check_base, expanded_spec, notify_forms, own_fit
 from peftc.adapters.metadata import Adapter
 from peftc.concurrency.garbage_collection import paused_gc
@@ -70,9 +70,7 @@ def attach(
             trains one, too), P432 (a module has one in a list), P448 (sharded), P542 (quantised).
             After an error the model is unchanged.
     """
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
-        message = f"an adapter is attached to a module, not a {type(model).__name__}"
-        raise PeftcError(Diagnostic("P545", message, help="build the model first"))
+    require_module(model, directory, "attached to", "attach")
     path = path_of(directory)
     with paused_gc(promote=True):
         compiled = CompiledModel.active(model, joint_sample(sample, samples))

@@ -8,6 +8,9 @@ from itertools import islice
 
 from peftc.diagnostics.diagnostic import Applicability, Diagnostic, Suggestion
 
+# For a spec and a model in each other's place.
+SPEC_FIRST = "the spec comes first: `peftc.compile(spec, model)`, `peftc plan SPEC --model MODEL`"
+
 # Names of this language, and their synonyms in papers, Hugging Face and other libraries.
 _SYNONYMS = {
     "q": "q_proj query wq",

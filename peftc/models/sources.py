@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError, Source, Span
 from peftc.diagnostics.activity import activity
-from peftc.diagnostics.suggestions import join_names
+from peftc.diagnostics.suggestions import SPEC_FIRST, join_names
 from peftc.filesystem.bounded_read import check_regular
 from peftc.models import catalogue
 from peftc.models.catalogue import Head
@@ -35,6 +35,7 @@ from peftc.models.names import (
     with_task,
 )
 from peftc.modules.module_rows import ModuleRows
+from peftc.syntax.lexer import is_text
 
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -89,10 +90,12 @@ def resolve(
         message = f"a model is a module, a config or a name, not a {type(model).__name__}"
         raise PeftcError(Diagnostic("P502", message, help=modules_of(model)))
     name = os.fspath(model)
+    if (name and is_text(name)) or name.endswith(".peft"):
+        raise PeftcError(Diagnostic("P502", "this is a spec, not a model", help=SPEC_FIRST))
     try:
         return _from_name(name, trust_remote_code)
     except PeftcError as error:  # point at the name
-        source = Source("--model", name)
+        source = Source("model", name)
         span = Span(0, len(name), 1, 1, 1, len(name) + 1)
         raise PeftcError(replace(d, source=source, span=span) for d in error.diagnostics) from error.__cause__
 

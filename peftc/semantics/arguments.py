@@ -10,6 +10,7 @@ from peftc.semantics.substitute import constant
 from peftc.syntax import ast
 from peftc.syntax.numbers import is_number
 from peftc.syntax.printer import print_expression
+from peftc.syntax.vocabulary import state_name
 
 _WHOLE = 100  # percent
 _LARGEST = 1e25  # a whole number
@@ -36,6 +37,9 @@ def bind(call: ast.Call, form: Form, *, shared: bool = False) -> BoundArguments:
     Raises: PeftcError: all of P102 unknown, P103 missing, P104 duplicate, P105 wrong type, P106 out
         of range, P108 wrong number of inputs. The spans are in the text of the call.
     """
+    inputs = [keyword for keyword in call.kwargs if keyword.name in form.inputs]
+    if inputs:
+        raise PeftcError(_input_by_name(keyword, form) for keyword in inputs)
     errors = list(_input_errors(call, form, shared))
     args: dict[str, ArgumentValue] = {}
     meant = set[str | None]()  # by unknown names
@@ -136,6 +140,14 @@ def _surplus(value: ast.Expr, form: Form, shared: bool) -> Diagnostic:
         help_ = Suggestion(f"did you mean `{param.name}={text}`?", text, f"{param.name}={text}", "unsafe")
     message = f"`{form.name}` takes {limit}, `{print_expression(value)}` is one too many"
     return Diagnostic("P108", message, value.span, help=help_)
+
+
+def _input_by_name(keyword: ast.Keyword, form: Form) -> Diagnostic:
+    """`house(w, k=2)` of `form house(w, k)`: the author meant an argument."""
+    name = keyword.name
+    message = f"{state_name(name)}, so it is an input of `{form.name}` and no argument"
+    help_ = f"use another name in the form; in a call, an input stands without `{name}=`"
+    return Diagnostic("P102", message, keyword.span.first(len(name)), help=help_, notes=(f"`{signature(form)}`",))
 
 
 def _unknown(keyword: ast.Keyword, form: Form) -> Diagnostic:

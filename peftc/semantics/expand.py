@@ -166,7 +166,7 @@ class Expander:
         for name in self._settings:
             if name not in known:
                 help_ = did_you_mean(name, known) or _parameters(known)
-                self.errors.append(Diagnostic("P110", f"--set {name}: {owner} has no parameter `{name}`", help=help_))
+                self.errors.append(Diagnostic("P110", f"{owner} has no parameter `{name}` to set", help=help_))
 
     def _expand_shared(self, scope: Scope, names: Iterable[str]) -> list[ast.Let]:
         """Shared parameters that are not expanded yet. Each is expanded once, for all methods."""

@@ -6,10 +6,12 @@ from os import PathLike, fspath
 from pathlib import Path
 
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.diagnostics.suggestions import SPEC_FIRST
 from peftc.semantics.expand import expand
 from peftc.semantics.files import Include, read_spec
 from peftc.semantics.substitute import fold_constants
 from peftc.syntax import ast
+from peftc.syntax.lexer import is_text
 from peftc.syntax.parser import parse_expression, parse_text
 
 SpecLike = str | PathLike[str] | ast.Spec
@@ -22,11 +24,12 @@ def flat_spec(spec: SpecLike, settings: Settings | None = None, include: Include
 
 
 def spec_of(spec: SpecLike) -> ast.Spec:
-    """A parsed spec, from a path or a text. A text has a line break, or begins with `peft `."""
+    """A parsed spec, from a path or a text. `is_text` tells them apart."""
     if isinstance(spec, ast.Spec):
         return spec
     if not isinstance(spec, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
-        raise PeftcError(Diagnostic("P545", f"a spec is a path, a text or a parsed Spec, not a {type(spec).__name__}"))
+        message = f"a spec is a path, a text or a parsed Spec, not a {type(spec).__name__}"
+        raise PeftcError(Diagnostic("P545", message, help=SPEC_FIRST))
     return parse_text(fspath(spec)) if is_text(spec) else read_spec(fspath(spec))
 
 
@@ -36,10 +39,6 @@ def default_name(spec: SpecLike) -> str:
     return "default" if path.startswith("<") else Path(path).stem
 
 
-def is_text(spec: str | PathLike[str]) -> bool:
-    return isinstance(spec, str) and (not spec or "\n" in spec or spec.lstrip().startswith("peft "))
-
-
 def parse_settings(settings: Iterable[str]) -> dict[str, ast.Expr]:
     """Parses `["r=256", "reparam=mlp(800)"]`. Raises: PeftcError P110; P0xx for a value."""
     values: dict[str, ast.Expr] = {}
@@ -47,12 +46,12 @@ def parse_settings(settings: Iterable[str]) -> dict[str, ast.Expr]:
     for setting in settings:
         name, equals, value = (part.strip() for part in setting.partition("="))
         if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z_0-9]*", name):
-            errors.append(Diagnostic("P110", f"--set {setting}: expected `name=value`", help="e.g. `--set r=256`"))
+            errors.append(Diagnostic("P110", f"setting `{setting}`: expected `name=value`", help="e.g. `--set r=256`"))
         elif name in values:
-            errors.append(Diagnostic("P110", f"--set {setting}: `{name}` is set twice"))
+            errors.append(Diagnostic("P110", f"setting `{setting}`: `{name}` is set twice"))
         else:
             try:
-                values[name] = fold_constants(parse_expression(value, f"--set {name}"))
+                values[name] = fold_constants(parse_expression(value, f"setting {name}"))
             except PeftcError as error:
                 errors += error.diagnostics
     if errors:

@@ -1,5 +1,6 @@
 """The lexer: text to tokens and comments. It accepts any text; unknown characters become tokens."""
 
+import os
 import re
 import sys
 from bisect import bisect_left
@@ -49,6 +50,17 @@ NEED_VERSION_2 = "write `peft 2` on the first line"
 def begins_as_spec(text: str) -> bool:
     """Whether a text begins, after comments, with `peft` and a number."""
     return _HEADER.match(text) is not None
+
+
+def is_text(spec: str | os.PathLike[str]) -> bool:
+    """Whether an argument is the text of a spec; its first line may be missing."""
+    is_str = isinstance(spec, str)
+    return is_str and (not spec or "\n" in spec or spec.lstrip().startswith("peft ") or _has_brace(spec))
+
+
+def _has_brace(path: str) -> bool:
+    """Whether a path that leads nowhere has `{`, as texts have."""
+    return "{" in path and not os.path.exists(path)
 
 
 def unknown_terminals(version: str | None) -> frozenset[str]:

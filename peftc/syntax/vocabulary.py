@@ -17,6 +17,12 @@ STATES: Mapping[str, str] = {
     "wb": "the weight and the bias of a module, separately, as far as they exist",
 }
 
+
+def state_name(name: str) -> str:
+    """What is wrong with a state as the name of something else."""
+    return f"`{name}` is a state ({STATES[name]})"
+
+
 PARAMETERS = ("w", "b")  # the states that `train` takes
 WEIGHT_AND_BIAS = "wb"
 

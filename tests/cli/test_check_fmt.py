@@ -177,7 +177,7 @@ def test_expand(capsys: Out) -> None:
     out = capsys.readouterr().out
     assert "edit prefix at layer[*].attn { kv = concat(prefix(len=3, reparam=mlp(8)), kv) }\n" in out
     assert main(["expand", path, "--set", "ll=3"]) == 1
-    assert "error[P110]: --set ll: method `prefix_lora_ffn` has no parameter `ll`" in capsys.readouterr().err
+    assert "error[P110]: method `prefix_lora_ffn` has no parameter `ll` to set" in capsys.readouterr().err
     assert main(["expand", path, "--set", "ll=3", "--output-format", "json"]) == 1
     assert json.loads(capsys.readouterr().out)[0]["code"] == "P110"
 

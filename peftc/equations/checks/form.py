@@ -53,7 +53,7 @@ from peftc.equations.words import (
 from peftc.forms.reserved import is_reserved
 from peftc.syntax import ast
 from peftc.syntax.printer import print_expression
-from peftc.syntax.vocabulary import CONCAT, FROZEN_MODULES, SHARED, STATES
+from peftc.syntax.vocabulary import CONCAT, FROZEN_MODULES, SHARED, STATES, state_name
 from peftc.syntax.walk import children, values, walk
 
 _OWN_ARGUMENTS = ("dtype", "seed")  # every form has them, or those with fixed values
@@ -95,7 +95,7 @@ class _FormChecker:
         elif name in FUNCTIONS or name in NUMBERS or name in SIZES or name in (*BINDERS, INITIAL, RANDOM, BELOW):
             yield Diagnostic("P111", f"equations have a function `{name}`", at, help="use another name")
         elif name in STATES:
-            yield Diagnostic("P121", f"`{name}` is reserved: it is {STATES[name]}", at, help="use another name")
+            yield Diagnostic("P121", state_name(name), at, help="use another name")
         yield from self._params()
         results: list[ast.Equation] = []
         for line in self.form.body:
@@ -151,11 +151,11 @@ class _FormChecker:
                 message = f"every form has the argument `{param.name}`"
                 yield Diagnostic("P111", message, param.span, help="remove it, or use another name")
             elif param.name in STATES and param.default is not None and param.name not in self.inputs[1:]:
-                message = f"`{param.name}` is an input, {STATES[param.name]}: the first has no default, another `none`"
+                message = f"{state_name(param.name)}, so it is an input: the first has no default, another `none`"
                 yield Diagnostic("P121", message, param.span, help="use another name for an argument")
         for name in self.inputs[_MOST_INPUTS:]:
-            message = f"a form has at most two inputs, `{name}` is one too many"
-            yield Diagnostic("P108", message, self.names[name])
+            message = f"{state_name(name)}, so it is an input, and a form has at most two"
+            yield Diagnostic("P108", message, self.names[name], help="use another name for an argument")
 
     def _save(self, call: ast.Call) -> Iterator[Diagnostic]:
         """The errors of a form that is saved, of its arguments and its parameters."""

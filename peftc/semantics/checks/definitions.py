@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from peftc.diagnostics import Diagnostic, Span
 from peftc.equations.table import form_errors
 from peftc.syntax import ast
-from peftc.syntax.vocabulary import STATES
+from peftc.syntax.vocabulary import STATES, state_name
 from peftc.syntax.walk import changes_model, is_shared, names_in_selectors, names_in_statements
 
 
@@ -80,4 +80,4 @@ def bound_twice(let: ast.Let) -> Diagnostic:
 
 
 def reserved(state: str, span: Span) -> Diagnostic:
-    return Diagnostic("P121", f"`{state}` is reserved: it is {STATES[state]}", span, help="use another name")
+    return Diagnostic("P121", state_name(state), span, help="use another name")

@@ -247,7 +247,12 @@ def _path(path: ast.Path) -> Iterator[Diagnostic]:
         span = step.span.first(len(step.name))
         if step.name not in SITES:
             help_ = _LINEAR_HELP if step.name == LINEAR else STACK_CHOICE_HELP.get(step.name)
-            help_ = help_ or did_you_mean(step.name, below) or did_you_mean(step.name, SITES)
+            help_ = (
+                help_
+                or _module_help(path.steps, number)
+                or did_you_mean(step.name, below)
+                or did_you_mean(step.name, SITES)
+            )
             # In one of these parts, any other name may be that of a Linear without a role.
             if help_ or above not in PARTS:
                 yield Diagnostic("P208", f"there is no site named `{step.name}`", span, help=help_ or _choices(above))
@@ -268,6 +273,34 @@ def is_tower(path: ast.Path, number: int) -> bool:
     is_outer = number == 0 or path.steps[number - 1].name in TOWERS
     is_new = name not in SITES and ("_" in name or not did_you_mean(name, SITES))
     return is_outer and is_new and below in (["layer"], ["encoder"], ["decoder"])
+
+
+def _module_help(steps: Sequence[ast.Step], number: int) -> str | None:
+    """For `model.layers[0].mlp` and `layers[*].q_proj`: names of modules without quotes.
+
+    `number`: of the first step that is no site. The last one is none either.
+    """
+    last = steps[-1].name
+    if last in SITES or last == LINEAR or number == len(steps) - 1:
+        return None
+    numbers = [_module_number(step) for step in steps]
+    text = (
+        f"**.{last}"
+        if None in numbers
+        else ".".join(step.name + str(n) for step, n in zip(steps, numbers, strict=True))
+    )
+    return f'the name of a module stands in quotes: "{text}"'
+
+
+def _module_number(step: ast.Step) -> str | None:
+    """`.0` of `layers[0]`, nothing of a step without indices; None of several layers."""
+    match step.indices:
+        case None:
+            return ""
+        case (ast.Index(int(start), stop),) if start == stop:
+            return f".{start}"
+        case _:
+            return None
 
 
 def _choices(above: str) -> str:
