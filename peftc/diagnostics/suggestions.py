@@ -61,23 +61,27 @@ for _name, _aliases in _SYNONYMS.items():
 _MAX_LENGTH = 80
 _MAX_NAMES = 200
 FEW_NAMES = 4
+SIMILAR = 0.6
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The name in `known` that `name` most likely means: a synonym or a similar spelling."""
+def nearest(name: str, known: Iterable[str], similarity: float = SIMILAR) -> str | None:
+    """The name in `known` that `name` most likely means: a synonym or a similar spelling.
+
+    Args: `similarity`: the least ratio of `difflib` for a spelling.
+    """
     if not isinstance(name, str) or len(name) > _MAX_LENGTH:  # pyright: ignore[reportUnnecessaryIsInstance]  # a caller from Python may pass anything
         return None
-    return _nearest(name, tuple(islice(known, _MAX_NAMES)))
+    return _nearest(name, tuple(islice(known, _MAX_NAMES)), similarity)
 
 
 @lru_cache(maxsize=1024)
-def _nearest(name: str, names: tuple[str, ...]) -> str | None:
+def _nearest(name: str, names: tuple[str, ...], similarity: float) -> str | None:
     aliases = _ALIASES.get(name.lower().replace("-", "_"), ())
     if (alias := next((each for each in aliases if each in names), None)) is not None:
         return alias
     folded = {candidate.lower().replace("_", ""): candidate for candidate in reversed(names)}
     word = name.lower().replace("_", "").replace("-", "")
-    matches = [word] if word in folded else get_close_matches(word, folded, n=FEW_NAMES, cutoff=0.6)
+    matches = [word] if word in folded else get_close_matches(word, folded, n=FEW_NAMES, cutoff=similarity)
     swapped = (match for match in matches if sorted(match) == sorted(word))  # the same letters: `lroa` is `lora`
     return folded[next(swapped, matches[0])] if matches else None
 

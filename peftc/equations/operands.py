@@ -8,7 +8,7 @@ from functools import cached_property
 
 from peftc.equations.initial_numbers import first_value, initial_number, initial_value, reason_against, shifts
 from peftc.equations.matrices import DECOMPOSITIONS
-from peftc.equations.primitives import FUNCTIONS, OPERATORS, WORDS
+from peftc.equations.primitives import FUNCTIONS, OF_VALUES, OPERATORS, WORDS
 from peftc.equations.rules import Mismatch, Operand, Primitive
 from peftc.equations.values import NUMBERS_OF_SITES, FormError, Number, SiteNumbers, Type, Value, pair_of, real, shown
 from peftc.equations.words import (
@@ -266,7 +266,7 @@ class Operands:
             except (TypeError, ValueError, ArithmeticError):
                 raise FormError("P120", f"`{print_expression(node)}` cannot be computed", node) from None
         if function in NUMBERS and function not in FUNCTIONS:
-            raise FormError("P105", f"`{function}` is a function of numbers", node)
+            raise FormError("P105", f"`{function}` is a function of numbers", node, OF_VALUES.get(function))
         if (primitive := FUNCTIONS.get(function)) is None:
             raise FormError("P101", f"there is no function `{function}`", node)
         least, most = primitive.operands

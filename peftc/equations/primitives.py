@@ -160,6 +160,11 @@ WORDS = frozenset({*ACTIVATIONS, *WAVELETS})  # what equations name besides valu
 
 PAPER_NAMES = {"relu": "ReLU", "gelu": "GELU", "silu": "SiLU"}  # of activations, as papers write them
 
+OF_VALUES: Mapping[str, str] = {  # what to write for a function of numbers, of values
+    "max": "of values, `relu(z)` is max(z, 0), and `clamp(z, low, high)` has both ends",
+    "min": "of values, `-relu(-z)` is min(z, 0), and `clamp(z, low, high)` has both ends",
+}
+
 FUNCTIONS: Mapping[str, Primitive] = {
     **_ENTRIES,
     **MATRICES,
@@ -169,7 +174,7 @@ FUNCTIONS: Mapping[str, Primitive] = {
             Primitive(
                 "softmax",
                 "softmax(x)",
-                "exp(x) / Σ exp(x) over the features; softmax(x, k) over the k largest, and 0 for the others",
+                "exp(x) / Σ exp(x) over the features; softmax(x, n) over the n largest, and 0 for the others",
                 rules.among_features,
                 "peftc.equation_code.functions.softmax",
                 flops=rules.entries,
@@ -178,7 +183,7 @@ FUNCTIONS: Mapping[str, Primitive] = {
             ),
             Primitive(
                 "top_k",
-                "top_k(x, k)",
+                "top_k(x, n)",
                 "the k largest features, and 0 for the others",
                 rules.among_features,
                 "peftc.equation_code.functions.top_k",

@@ -119,7 +119,8 @@ def _parse_tokens(tokens: Sequence[Token], errors: list[Diagnostic], start: str,
             context = error_context(tokens, at, accepts, parser.values)
             error, token = syntax_error(context)
             in_form = context.block is not None and context.block.type == "FORM"
-            is_unknown = error.code == "P028"  # a statement of another version: it is skipped whole
+            # A statement of another version, and one that is none, are skipped whole.
+            is_unknown = error.code == "P028" or context.branch is not None
             is_inserted = not token.text and token is not context.token  # by recovery
             # Only the first error may be the end of the text: a later one follows from the others.
             is_consequence = token is context.token and context.type == END and errors

@@ -75,6 +75,7 @@ ONE_MISTAKE = {
     **dict.fromkeys(("syntax-selector-word-or", "syntax-selector-list", "syntax-star-step"), "P016"),
     **dict.fromkeys(("syntax-power", "syntax-power-number", "syntax-percent-word"), "P023"),
     **dict.fromkeys(("name-prefix-alone", "name-prefix-without-length"), "P303"),
+    **dict.fromkeys(("form-branch-of-one-line", "form-branch", "form-comparison-of-values"), "P023"),
     **dict.fromkeys(("name-state-thrown-away",), "P320"),
     **dict.fromkeys(("model-expect-identity-prefix", "model-expect-identity-factor"), "P304"),
 }

@@ -19,6 +19,7 @@ from peftc.equations.checks.states import (
     lines_of,
     pruned_part,
 )
+from peftc.equations.checks.unknown_names import function_help, name_help
 from peftc.equations.definition import RESULT
 from peftc.equations.matrices import DECOMPOSITIONS
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, WORDS
@@ -303,11 +304,11 @@ class _FormChecker:
                 yield Diagnostic("P108", message, call.span)
 
     def _name(self, node: ast.Name, name: str, of_weights: bool) -> Iterator[Diagnostic]:
-        self.used.add(name)
+        self.used |= {name, name.partition(".")[0]}
         if name in self.names or name in WORDS or (of_weights and name in WEIGHTS):
             return
         known = [*self.names, *(INITIAL_VALUES if of_weights else ())]
-        help_ = did_you_mean(name, known) or f"known here: {join_names(known)}"
+        help_ = name_help(name, self.inputs, known)
         if name in (line.name for line in self.form.body if isinstance(line, ast.Parameter | ast.Let)):
             help_ = "move its definition above this line"
         yield Diagnostic("P107", f"there is no name `{name}` in `{self.form.name}`", node.span, help=help_)
@@ -322,10 +323,8 @@ class _FormChecker:
                 yield Diagnostic("P101", f"write `mean(x, {over})`", call.function_span)
             return
         known = [*FUNCTIONS, *NUMBERS, *SIZES, *BINDERS, INITIAL, RANDOM, BELOW]
-        sizes = f"sizes are {join_names(SIZES)}; the language reference lists the functions"
-        help_ = did_you_mean(function, known) or sizes
-        if function in FORMS:
-            help_ = "a form is called in an edit; write its equation here"
+        is_form = function in FORMS
+        help_ = "a form is called in an edit; write its equation here" if is_form else function_help(function, known)
         yield Diagnostic("P101", f"there is no function `{function}` in a form", call.function_span, help=help_)
 
     def _arguments(self, call: ast.Call, of_weights: bool) -> Iterator[Diagnostic]:

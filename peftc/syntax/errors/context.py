@@ -46,6 +46,15 @@ class ErrorContext:
     def next(self) -> Token:
         return self.tokens[min(self.at + 1, len(self.tokens) - 1)]
 
+    @property
+    def branch(self) -> Token | None:
+        """The `if` at the start of a line of a form, before the condition that ends here."""
+        if self.block is None or self.block.type != "FORM" or self.bracket != "LBRACE":
+            return None
+        line = [token for token in self.tokens[: self.at + 1] if token.span.line == self.token.span.line]
+        is_first = line[0].type == "IF"
+        return line[0] if is_first and (self.type == "LBRACE" or line[0] is self.token) else None
+
     def with_previous(self) -> Token:
         """The token with the one before: `...` of `..` and `.`."""
         before = self.tokens[self.at - 1]

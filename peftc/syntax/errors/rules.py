@@ -46,13 +46,15 @@ _OTHER_STATEMENTS = {  # statements of Python and of other languages
     "for": "an edit is at all sites of its selector: `layer[0..5].attn.q`",
     "if": "there are no branches; a method has parameters: `method NAME(r = 8) { … }`",
 }
+_BRANCH = "a condition stands behind each line that it is about: `f = … if r > 2`"
+_NO_COMPARISONS = "max(x, 0) is `relu(x)`; a line of a form has a condition of numbers: `f = … if r > 2`"
 _PARAMETER = "a parameter is its name, its sizes and its first value: `param A[r, d(x)] = kaiming`"
 
 
 def syntax_error(c: ErrorContext) -> Error:
     """The diagnostic of the unexpected token, and the token that it underlines."""
     rules = (
-        *(_header, _brackets, _edit_head, condition_error, selector_error, _train_use_method, _expect),
+        *(_header, _branch, _brackets, _edit_head, condition_error, selector_error, _train_use_method, _expect),
         *(_assignment, _parameter, _expression, _statement),
     )
     message = c.expectation() if len(c.accepts) <= 4 else f"unexpected {c.unexpected} after {c.preceding}"
@@ -65,6 +67,13 @@ def _header(c: ErrorContext) -> Error | None:
         return c.error("P001", c.expectation("`peft 1`"), "write `peft 1` on the first line", label)
     expectation = c.expectation("the language version after `peft`")  # peft v1
     return c.error("P002", expectation, "this is language version 1: `peft 1`") if c.previous_type == "PEFT" else None
+
+
+def _branch(c: ErrorContext) -> Error | None:
+    """`if r > 2 { f = … }` in a form, which is skipped whole."""
+    if c.branch is None:
+        return None
+    return c.error("P023", "a form has no branches", _BRANCH, at=c.branch)
 
 
 def _brackets(c: ErrorContext) -> Error | None:
@@ -237,6 +246,8 @@ def _statement(c: ErrorContext) -> Error | None:
         return c.error("P023", f"{c.unexpected} is no part of an argument", _CASES)
     if c.type == "COMPARISON" and c.bracket == "LPAR" and c.previous_type == "NAME" and str(c.token) == "==":  # r==8
         return c.error("P023", "an argument is given by `=`, found `==`", Suggestion("write `=`", "==", "="))
+    if c.type == "COMPARISON" and c.allows("PLUS") and c.block is not None:  # (x > 0) * x
+        return c.error("P023", f"a comparison is no value: unexpected {c.unexpected}", _NO_COMPARISONS)
     if c.type == "NAME" and str(c.token) in {"percent", "per"} and c.previous_type == "NUMBER":  # 2 percent
         return c.error(
             "P023", f"unexpected `{c.token}` after {c.preceding}", f"a percentage is written `{c.previous}%`"
