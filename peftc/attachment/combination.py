@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, cast
@@ -17,7 +18,7 @@ from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.exchange.adapter_import import write_adapter
 from peftc.exchange.conversion import lora_part
 from peftc.exchange.edited_model import edited, open_model
-from peftc.exchange.lora_export import LoraAdapter, lora_of, no_form
+from peftc.exchange.lora_export import LoraAdapter, lora_of, no_product
 from peftc.exchange.low_rank_changes.approximation import nearest_product
 from peftc.exchange.low_rank_changes.lora_weights import LoraWeights
 from peftc.exchange.peft_format.reading import Incoming
@@ -138,9 +139,13 @@ def lora_alone(model: nn.Module, name: str, folder: Path) -> LoraAdapter:
     save_as(model, folder, name)
     with edited(folder, bare_copy(model), other_weights=True) as base:
         folding = Folding(base.module, None, None, None)
-        adapter = lora_of(base, folding)
+        try:
+            adapter = lora_of(base, folding)
+        except PeftcError as error:
+            raise PeftcError(replace(d, message=f"adapter `{name}`: {d.message}") for d in error.diagnostics) from error
         if adapter.stacked:
-            raise no_form(", ".join(folding.names), "the weights of experts in one parameter are not combined")
+            reason = "weights of experts are one parameter, which is not combined"
+            raise no_product(", ".join(folding.names), reason)
         return adapter
 
 

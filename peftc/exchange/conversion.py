@@ -11,7 +11,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.exchange.adapter_import import ImportedAdapter, output_name, write_adapter
 from peftc.exchange.edited_model import Model, edited
 from peftc.exchange.export import check_rank, exported_modules, whole_modules
-from peftc.exchange.lora_export import LoraAdapter, lora_of, no_form
+from peftc.exchange.lora_export import LoraAdapter, lora_of, no_product
 from peftc.exchange.peft_format.reading import Incoming
 from peftc.exchange.peft_format.types import shown
 from peftc.exchange.report import ExportedModule
@@ -56,7 +56,7 @@ def convert(
         folding = Folding(base.module, None, None, None)
         lora = lora_of(base, folding, rank, svd=True)
         if not lora.weights:
-            raise no_form(", ".join(folding.names), "a LoRA needs an edit of a Linear")
+            raise no_product(", ".join(folding.names), "it changes no Linear")
         saved = {
             name: tensor.clone()
             for own in whole_modules(base, folding, lora.weights).values()

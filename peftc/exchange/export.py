@@ -16,7 +16,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.exchange.adapterhub import folder as hub_folder
 from peftc.exchange.adapterhub.writing import hub_export
 from peftc.exchange.edited_model import Base, Model, edited, trained_values
-from peftc.exchange.lora_export import LoraAdapter, lora_config, lora_of, lora_tensors, no_form
+from peftc.exchange.lora_export import LoraAdapter, lora_config, lora_of, lora_tensors, no_form, no_product
 from peftc.exchange.peft_format.folder import PREFIX, write
 from peftc.exchange.peft_format.names import largest_owners, saved_names
 from peftc.exchange.peft_format.task_types import task_type
@@ -30,6 +30,7 @@ from peftc.installation.completeness import active_installation
 from peftc.installation.contents import parameters
 from peftc.installation.record import refuse_passes
 from peftc.merging.destination import check_destination
+from peftc.planning.foldability.affine import ONE_ADAPTER
 from peftc.planning.ir import Concat
 
 Target = Literal["peft", "vllm", "adapterhub"]
@@ -118,8 +119,7 @@ def check_model(model: nn.Module) -> None:
     check_tensors(own, own)
     check_gradients(model, record)
     if saved := next(iter(record.adapter_parameters), None):
-        help_ = "`peftc.save` one of them, and export that"
-        raise no_form(saved.partition("/")[0], "it has values for each attached adapter", help_)
+        raise no_product(saved.partition("/")[0], "it has values for each attached adapter", ONE_ADAPTER)
     edits = ", ".join(dict.fromkeys(saved.partition("/")[0] for saved in record.trained))
     if any(base_class(module).__module__.partition(".")[0] == "peft" for module in model.modules()):
         name = next((one.edit for one in record.site_edits), edits)
@@ -148,7 +148,7 @@ def lora_export(
     biases = lone_biases(base, folding)
     saved = whole_modules(base, folding, adapter.weights, biases)
     if not adapter.weights and not adapter.stacked:
-        raise no_form(", ".join(folding.names) or "it", "a LoRA needs an edit of a Linear")
+        raise no_product(", ".join(folding.names) or "it", "it changes no Linear")
     config = common_config(base, lora_config(adapter, modules), list(saved), modules)
     tensors = dict(lora_tensors(adapter)) | {f"{PREFIX}{n}": t for own in saved.values() for n, t in own.items()}
     tensors |= bias_tensors(config, biases, adapter.weights)

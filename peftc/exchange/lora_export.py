@@ -22,7 +22,7 @@ from peftc.exchange.stacked_export import StackedLora, is_stacked, stacked_loras
 from peftc.folding.own_forward import base_class
 from peftc.folding.unrounded_parameters import Fold
 from peftc.folding.weights import Folding
-from peftc.planning.foldability.affine import NotAffine, affine_structure, fold_target
+from peftc.planning.foldability.affine import ONE_ADAPTER, NotAffine, affine_structure, fold_target, of_adapters
 from peftc.planning.ir import SiteEdit
 
 FoldsByModule = dict[str, list[Fold]]
@@ -49,10 +49,12 @@ def folds_of(folding: Folding) -> FoldsByModule:
     """
     for site_edit in folding.record.site_edits:
         if site_edit.instances and (tasks := site_edit.instances[0].tasks):
+            if site_edit.instances[0].are_adapters:
+                raise no_product(site_edit.edit, of_adapters(tasks), ONE_ADAPTER)
             raise no_form(site_edit.edit, f"it has parameters for each task ({', '.join(tasks)})")
         target = fold_target(site_edit, folding.sites)
         if isinstance(target, str):
-            raise no_form(site_edit.edit, _reason(site_edit) or target)
+            raise no_product(site_edit.edit, _reason(site_edit) or target)
     groups = folding.folds(folding.names)
     return {module: sorted(own, key=lambda fold: fold.position) for module, own in groups.items()}
 
@@ -66,7 +68,13 @@ def _reason(site_edit: SiteEdit) -> str | None:
 
 
 def no_form(edit: str, reason: str, help_: str | None = None) -> PeftcError:
-    return PeftcError(Diagnostic("P801", f"`{edit}` has no exact form there: {reason}", help=help_))
+    message = f"edit `{edit}` has no exact form in the other program: {reason}"
+    return PeftcError(Diagnostic("P801", message, help=help_))
+
+
+def no_product(edit: str, reason: str, help_: str | None = None) -> PeftcError:
+    """The same of what is written as LoRA, whichever program reads it."""
+    return PeftcError(Diagnostic("P801", f"edit `{edit}` is no product of low rank: {reason}", help=help_))
 
 
 def lora_of(base: Base, folding: Folding, max_rank: int | None = None, svd: bool = False) -> LoraAdapter:
@@ -109,7 +117,7 @@ def _stacked(
     try:
         loras = stacked_loras(base, model, module, folds, _dtype(folds))
     except NotAffine as error:
-        raise no_form(_names(folds), error.reason) from error
+        raise no_product(_names(folds), error.reason) from error
     for name, weights in loras.items():
         if max_rank is not None and weights.rank > max_rank:
             raise _too_high(name, weights, max_rank, None)
@@ -145,11 +153,11 @@ def module_lora(
         if nearest_rank is None or issubclass(cls, nn.Embedding):
             help_ = "`max_rank=r, svd=True` (`--max-rank R --svd`) writes the nearest change, and says how near it is"
             has_nearest = not issubclass(cls, nn.Embedding) and _has_change(base, model, module, folds)
-            raise no_form(edits, error.reason, help_ if has_nearest else None) from error
+            raise no_product(edits, error.reason, help_ if has_nearest else None) from error
     try:
         return nearest(_change(base, model, module, folds), nearest_rank, dtype)
     except NotAffine as error:
-        raise no_form(edits, error.reason) from error
+        raise no_product(edits, error.reason) from error
 
 
 def _change(base: Base, model: nn.Module, module: str, folds: list[Fold]) -> Tensor:
@@ -174,7 +182,7 @@ def _class(model: nn.Module, module: str, folds: list[Fold]) -> type[nn.Module]:
     cls = base_class(model.get_submodule(module))
     if issubclass(cls, nn.Linear | Conv1D | nn.Embedding):
         return cls
-    raise no_form(folds[0].site_edit.edit, f"`{module}` is a {cls.__name__}, and a product of matrices needs a Linear")
+    raise no_product(folds[0].site_edit.edit, f"`{module}` is a {cls.__name__}, no Linear")
 
 
 def set_dropout(adapter: LoraAdapter, folding: Folding) -> None:

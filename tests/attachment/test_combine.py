@@ -131,6 +131,23 @@ def test_what_cannot_be_combined_is_refused(options: dict[str, Any], code: str, 
     assert peftc.attached(model) == ("A", "B", "V")
 
 
+def test_what_is_no_product_names_its_adapter(several: tuple[Any, Any], tmp_path: Path) -> None:
+    model, _ = several
+    with pytest.raises(peftc.PeftcError) as error:
+        peftc.combine(model, {"A": 1.0, "V": 1.0}, method="cat")
+    assert error.value.diagnostics[0].message.startswith("adapter `V`: edit `f` is no product of low rank: ")
+
+
+def test_what_is_attached_folds_when_it_is_loaded_alone(several: tuple[Any, Any], tmp_path: Path) -> None:
+    model, _ = several
+    assert "`peftc.save(model, directory, name=…)`" in str(peftc.fold(model))
+    with pytest.raises(peftc.PeftcError) as error:
+        peftc.export(model, tmp_path / "out")
+    assert "`peftc.save(model, directory, name=…)`" in (error.value.diagnostics[0].help or "")
+    alone = peftc.load(peftc.save(model, tmp_path / "A", name="A"), zoo.build("llama", torch.float64))
+    assert not peftc.fold(alone).refused
+
+
 @pytest.fixture(scope="module")
 def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, torch.Tensor]:
     tmp_path = tmp_path_factory.mktemp("several")

@@ -155,3 +155,14 @@ def test_sites_of_a_selector(folder: Path, capsys: Out) -> None:
     assert "did you mean `attn`?" in capsys.readouterr().err
     assert main([*words, "head { h = h } edit e at head"]) == 2
     assert main([*words, "layer["]) == 1
+
+
+def test_a_recipe_comes_before_a_folder_of_its_name(folder: Path, capsys: Out) -> None:
+    own = folder / "lora"
+    own.mkdir()
+    (own / "adapter_config.json").write_text("{}")
+    assert main(["new", "lora", "-o", "-"]) == 0
+    assert capsys.readouterr().out == recipes()["lora"].text
+    assert main(["new", "./lora", "-o", "-"]) != 0  # its configuration is no adapter's
+    assert main(["new", "lora", "--model", "gpt2"]) == 2
+    assert "the folder is ./lora" in capsys.readouterr().err

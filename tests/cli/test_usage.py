@@ -6,7 +6,7 @@ import pytest
 
 from peftc.cli.main import main
 from peftc.cli.parser.commands import COMMANDS
-from peftc.cli.parser.parser import parser
+from peftc.cli.parser.parser import parse_arguments, parser
 
 Out = pytest.CaptureFixture[str]
 
@@ -65,3 +65,25 @@ def test_each_command_has_its_arguments_alone() -> None:
         alone, together = (vars(parser(own).parse_args([name, *required])) for own in (name, None))
         assert alone.pop("run").name == together.pop("run").name == name
         assert alone == together
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_json_is_an_option_wherever_there_is_json(name: str) -> None:
+    options = {option: one for one in COMMANDS[name].every_argument if one.is_option for option in one.names}
+    choices = [own for one in options.values() for own in one.options.get("choices") or ()]
+    assert ("--json" in options) >= ("json" in choices)
+
+
+@pytest.mark.parametrize(
+    ("words", "result", "diagnostics"),
+    [
+        (["check", "a.peft", "--json"], None, "json"),
+        (["check", "a.peft"], None, "text"),
+        (["diff", "a.peft", "b.peft", "--json"], "json", "text"),
+        (["diff", "a.peft", "b.peft", "--format", "markdown"], "markdown", "text"),
+        (["plan", "a.peft", "--model", "m", "--json"], None, "text"),
+    ],
+)
+def test_json_is_the_format_of_the_result(words: list[str], result: str | None, diagnostics: str) -> None:
+    args = parse_arguments(words)
+    assert (getattr(args, "format", None), args.output_format) == (result, diagnostics)

@@ -11,6 +11,7 @@ from peftc.cli.library.recipes_command import recipe_of
 from peftc.cli.output import tell
 from peftc.cli.spec_files import Unusable
 from peftc.diagnostics import PeftcError
+from peftc.filesystem.resources import recipes
 
 CONFIG = "adapter_config.json"
 
@@ -18,14 +19,16 @@ CONFIG = "adapter_config.json"
 def run_new(args: Namespace) -> int:
     """Writes a spec that passes `check`. Raises: P5xx, P80x (a configuration); Unusable."""
     path = Path(args.source)
+    is_recipe = args.source in recipes()  # a folder of this name is `./NAME`
     is_config = os.path.isfile(path / CONFIG) or (path.name == CONFIG and path.is_file())
-    if is_config:
+    if is_config and not is_recipe:
         folder = path.parent if path.name == CONFIG else path
         make = import_module("peftc.exchange.config_spec").spec_of_config
         text, name = make(folder, args.model, args.trust_remote_code), folder.resolve().name
     elif args.model is not None:
-        raise Unusable("--model is for a configuration of PEFT: a recipe is for any model")
-    elif path.is_dir():
+        folder = f"; the folder is ./{args.source}" if is_config else ""
+        raise Unusable(f"--model is for a configuration of PEFT: a recipe is for any model{folder}")
+    elif path.is_dir() and not is_recipe:
         raise Unusable(f"there is no {CONFIG} in {args.source}")
     else:
         recipe = recipe_of(args.source)

@@ -35,7 +35,7 @@ class Argument:
     @property
     def is_flag(self) -> bool:
         """Whether it is an option without a value."""
-        return self.options.get("action") in ("store_true", "store_false")
+        return self.options.get("action") in ("store_true", "store_false", "store_const")
 
     @property
     def is_repeatable(self) -> bool:

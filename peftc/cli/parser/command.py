@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from peftc.cli.parser.arguments import QUIET, VERBOSE, Argument
+from peftc.cli.parser.arguments import QUIET, VERBOSE, Argument, argument
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,19 @@ class Command:
 
     @property
     def every_argument(self) -> tuple[Argument, ...]:
-        return (*self.arguments, *self.exclusive, *COMMON)
+        return (*self.arguments, *self.json_alias, *self.exclusive, *COMMON)
+
+    @property
+    def json_alias(self) -> tuple[Argument, ...]:
+        """`--json` of a command that has it by another name, `--format json`."""
+        own = {name: one for one in (*self.arguments, *self.exclusive) for name in one.names}
+        option = next((name for name in _FORMATS if name in own), None)
+        if option is None or "--json" in own:
+            return ()
+        default = own[option].options["default"]
+        target = {"dest": option.lstrip("-").replace("-", "_"), "default": default, "const": "json"}
+        return (argument("--json", action="store_const", help=f"the same as `{option} json`", **target),)
 
 
+_FORMATS = ("--format", "--output-format")  # of a result, before that of diagnostics
 COMMON = (QUIET, VERBOSE)  # of all commands; not both

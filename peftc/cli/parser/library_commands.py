@@ -29,7 +29,7 @@ NEW = Command(
             "source",
             values="recipe or folder",
             metavar="RECIPE|DIR",
-            help="a name of `peftc recipes`, or a folder with adapter_config.json",
+            help="a name of `peftc recipes`, or a folder with adapter_config.json (./NAME beside a recipe NAME)",
         ),
         argument(
             "-o",

@@ -120,7 +120,7 @@ def parser(command: str | None = None) -> Parser:
 
 
 def _add(own: argparse.ArgumentParser, command: Command) -> None:
-    _add_all(own, command.arguments)
+    _add_all(own, (*command.arguments, *command.json_alias))
     for group in (command.exclusive, COMMON):
         if group:
             _add_all(own.add_mutually_exclusive_group(), group)

@@ -56,6 +56,14 @@ class AffineStructure:
         return self.matrix != "zero" or self.input
 
 
+ONE_ADAPTER = "save one alone, `peftc.save(model, directory, name=…)`, and `peftc.load` it onto the base"
+
+
+def of_adapters(names: Iterable[str]) -> str:
+    """Why what is attached is no single change."""
+    return f"it has parameters for each attached adapter ({', '.join(names)})"
+
+
 def fold_reason(
     site_edit: SiteEdit,
     sites: SitesByPath,
@@ -72,7 +80,7 @@ def fold_reason(
     """
     if tasks := next((instance.tasks for instance in site_edit.instances if instance.tasks), ()):
         if site_edit.instances[0].are_adapters:
-            return f"it has parameters for each attached adapter ({', '.join(tasks)}), and a weight is one for all"
+            return f"{of_adapters(tasks)}, and a weight is one for all; {ONE_ADAPTER}: it folds there"
         return f"it has parameters for each task ({', '.join(tasks)}), and a weight is one for all"
     target = fold_target(site_edit, sites)
     if isinstance(target, str):
