@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from peftc.adapters.base import base_of
 from peftc.adapters.files import path_of
 from peftc.adapters.loading import check_tensors, notify_forms
-from peftc.adapters.metadata import METADATA
 from peftc.adapters.origin import absolute_name
 from peftc.adapters.saving import save_as
 from peftc.diagnostics import Diagnostic, PeftcError
@@ -94,9 +93,6 @@ def import_adapter(
     folder = source_folder(source)
     if hub_fusion.is_setup(folder):
         return _import_from_adapterhub(hub_fusion.read_setup(folder), model, trust_remote_code, output)
-    if (folder / METADATA).exists() and not (folder / peft_folder.CONFIG).exists():
-        help_ = "it is compiled as it is: `peftc.load(directory, model)`"
-        raise PeftcError(Diagnostic("P803", f"peftc wrote the adapter in {folder}", help=help_))
     values = peft_folder.read_config(folder / peft_folder.CONFIG)
     if hub_folder.is_of_adapterhub(values):
         return _import_from_adapterhub(hub_folder.read_hub_adapter(folder, values), model, trust_remote_code, output)

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from peftc.adapters.metadata import METADATA
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.filesystem.bounded_read import check_regular, open_regular, read_regular
 from peftc.merging.destination import destination, unwritable
@@ -49,6 +50,9 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         data: Any = json.loads(read_regular(path, _LARGEST_CONFIG))
     except OSError as error:
+        if (path.parent / METADATA).exists():
+            help_ = "it is compiled as it is: `peftc.load(directory, model)`"
+            raise PeftcError(Diagnostic("P803", f"peftc wrote the adapter in {path.parent}", help=help_)) from error
         raise damaged(f"there is no {path.name} in {path.parent}", f"{error}") from error
     except (ValueError, RecursionError) as error:
         raise damaged(f"{path} is not JSON", f"{error}") from error
