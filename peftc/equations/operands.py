@@ -8,7 +8,7 @@ from functools import cached_property
 
 from peftc.equations.initial_numbers import first_value, initial_number, initial_value, reason_against, shifts
 from peftc.equations.matrices import DECOMPOSITIONS
-from peftc.equations.primitives import FUNCTIONS, OF_VALUES, OPERATORS, WORDS
+from peftc.equations.primitives import FUNCTIONS, OF_VALUES, OPERATORS, WORDS, place_help
 from peftc.equations.rules import Mismatch, Operand, Primitive
 from peftc.equations.values import NUMBERS_OF_SITES, FormError, Number, SiteNumbers, Type, Value, pair_of, real, shown
 from peftc.equations.words import (
@@ -18,7 +18,6 @@ from peftc.equations.words import (
     NUMBERS,
     OUT,
     OVER_SITES,
-    PLACES,
     POSITIONS,
     PRUNED,
     PRUNED_PARTS,
@@ -315,7 +314,8 @@ class Operands:
                 return d_in
             case _:
                 kind = "a weight" if self._is_weight(name) else "hidden states" if type_.batch else "a vector"
-                raise FormError("P310", without_size(function, name, f"{kind} {type_}"), node, PLACES.get(function))
+                message = without_size(function, name, f"{kind} {type_}")
+                raise FormError("P310", message, node, place_help(function, type_))
 
     def _item(self, node: ast.Item, value: ast.Expr, indices: Sequence[ast.Expr]) -> Operand:
         owner = self.operand(value)

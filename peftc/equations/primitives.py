@@ -160,6 +160,22 @@ WORDS = frozenset({*ACTIVATIONS, *WAVELETS})  # what equations name besides valu
 
 PAPER_NAMES = {"relu": "ReLU", "gelu": "GELU", "silu": "SiLU"}  # of activations, as papers write them
 
+_PLACES: Mapping[str, str] = {  # where a form that asks for a size belongs
+    **dict.fromkeys(("d", "widest"), "it changes hidden states, as in `h += lora(x, r=8)`"),
+    **dict.fromkeys(("rows", "cols"), "it changes weights of Linears: `w += lowrank(r=8)` at `layer[*].attn.q`"),
+}
+
+
+def place_help(function: str, type_: Type) -> str | None:
+    """Where a form that asks for this size belongs, if an input has a type without one."""
+    if function in ("d", "widest") and type_.batch and len(type_.size) > 1:
+        return (
+            "it has heads: `x` and `h` of the Linear have none, as in `h += lora(x, r=8)` at `layer[*].attn.q`; "
+            "`d_head` is the size of a head"
+        )
+    return _PLACES.get(function)
+
+
 OF_VALUES: Mapping[str, str] = {  # what to write for a function of numbers, of values
     "max": "of values, `relu(z)` is max(z, 0), and `clamp(z, low, high)` has both ends",
     "min": "of values, `-relu(-z)` is min(z, 0), and `clamp(z, low, high)` has both ends",

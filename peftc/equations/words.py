@@ -107,10 +107,6 @@ NEEDS: Mapping[str, str] = {  # what has a size
     **dict.fromkeys(("heads", "d_head", "d_value"), "states of an attention, in heads"),
     "entries": "a weight or a vector",
 }
-PLACES: Mapping[str, str] = {  # where a form that asks for a size belongs
-    **dict.fromkeys(("d", "widest"), "it changes hidden states, as in `h += lora(x, r=8)`"),
-    **dict.fromkeys(("rows", "cols"), "it changes weights of Linears: `w += lowrank(r=8)` at `layer[*].attn.q`"),
-}
 
 
 def mean_over(call: ast.Call) -> str:

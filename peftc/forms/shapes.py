@@ -15,7 +15,8 @@ class Scalar:
     rows: int = 0
 
     def __str__(self) -> str:
-        return f"[batch, {self.rows or 1}, 1]" if self.per_example else "scalar"
+        size = self.rows or "1, 1"
+        return f"[batch, {size}]" if self.per_example else "scalar"
 
 
 @record()

@@ -181,6 +181,9 @@ class TermLowering:
             message = f"`{op}` puts together {left.shape} and {right.shape} at `{self.site.path}`"
             notes = tuple(f"`{quote(side.source)}` is {side.shape}" for side in (left, right))
             label, help_ = f"{left.shape} {op} {right.shape}", "join keys and values with `concat`" if is_pair else None
+            for one, other in ((left, right), (right, left)):
+                if isinstance(one.shape, Tokens) and isinstance(other.shape, Scalar) and other.shape.rows:
+                    help_ = "it has no tokens: `f = … + 0 * x` in the form has the same value at each token"
             if isinstance(left.shape, Tokens) and isinstance(right.shape, Tokens):
                 few = left if left.shape.d < right.shape.d else right
                 help_ = (
@@ -263,7 +266,9 @@ class TermLowering:
         *rows, state = parts
         assert isinstance(state.shape, Tokens)
         if self.site.steps[-1][0] != "embed":
-            help_ = "name `input.embed`; an attention takes rows of keys and values, `kv = concat(prefix(len=10), kv)`"
+            has_embed = any(site.steps[-1][0] == "embed" for site in self.context.table.sites)
+            help_ = "name `input.embed`" if has_embed else f"{self.context.table.model_id} has no site `embed`"
+            help_ += "; an attention takes rows of keys and values, `kv = concat(prefix(len=10), kv)`"
             message = "tokens of a prompt can be added only at `embed`"
             raise error("P303", message, call.span, label="not `embed`", help=help_)
         d = state.shape.d

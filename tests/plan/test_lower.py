@@ -1,5 +1,7 @@
 """Equations at a site: shapes, names, parameter sets, and refusals."""
 
+from dataclasses import replace
+
 import pytest
 
 from peftc.forms.shapes import Heads, KeyValue, Rows, Scalar, Tokens, Vector, Weight
@@ -283,3 +285,11 @@ def test_twice_the_arms_are_twice_the_work():
         return calls(lambda: planned(f"edit e at {selector} {{ h += lora(x, r=4) }}", table))
 
     assert work(400) <= 2.2 * work(200)
+
+
+def test_a_prompt_names_the_embedding_of_a_model_that_has_one() -> None:
+    spec = "edit p at layer[0] { h = concat(prompt(len=4), h) }"
+    without = replace(LLAMA, sites=[site for site in LLAMA.sites if site.steps[-1][0] != "embed"])
+    assert len(without.sites) < len(LLAMA.sites)
+    assert "name `input.embed`" in (refused(spec, LLAMA)[0].help or "")
+    assert f"{LLAMA.model_id} has no site `embed`" in (refused(spec, without)[0].help or "")
