@@ -26,6 +26,7 @@ STAGES = (
     "peftc.syntax",
     "peftc.syntax_highlighting",
     "peftc.forms",
+    "peftc.task_modules",
     "peftc.equations",
     "peftc.equation_code",
     "peftc.models",

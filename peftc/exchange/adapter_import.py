@@ -32,13 +32,13 @@ from peftc.exchange.peft_format.parameters import parameter_parts
 from peftc.exchange.peft_format.reading import Incoming, read_peft
 from peftc.exchange.selector_text import Selectors
 from peftc.exchange.spec_text import IncomingEdit, ModulePart, edits_of, trained_text, unfit
-from peftc.forms.tasked_module import Tasked
 from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed
 from peftc.models.names import error_summary
 from peftc.planning.ir import SiteEdit
 from peftc.semantics.expand import expand
 from peftc.syntax.parser import parse_text
+from peftc.task_modules.tasked_module import Tasked
 
 
 class ImportedAdapter(NamedTuple):

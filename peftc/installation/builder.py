@@ -15,7 +15,6 @@ from peftc.equation_code.module import EquationModule as EquationModule  # impor
 from peftc.forms.member_module import Member
 from peftc.forms.module import FormModule, build, build_of_all, build_owner, seeded
 from peftc.forms.sequence_module import Sequence
-from peftc.forms.tasked_module import Tasked
 from peftc.installation.base_weights import BaseWeights
 from peftc.installation.edited_classes import EditedModule, install_edits, remove_edits
 from peftc.installation.record import Installation
@@ -30,6 +29,7 @@ from peftc.rewriting.prompts import CACHE_NAME, SEQUENCE
 from peftc.rewriting.region_list import RegionList
 from peftc.sharding.layouts import note_edits
 from peftc.specialization.generated_class import ClassKey, GeneratedClass, class_key, names_pattern
+from peftc.task_modules.tasked_module import Tasked
 from peftc.tracing.bytecode import reachable_code
 
 Options = tuple[torch.dtype, torch.device]

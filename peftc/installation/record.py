@@ -12,7 +12,6 @@ from torch import nn
 from peftc.concurrency.context import ChoiceVar
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
-from peftc.forms.tasked_module import Chosen
 from peftc.installation.cached_analysis import CachedAnalysis
 from peftc.modules.base_values import ADAPTERS
 from peftc.planning import ir
@@ -24,6 +23,7 @@ from peftc.rewriting.edits import SHARED
 from peftc.specialization.generated_class import GeneratedClass
 from peftc.syntax import ast
 from peftc.syntax.printer import print_spec
+from peftc.task_modules.tasked_module import Chosen
 
 RECORD = "_peftc"
 

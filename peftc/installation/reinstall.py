@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from peftc.concurrency.context import Choice, ChoiceVar
 from peftc.diagnostics import PeftcError, warn
 from peftc.forms.module import FormModule
-from peftc.forms.tasked_module import Chosen
 from peftc.installation.base_weights import refuse_quantised
 from peftc.installation.builder import InstallationBuilder
 from peftc.installation.compilations import Compilation
@@ -36,6 +35,7 @@ from peftc.rewriting.edits import SHARED
 from peftc.rewriting.legality.preconditions import missing_values
 from peftc.rewriting.prompts import SEQUENCE
 from peftc.specialization.precompile import precompile
+from peftc.task_modules.tasked_module import Chosen
 
 Step = Callable[[nn.Module], object]
 

@@ -14,7 +14,6 @@ from peftc.equation_code.cross_layer_module import CrossLayerModule
 from peftc.equation_code.module import EquationModule
 from peftc.forms.member_module import Member
 from peftc.forms.module import FormModule
-from peftc.forms.tasked_module import Tasked
 from peftc.installation.record import Installation
 from peftc.rewriting.edits import CONTAINER, SHARED, Container
 from peftc.runtime import respecialize
@@ -22,6 +21,7 @@ from peftc.specialization.expressions import indented
 from peftc.specialization.generated_class import GeneratedClass
 from peftc.specialization.visible_children import child_members
 from peftc.standalone.source_closure import SourceClosure, import_of, refusal
+from peftc.task_modules.tasked_module import Tasked
 
 MODELING = "modeling_edited"  # the name of the file, without its suffix
 

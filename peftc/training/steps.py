@@ -14,9 +14,9 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.equation_code.budget_module import BudgetModule, allocate, is_finished, is_smoothed
 from peftc.equation_code.random_module import RandomModule, drawn_anew
 from peftc.forms.module import FormModule, seeded
-from peftc.forms.tasked_module import Tasked
 from peftc.installation.completeness import active_installation
 from peftc.installation.record import Installation
+from peftc.task_modules.tasked_module import Tasked
 
 
 def step(model: nn.Module, step: int) -> None:

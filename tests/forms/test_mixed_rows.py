@@ -17,8 +17,8 @@ from peftc.concurrency.context import Choice, ChoiceVar
 from peftc.equations.definition import TextForm
 from peftc.forms.module import FormModule
 from peftc.forms.shapes import Tokens, Vector, Weight
-from peftc.forms.stacked_module import StackedForms
-from peftc.forms.tasked_module import Chosen, Tasked
+from peftc.task_modules.stacked_module import StackedForms
+from peftc.task_modules.tasked_module import Chosen, Tasked
 from tests.forms.cases import CASES, Case, seeded, shaken
 
 TASKS = ("a", "b", "c", "d")

@@ -310,7 +310,7 @@ def test_every_recipe_of_the_library_is_there() -> None:
         "hypernetwork hypernetwork_adaptbert adapterfusion attention_fusion "
         "beft boft c3a deft delora fourierft glora_kinds gralora hira hra miss peanut "
         "randlora road shira supertuning vblora "
-        "unilora pvera waveft tinylora osf psoft frod lily poly multitask_prompt"
+        "unilora pvera waveft tinylora osf psoft frod lily poly multitask_prompt trainable_tokens"
     )
     assert set(resources.recipes()) == set(names.split())
 

@@ -15,9 +15,9 @@ from peftc.addressing.sites import Slice, WeightRef
 from peftc.forms.member_module import Member
 from peftc.forms.module import FormModule
 from peftc.forms.shapes import Weight
-from peftc.forms.tasked_module import Tasked
 from peftc.installation.record import Installation
 from peftc.planning import ir
+from peftc.task_modules.tasked_module import Tasked
 from peftc.verification.reference.locations import ReferenceUnavailable
 
 OPERATORS: dict[str, Callable[[Any, Any], Any]] = {"+": add, "-": sub, "*": mul, "/": truediv}

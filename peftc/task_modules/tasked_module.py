@@ -17,16 +17,16 @@ from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms.module import FormModule, Pair, has_values
 from peftc.forms.sequence_module import Sequence as Positions
 from peftc.forms.shapes import Vector, Weight
-from peftc.forms.stacked_module import Groups, StackedForms, Where, groups_of, owners_of_values
 from peftc.modules.form_hooks import Hookable
+from peftc.task_modules.stacked_module import Groups, StackedForms, Where, groups_of, owners_of_values
 
 Axis = Literal["task", "adapter"]
 
 
 @dataclass
 class Chosen:
-    """The tasks of a model, or the adapters attached to it, and what the present context has chosen among them. Held by all
-    forms of the model that have parameters for each.
+    """The tasks of a model, or the adapters attached to it, and what the present context has chosen
+    among them. Held by all forms of the model that have parameters for each.
     """
 
     names: tuple[str, ...]
@@ -37,14 +37,16 @@ class Chosen:
     def present(self) -> str | Rows | None:
         """The task or adapter of the present batch, or of each of its rows.
 
-        Raises: P534 for a task that has been dropped since it was chosen, P535 for rows numbered by other tasks.
+        Raises: P534 for a task that has been dropped since it was chosen, P535 for rows numbered by
+            other tasks.
         """
         if self.axis == "adapter":
             return self.variable.adapter or None
         task = self.variable.task
         if isinstance(task, Rows):
             if task.names is not self.names and task.names != self.names[: len(task.names)]:
-                message = f"task_ids number the tasks {join_names(task.names)}, and the model now has {join_names(self.names)}"
+                now = join_names(self.names)
+                message = f"task_ids number the tasks {join_names(task.names)}, and the model now has {now}"
                 raise PeftcError(Diagnostic("P535", message, help="choose again, after the change of tasks"))
             return task
         return task if task is None else self.of(task)
@@ -57,7 +59,9 @@ class Chosen:
         return task
 
     def concerns(self, task: str | None) -> bool:
-        """Whether what belongs to `task` (to none of them, where it is None) is at work, as far as one task is present."""
+        """Whether what belongs to `task` (to none of them, where it is None) is at work, as far as
+        one task is present.
+        """
         return task is None or not isinstance(self.present, str) or task == self.present
 
     def rows(self, tasks: Sequence[str] | Sequence[int] | Tensor) -> Rows:
@@ -75,8 +79,8 @@ class Chosen:
                 message = f"task_ids are whole numbers or names, one for each row; found {tasks!r}"
                 raise PeftcError(Diagnostic("P535", message, help="peftc.task(model, name) is for all rows")) from None
         if tasks.ndim != 1 or tasks.dtype == torch.bool or tasks.is_floating_point() or tasks.is_complex():
-            said = f"shape {tuple(tasks.shape)}, {str(tasks.dtype).removeprefix('torch.')}"
-            raise PeftcError(Diagnostic("P535", f"task_ids are whole numbers (batch,), found {said}"))
+            words = f"shape {tuple(tasks.shape)}, {str(tasks.dtype).removeprefix('torch.')}"
+            raise PeftcError(Diagnostic("P535", f"task_ids are whole numbers (batch,), found {words}"))
         wrong = next((number for number in tasks.tolist() if not 0 <= number < len(self.names)), None)
         if wrong is not None:
             numbered = join_names([f"{i} ({name})" for i, name in enumerate(self.names)])
@@ -123,7 +127,7 @@ class Tasked(Hookable, FormModule):
         return self.of_task(present, like)(like, *second)
 
     def added_to(self, h: Tensor, *inputs: Tensor) -> Tensor:
-        """h plus the value; rows of several tasks take one operation less than for the value alone."""
+        """h plus the value; for rows of several tasks, in one operation less."""
         if is_dynamo_compiling():
             return super().added_to(h, *inputs)
         present, like = self.chosen.present, inputs[0]
@@ -193,7 +197,9 @@ class Tasked(Hookable, FormModule):
         return self.stacked.joined([forms[name] for name in groups.names], like)
 
     def mixed_in_graph(self, rows: Rows, repeats: int, like: Tensor, *second: Tensor) -> Tensor | Pair:
-        """The same under `torch.compile`. A graph should serve all batches: it takes the tasks of the rows as a tensor."""
+        """The same under `torch.compile`. A graph should serve all batches: it takes the tasks of
+        the rows as a tensor.
+        """
         forms = [self.form(name) for name in self.names]
         if self.stacked is None or not self.stacked.applies(owners_of_values(forms), like):
             return task_by_task(self, rows, repeats, like, *second)
@@ -220,7 +226,9 @@ class Tasked(Hookable, FormModule):
         return nullcontext() if self.sequence is None else self.sequence.narrowed(where)
 
     def joined(self, parts: list[tuple[int, Tensor]], order: Tensor | None, ndim: int) -> Tensor:
-        """The values of all rows in their order. Without an input, a task has one for all its rows, with fewer dimensions."""
+        """The values of all rows in their order. Without an input, a task has one for all its rows,
+        with fewer dimensions.
+        """
         values = [value for _, value in parts]
         if self.form_dims.input is None:
             values = [

@@ -25,7 +25,10 @@ COPIED_ON_ACCELERATORS = 1 << 22
 class Groups:
     """The rows of each task, or adapter, of a batch.
 
-    Args: `names`: of each row's. `own`: those that an edit has; it does not act on `others`, which are computed with its first one.
+    Args:
+        names: of each row's.
+        own: those that an edit has; it does not act on `others`, which are computed with its first
+            one.
     """
 
     def __init__(self, names: Sequence[str], own: Sequence[str]) -> None:
@@ -54,7 +57,9 @@ class Groups:
         return mask.view(-1, *[1] * (like.ndim - 1))
 
     def on(self, like: Tensor) -> tuple[tuple[Where, ...], Tensor | None]:
-        """Indices of the rows of each task, and of all rows in what is joined of these; None where they are in order."""
+        """Indices of the rows of each task, and of all rows in what is joined of these; None where
+        they are in order.
+        """
         if like.device not in self.indices:
             indices = self.new_indices(like.device)
             if indices[1] is not None and type(indices[1]) is not Tensor:  # of a mode that makes fake tensors
@@ -72,8 +77,8 @@ class Groups:
 
 
 def groups_of(rows: Rows, repeats: int, own: tuple[str, ...]) -> Groups:
-    """The groups of a batch that has each row as often, for edits with these tasks or adapters. Computed once, for all
-    sites and forwards.
+    """The groups of a batch that has each row as often, for edits with these tasks or adapters.
+    Computed once, for all sites and forwards.
     """
     key = repeats, own
     if key not in rows.groups:
@@ -86,8 +91,11 @@ def groups_of(rows: Rows, repeats: int, own: tuple[str, ...]) -> Groups:
 class StackedForms:
     """What forms that differ in nothing but the values of their parameters have in common.
 
-    Args: `owner_class`: of what has the parameters. `names`: of the parameters. `most_dimensions`: of a parameter. `size`: of all
-    parameters of one form.
+    Args:
+        owner_class: of what has the parameters.
+        names: of the parameters.
+        most_dimensions: of a parameter.
+        size: of all parameters of one form.
     """
 
     owner_class: type[FormModule]
@@ -97,7 +105,9 @@ class StackedForms:
 
     @staticmethod
     def of(forms: Mapping[str, FormModule]) -> StackedForms | None:
-        """None where the forms cannot be stacked: their equation does not take rows, or they differ in more than values."""
+        """None where the forms cannot be stacked: their equation does not take rows, or they differ
+        in more than values.
+        """
         first, *others = map(owner_of_values, forms.values())
         shapes = {name: parameter.shape for name, parameter in first.named_parameters()}
         if not first.takes_rows() or not all(map(is_like(first, shapes), others)):
@@ -106,18 +116,24 @@ class StackedForms:
         return StackedForms(type(first), tuple(shapes), most_dimensions, size)
 
     def is_cheap(self, groups: Groups, like: Tensor) -> bool:
-        """Whether copying parameters for each row costs less than a call for each task: in time, and in memory."""
+        """Whether copying parameters for each row costs less time, and less memory, than a call for
+        each task.
+        """
         copied = len(groups.names) * self.size
         if copied <= like.numel():
             return True
         return copied <= len(groups.by_task) * COPIED.get(like.device.type, COPIED_ON_ACCELERATORS)
 
     def applies(self, owners: Sequence[FormModule], like: Tensor) -> bool:
-        """Whether the state has room for a dimension of rows, and the forms compute as those of their class (not parametrized)."""
+        """Whether the state has room for a dimension of rows, and the forms compute as those of
+        their class (not parametrized).
+        """
         return like.ndim > self.most_dimensions and set(map(type, owners)) == {self.owner_class}
 
     def joined(self, forms: Sequence[FormModule], like: Tensor) -> FormModule | None:
-        """A form with the parameters of each row's own form; None where this does not apply, or one has hooks of its own."""
+        """A form with the parameters of each row's own form; None where this does not apply, or one
+        has hooks of its own.
+        """
         owners = owners_of_values(forms)
         if not self.applies(owners, like) or (HOOKED_FORMS and any(map(is_hooked, (*forms, *owners)))):
             return None
@@ -132,7 +148,9 @@ class StackedForms:
         return owners[0].with_values(values)
 
     def gather(self, forms: Sequence[FormModule], numbers: Tensor, like: Tensor) -> Tensor | Pair:
-        """Their value for rows that are known by a tensor of numbers only, in a graph that serves all batches."""
+        """Their value for rows that are known by a tensor of numbers only, in a graph that serves
+        all batches.
+        """
         owners: list[Any] = owners_of_values(forms)
         values: dict[str, Tensor] = {}
         for name in self.names:
@@ -161,7 +179,9 @@ def is_like(first: FormModule, shapes: Mapping[str, torch.Size]) -> Any:
 
 
 def stack(values: Sequence[Tensor], ndim: int) -> Tensor:
-    """One value for each row, (rows, 1, …, *size): it broadcasts with a state of `ndim` dimensions as one value does."""
+    """One value for each row, (rows, 1, …, *size): it broadcasts with a state of `ndim` dimensions
+    as one value does.
+    """
     return spread(torch.stack(tuple(values)), ndim)
 
 
