@@ -53,12 +53,13 @@ from peftc.equations.words import (
     criterion_of,
     frozen_parameters,
     function_of,
+    input_help,
     is_choice_of_numbers,
     optional_inputs_of,
     owner_of,
 )
 from peftc.forms.form import DISTRIBUTIONS, Args
-from peftc.forms.shapes import KeyValue, Rows, Shape, Vector, Weight
+from peftc.forms.shapes import KeyValue, Rows, Scalar, Shape, Vector, Weight
 from peftc.syntax import ast
 from peftc.syntax.numbers import COMPARISONS
 from peftc.syntax.printer import print_expression
@@ -365,10 +366,9 @@ def place_of(
     for name, shape in names.items():
         if shape is None or (name == OUT and isinstance(shape, KeyValue)):
             continue
-        type_ = type_of(shape)
-        if type_ is None:
+        if (type_ := type_of(shape)) is None:
             message = f"{owner_of(name)} is {shape}: the equation takes hidden states, a weight or a vector"
-            raise FormError("P310", message, form)
+            raise FormError("P310", message, form, input_help(name) if shape == Scalar() else None)
         types[name] = type_
     if len(inputs) > 1:
         check_second(form, inputs, shapes)

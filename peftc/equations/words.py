@@ -17,7 +17,7 @@ from peftc.forms.form import Argument
 from peftc.syntax import ast
 from peftc.syntax.numbers import numeric_value
 from peftc.syntax.printer import print_expression
-from peftc.syntax.vocabulary import STATES
+from peftc.syntax.vocabulary import STATES, state_name
 from peftc.syntax.walk import children, names_in, values, walk
 
 NONE = "none"  # an argument without a value
@@ -121,6 +121,10 @@ def mean_over(call: ast.Call) -> str:
 def owner_of(name: str) -> str:
     """An input of a form, or what its equation writes, in a message."""
     return "what the equation writes" if name == OUT else f"its input `{name}`"
+
+
+def input_help(name: str) -> str | None:  # for a number in the place of an input
+    return f"{state_name(name)}, so it is an input: write a state, or rename it in the form" if name in STATES else None
 
 
 def without_size(function: str, name: str, kind: str) -> str:

@@ -284,11 +284,8 @@ def _module_help(steps: Sequence[ast.Step], number: int) -> str | None:
     if last in SITES or last == LINEAR or number == len(steps) - 1:
         return None
     numbers = [_module_number(step) for step in steps]
-    text = (
-        f"**.{last}"
-        if None in numbers
-        else ".".join(step.name + str(n) for step, n in zip(steps, numbers, strict=True))
-    )
+    is_whole = None not in numbers and any(numbers)  # `self_attn.q_proj` is the end of a name
+    text = ".".join(f"{step.name}{n}" for step, n in zip(steps, numbers, strict=True)) if is_whole else f"**.{last}"
     return f'the name of a module stands in quotes: "{text}"'
 
 

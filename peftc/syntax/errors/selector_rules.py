@@ -3,6 +3,7 @@
 from peftc.diagnostics import Suggestion
 from peftc.diagnostics.suggestions import nearest
 from peftc.syntax.errors.context import ASSIGNMENTS, BRACES, Error, ErrorContext, needs_version_2
+from peftc.syntax.vocabulary import SITES
 
 _JOINS = "`a | b` is both, `a - b` is `a` without `b`"
 _ALTERNATIVES = "several names stand in braces behind a `.`: `layer[*].attn.{q, v}`"
@@ -88,7 +89,10 @@ def selector_error(c: ErrorContext) -> Error | None:
         elif c.previous_type == "MINUS" and c.type == "COMPARISON":  # at layer[*] -> …
             help_ = _BODIES["EDIT"]
         wanted = "a selector" if c.allows("STRING") else "a site"
-        correction = c.quotes("AT") if c.type == "STAR" else None
+        is_module = c.type == "NUMBER" and c.at > 1 and str(c.tokens[c.at - 2]) not in SITES  # model.layers.0.mlp
+        correction = c.quotes("AT") if c.type == "STAR" or is_module else None
+        if is_module and correction is not None:
+            help_ = f"the name of a module stands in quotes: {correction.replacements[0].text}"
         return c.error("P016", c.expectation(f"{wanted} after {c.preceding}"), help_, correction=correction)
     if c.bracket == "LSQB" and c.statement in {"EDIT", "TRAIN", "APPLY", "MOVED"}:
         after_index = c.allows("RSQB") and c.previous_type in {"STAR", "NUMBER"}
