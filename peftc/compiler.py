@@ -258,7 +258,7 @@ def compile(
             seed); with `verify`, P601-P611. After an error the model is as it was.
 
     Warns:
-        PeftcWarning: P217, P220 and P320, as `plan`, before anything is changed.
+        PeftcWarning: P217, P220, P320 and P325, as `plan`, before anything is changed.
     """
     if not isinstance(model, nn.Module):
         model = load_model(resolve(model, trust_remote_code))
