@@ -112,7 +112,7 @@ def test_the_figure_has_the_states_of_a_layer() -> None:
 
 
 def selectors() -> Iterator[str]:
-    table = TEXT.partition("A selector says which:")[2].partition("\n\nEvery arm")[0]
+    table = TEXT.partition("A selector says which:")[2].partition("\n\nEvery part")[0]
     for row in re.findall(r"^\| (`.*`) \| ", table, re.M):
         yield from (text.replace(r"\|", "|") for text in re.findall(r"`([^`]+)`", row))
 
