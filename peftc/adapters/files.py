@@ -160,7 +160,7 @@ def _missing(directory: Path, error: OSError) -> PeftcError:
     if is_text(str(directory)):
         message = "this is the text of a spec, not a folder with an adapter"
         return PeftcError(Diagnostic("P520", message, help="compile it: `peftc.compile(spec, model)`"))
-    is_foreign = (directory / FOREIGN_CONFIG).exists()
+    is_foreign = os.path.exists(directory / FOREIGN_CONFIG)  # False for a path that the system refuses
     help_ = f"it has {FOREIGN_CONFIG} of PEFT or AdapterHub: {_IMPORT}" if is_foreign else None
     return PeftcError(Diagnostic("P520", f"there is no saved adapter at {directory}", notes=(f"{error}",), help=help_))
 

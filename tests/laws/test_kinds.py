@@ -176,7 +176,7 @@ def test_a_plan_is_that_of_each_site(name: str, spec: str) -> None:
     source = flat.source
     kinds, single, plain = (
         plan_of(lambda: make_plan(flat, table)),
-        plan_of(lambda: Planner(flat, table, source, (DEFAULT_TASK,), single=True).result()),
+        plan_of(lambda: Planner(flat, table, source, (DEFAULT_TASK,), single=True).result(False)),
         plan_of(lambda: make_plan(flat, one_by_one(table))),
     )
     assert kinds == single
