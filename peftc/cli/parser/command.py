@@ -32,9 +32,9 @@ class Command:
         option = next((name for name in _FORMATS if name in own), None)
         if option is None or "--json" in own:
             return ()
-        default = own[option].options["default"]
-        target = {"dest": option.lstrip("-").replace("-", "_"), "default": default, "const": "json"}
-        return (argument("--json", action="store_const", help=f"the same as `{option} json`", **target),)
+        default, dest = own[option].options["default"], option.lstrip("-").replace("-", "_")
+        help_ = f"the same as `{option} json`"
+        return (argument("--json", action="store_const", const="json", dest=dest, default=default, help=help_),)
 
 
 _FORMATS = ("--format", "--output-format")  # of a result, before that of diagnostics
