@@ -43,6 +43,13 @@ class Rows:
     present: tuple[str, ...]
     groups: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
+    def all_have(self, names: tuple[str, ...]) -> bool:
+        """Whether each row has one of these."""
+        result: bool | None = self.groups.get(names)
+        if result is None:
+            result = self.groups[names] = set(self.present) <= set(names)
+        return result
+
 
 @dataclass(frozen=True, eq=False)
 class Choice:

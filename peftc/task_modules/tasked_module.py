@@ -158,7 +158,7 @@ class Tasked(Hookable, FormModule):
     def own_rows(self, new: Tensor, old: Tensor) -> Tensor:
         """`new` in the rows whose adapter has this edit, `old` in the others."""
         rows = self.chosen.present
-        if not isinstance(rows, Rows):
+        if not isinstance(rows, Rows) or (not is_dynamo_compiling() and rows.all_have(self.names)):
             return new
         repeats = self.repeats(rows, new)
         if is_dynamo_compiling():  # one graph for all batches of adapters with these edits
