@@ -39,7 +39,7 @@ def parse(text: str, path: str = "<text>") -> ast.Spec:
     """The spec that a text states, as a tree.
 
     Args:
-        text: a spec, which begins with `peft 1`.
+        text: a spec, which begins with `peft 2`.
         path: the name of the text in messages.
 
     Returns:

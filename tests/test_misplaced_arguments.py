@@ -39,7 +39,7 @@ def test_the_spec_comes_first(function: Callable[..., Any], spec: str, model: An
 
 def test_a_text_without_its_first_line_is_no_path(model: Any) -> None:
     diagnostic = error_of(peftc.plan, EDIT, model)
-    assert (diagnostic.code, diagnostic.help) == ("P001", "write `peft 1` on the first line")
+    assert (diagnostic.code, diagnostic.help) == ("P001", "write `peft 2` on the first line")
 
 
 def test_a_path_may_have_a_brace(tmp_path: Path, model: Any) -> None:

@@ -69,7 +69,7 @@ def read_used_spec(path: Path) -> ast.Spec:
     except OSError as error:
         raise _unreadable(path, error) from None
     if not begins_as_spec(data.decode("utf-8", errors="replace")):
-        help_ = "a spec begins with `peft 1`; the content of other files is not shown"
+        help_ = "a spec begins with `peft 2`; the content of other files is not shown"
         raise PeftcError(Diagnostic("P125", f"{printable_path(path)} is not a spec", help=help_))
     return parse_text(decode(data, str(path)), str(path))
 

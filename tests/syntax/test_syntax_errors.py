@@ -27,7 +27,7 @@ def test_one_mistake_is_one_message(text: str, code: str) -> None:
 
 
 MESSAGES = [
-    ("edit a at layer[*].ffn { h += x }", "expected `peft 1`, found `edit`", "edit"),
+    ("edit a at layer[*].ffn { h += x }", "expected `peft 2`, found `edit`", "edit"),
     ("peft 1 edit a layer[*].ffn { h += x }", "expected `at` and a selector, found `layer`", "layer"),
     ("peft 1 edit a at layer[*].ffn { h += f(x r=3) }", "expected `,` before `r`", "r"),
     ("peft 1 edit a at layer[*].ffn { h += f(x, r=3 }", "this `(` is never closed", "("),

@@ -81,7 +81,7 @@ def _colon(tokens: Sequence[Token], at: int, bracket: str) -> tuple[str, tuple[s
     """What to do about a colon in a bracket of that type, and what it stands for."""
     before = tokens[at - 1].type if at else ""
     if before == "PEFT":
-        return Suggestion("the version follows without a sign: `peft 1`", ":", ""), None
+        return Suggestion("the version follows without a sign: `peft 2`", ":", ""), None
     if tokens[at + 1].type == "EQUAL":  # h := …
         return Suggestion("write `=`", ":", ""), None
     if bracket == "LSQB":
@@ -206,7 +206,7 @@ def other_format(tokens: Sequence[Token]) -> Diagnostic | None:
     is_yaml = first.type == "NAME" and second.text == ":"
     if first.type not in {"LBRACE", "LSQB"} and not is_yaml:
         return None
-    message = f"expected `peft 1`, found {'YAML' if is_yaml else 'JSON'}"
+    message = f"expected `peft 2`, found {'YAML' if is_yaml else 'JSON'}"
     help_ = "this is not a spec; `peftc new FOLDER` writes one for a configuration of PEFT"
     return Diagnostic("P001", message, first.span, help=help_, label="a spec begins with its language version")
 

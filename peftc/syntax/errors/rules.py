@@ -64,9 +64,9 @@ def syntax_error(c: ErrorContext) -> Error:
 def _header(c: ErrorContext) -> Error | None:
     if c.at == 0 and c.allows("PEFT"):
         label = "a spec begins with its language version"
-        return c.error("P001", c.expectation("`peft 1`"), "write `peft 1` on the first line", label)
+        return c.error("P001", c.expectation("`peft 2`"), "write `peft 2` on the first line", label)
     expectation = c.expectation("the language version after `peft`")  # peft v1
-    return c.error("P002", expectation, "this is language version 1: `peft 1`") if c.previous_type == "PEFT" else None
+    return c.error("P002", expectation, "versions are 1 and 2: write `peft 2`") if c.previous_type == "PEFT" else None
 
 
 def _branch(c: ErrorContext) -> Error | None:
