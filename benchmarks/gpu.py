@@ -1,12 +1,14 @@
 """What an unmerged LoRA costs on a GPU, in bfloat16: a forward, one token, a train step.
 
-    python -m benchmarks.gpu [--rounds 30] [--shapes 1B,8B]
+    python -m benchmarks.gpu [--rounds 30] [--shapes 1B,8B] [--work forward,decode,train]
 
 For whoever has a CUDA device of 80 GB. Forward and decoding are compiled by `torch.compile` and
 stand beside the merged model; decoding has a static cache and CUDA graphs. A train step is
-forward and backward, eager and compiled, beside PEFT's; its peak memory is the model's weights
-and what a step allocates. Adapters are in bfloat16, and for one row in float32, which is what
-`get_peft_model` makes of itself. Without a device there is a message, and the exit status is 0.
+forward and backward, eager and compiled, beside PEFT's; the base without an adapter says how fast
+a step could be. Its peak memory is the model's weights and what a step allocates. Adapters are in
+bfloat16, and for one row in float32, which is what `get_peft_model` makes of itself. A run replaces
+the rows that it measures, and keeps the others with their dates. Without a device there is a
+message, and the exit status is 0.
 `--device cpu --tiny` shows that the benchmark itself works, and keeps nothing; `--layers` makes
 the models shallow, and keeps nothing either.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +29,7 @@ import torch
 from torch import nn
 from transformers import StaticCache
 
-from benchmarks.common import machine, save, table
+from benchmarks.common import RESULTS, machine, provenance, save, table
 from benchmarks.contenders import MAKE, Shape, Work, contenders, measured, tokens
 
 SHAPES = (
@@ -54,7 +57,7 @@ class Task:
 
 
 TASKS = (
-    Task("train", False, ("peftc", "PEFT", "inlined"), "PEFT", 1.25),
+    Task("train", False, ("base", "peftc", "PEFT", "inlined"), "PEFT", 1.25),
     Task("train", False, ("peftc", "PEFT"), "PEFT", 1.25, adapters="float32"),
     Task("forward", True, ("merged", "peftc", "inlined"), "merged", 0.97),
     Task("decode", True, ("merged", "peftc", "inlined"), "merged", 0.97),
@@ -122,15 +125,16 @@ def memory(model: nn.Module, run: Work) -> float:
 def rows(shape: Shape, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The tasks of a shape."""
     base = shape.base(torch.bfloat16, options.device)
-    of_dtype = {dtype: contenders(base, dtype) for dtype in dict.fromkeys(task.adapters for task in TASKS)}
+    tasks = [task for task in TASKS if task.work in options.work.split(",")]
+    of_dtype = {dtype: contenders(base, dtype) for dtype in dict.fromkeys(task.adapters for task in tasks)}
     for models in [*of_dtype.values()][1:]:
         del models["merged"]  # one is enough
-    for task in TASKS:
+    for task in tasks:
         models = of_dtype[task.adapters]
-        if task.work not in options.work.split(","):
+        if task.compiled and options.eager:
             continue
         works: dict[str, Work] = {}
-        for name in task.contenders:
+        for name in (name for name in task.contenders if name not in options.without.split(",")):
             start = time.perf_counter()
             works[name] = prepare(models[name], task, shape, options.backend)
             print(f"  {shape.name}, {task}, {name}: {time.perf_counter() - start:.0f} s to prepare", flush=True)
@@ -146,6 +150,7 @@ def rows(shape: Shape, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "speed": speed(seconds, task.beside),
             "seconds": {name: median(samples) for name, samples in seconds.items()},
             "bytes": peaks,
+            **provenance(),
         }
 
 
@@ -158,15 +163,24 @@ def speed(seconds: dict[str, list[float]], beside: str) -> dict[str, float]:
 
 def line(row: dict[str, Any]) -> list[str]:
     """A row of the table."""
-    names = ("merged", "peftc", "PEFT", "inlined")
-    times = [f"{1e3 * row['seconds'][n]:.2f} ms" if n in row["seconds"] else "" for n in names]
+    times = [f"{1e3 * row['seconds'][n]:.2f} ms" if n in row["seconds"] else "" for n in TIMES]
     peaks = [f"{row['bytes'][n] / GIB:.2f} GiB" if n in row["bytes"] else "" for n in ("peftc", "PEFT")]
     own, goal = row["speed"]["peftc"], row["goal"]
     result = f"{own:.3f} {'≥' if own >= goal else '<'} {goal}"
-    return [row["shape"], row["task"], *times, f"× {row['beside']}", result, *peaks]
+    return [row["shape"], row["task"], *times, f"× {row['beside']}", result, *peaks, row["date"], row["commit"]]
 
 
-HEAD = ["shape", "work", "merged", "peftc", "PEFT", "inlined", "speed", "peftc", "peak, peftc", "peak, PEFT"]
+TIMES = ["base", "merged", "peftc", "PEFT", "inlined"]
+HEAD = ["shape", "work", *TIMES, "speed", "peftc", "peak, peftc", "peak, PEFT", "date", "commit"]
+
+
+def with_earlier(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Results, and those of earlier runs for other work, in the order of shapes and tasks."""
+    path = RESULTS / "gpu.json"
+    earlier = json.loads(path.read_text())["results"] if path.exists() else []
+    rows = {(row["shape"], row["task"]): row for row in [*earlier, *results]}
+    order = [(str(shape), str(task)) for shape in SHAPES for task in TASKS]
+    return [rows[key] for key in order if key in rows]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -177,6 +191,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--work", default="forward,decode,train", help="which of forward, decode, train")
+    parser.add_argument("--without", default="", help="contenders that are not measured")
+    parser.add_argument("--eager", action="store_true", help="without what is compiled")
     parser.add_argument("--tiny", action="store_true", help="a model of one small layer")
     return parser.parse_args(arguments)
 
@@ -192,10 +208,12 @@ def main(arguments: list[str] | None = None) -> int:
         own = dataclasses.replace(shape, layers=options.layers) if options.layers else shape
         for row in rows(own, options):
             results.append(row)
-            text = f"LoRA (r=16) on all Linears, unmerged, bfloat16.\n\n{table(HEAD, [line(r) for r in results])}"
+            kept = options.device == "cuda" and not options.tiny and not options.layers
+            every = with_earlier(results) if kept else results
+            text = f"LoRA (r=16) on all Linears, unmerged, bfloat16.\n\n{table(HEAD, [line(r) for r in every])}"
             print(" | ".join(line(row)), flush=True)
-            if options.device == "cuda" and not options.tiny and not options.layers:
-                save("gpu", {"rounds": options.rounds, "results": results}, text, machine("cuda"))
+            if kept:
+                save("gpu", {"rounds": options.rounds, "results": every}, text, machine("cuda"))
         if options.device == "cuda":
             torch.cuda.empty_cache()
     print(f"\n{text}")

@@ -11,6 +11,7 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from peftc.equation_code.functions import add_to, cast_like
+from peftc.runtime.fused_low_rank import fused_low_rank_linear
 
 # From this number of entries on, a sum in place is faster: the result leaves a core's cache.
 _LARGE = 1 << 16
@@ -38,6 +39,12 @@ def low_rank_linear(
             return result
         h = F.linear(x, weight, bias)
     else:
+        if (
+            x.is_cuda
+            and is_compiling()
+            and (fused := fused_low_rank_linear(x, weight, bias, down, up, factor)) is not None
+        ):
+            return fused
         h = F.linear(x, weight, bias)
         if h.numel() >= _LARGE and h.is_contiguous() and _is_plain(x, weight, bias, down, up):
             inner = F.linear(x, down)
