@@ -1,6 +1,6 @@
 """Which attached adapter acts: one for all calls, one inside a block, or one for each row."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,9 +12,11 @@ from peftc.equations.definition import TextForm
 from peftc.forms.shapes import KeyValue, Vector, Weight
 from peftc.installation.completeness import complete_installation
 from peftc.installation.disable import prepare_variants
-from peftc.installation.record import Installation, installation_of
+from peftc.installation.record import Installation, InstalledSpec, installation_of
 from peftc.modules.base_values import one_value
 from peftc.planning import ir
+
+ADAPTER = "{adapter}"  # stands for the name of an adapter
 
 
 def attached(model: nn.Module) -> tuple[str, ...]:
@@ -101,8 +103,8 @@ def adapter_of(record: Installation, rows: Sequence[str | None]) -> str | Rows:
     if len(present) == 1:
         return present[0]
     require_edits_of_rows(record, present)
-    numbers = {name: number for number, name in enumerate((*record.adapter.names, NO_ADAPTER))}
-    return Rows(torch.tensor([numbers[name] for name in names]), tuple(numbers), present)
+    numbers = record.adapter.numbers
+    return Rows(torch.tensor([numbers[name] for name in names]), record.adapter.names_of_rows, present)
 
 
 def require_edits_of_rows(record: Installation, present: Sequence[str]) -> None:
@@ -111,20 +113,31 @@ def require_edits_of_rows(record: Installation, present: Sequence[str]) -> None:
         edit = saved.partition("/")[0]
         if record.owner(edit).adapters.keys() & set(present):
             raise PeftcError(one_value(edit, parameter))
-    for group in (spec for spec in record.specs if spec.adapters.keys() & set(present)):
-        own = frozenset(group.edits)
-        for one in (one for one in record.planned.site_edits.representatives if one.edit in own):
-            targets = [instance.dims.target for instance in one.instances]
-            edit = next(iter(spec for spec in group.adapters if spec in present))
-            if any(isinstance(target, Weight | Vector) for target in targets):
-                message = f"a batch has one weight, and `{edit}` edits `{one.site.path}.{one.assigns[0].state}`"
-            elif any(map(is_of_whole_batch, one.assigns)) and set(present) - {*group.adapters}:
-                message = f"`{edit}` adds keys or tokens to all rows of a batch, and some have another adapter"
-            elif any(isinstance(one.form, TextForm) and one.form.joins_rows for one in one.instances):
-                message = f"`{edit}` computes means over all rows of a batch, and some have another adapter"
-            else:
-                continue
-            raise PeftcError(Diagnostic("P536", message, help="put the rows with it into a batch of their own"))
+    if record.edits_of_batch is None:
+        record.edits_of_batch = [(spec, [*dict.fromkeys(edits_of_batch(record, spec))]) for spec in record.specs]
+    for group, edits in record.edits_of_batch:
+        if edits and group.adapters.keys() & set(present):
+            edit = next(name for name in group.adapters if name in present)
+            for action, is_for_all in edits:
+                if is_for_all or set(present) - {*group.adapters}:
+                    help_ = "put the rows with it into a batch of their own"
+                    raise PeftcError(Diagnostic("P536", action.replace(ADAPTER, f"`{edit}`"), help=help_))
+
+
+def edits_of_batch(record: Installation, group: InstalledSpec) -> Iterator[tuple[str, bool]]:
+    """What edits of attached adapters do to a batch as a whole, and whether also where all its rows
+    have adapters of this spec.
+    """
+    own = frozenset(group.edits if group.adapters else ())
+    for one in (one for one in record.planned.site_edits.representatives if one.edit in own):
+        targets = [instance.dims.target for instance in one.instances]
+        if any(isinstance(target, Weight | Vector) for target in targets):
+            state = f"{one.site.path}.{one.assigns[0].state}"
+            yield f"a batch has one weight, and {ADAPTER} edits `{state}`", True
+        elif any(isinstance(one.form, TextForm) and one.form.joins_rows for one in one.instances):
+            yield f"{ADAPTER} computes means over all rows of a batch, and some have another adapter", True
+        elif any(map(is_of_whole_batch, one.assigns)):
+            yield f"{ADAPTER} adds keys or tokens to all rows of a batch, and some have another adapter", False
 
 
 def is_of_whole_batch(assign: ir.Assign) -> bool:
@@ -135,6 +148,8 @@ def is_of_whole_batch(assign: ir.Assign) -> bool:
 
 def known_name(record: Installation, name: str | None) -> str:
     """The name of an adapter, or of the base. Raises: P547."""
-    if name is not None:
+    if name is None:
+        return NO_ADAPTER
+    if not isinstance(name, str) or not name or name not in record.adapter.numbers:  # pyright: ignore[reportUnnecessaryIsInstance]  # for untyped callers
         record.group(name)
-    return NO_ADAPTER if name is None else name
+    return name

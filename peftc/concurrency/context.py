@@ -12,8 +12,8 @@ import types
 import weakref
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from functools import cache, wraps
+from dataclasses import dataclass, field
+from functools import cache, cached_property, wraps
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -43,12 +43,21 @@ class Rows:
     present: tuple[str, ...]
     groups: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
-    def all_have(self, names: tuple[str, ...]) -> bool:
-        """Whether each row has one of these."""
-        result: bool | None = self.groups.get(names)
+    def all_have(self, names: tuple[str, ...], key: str) -> bool:
+        """Whether each row has one of these. `key`: a text of the names, which has its hash."""
+        result: bool | None = self.groups.get(key)
         if result is None:
-            result = self.groups[names] = set(self.present) <= set(names)
+            result = self.groups[key] = set(self.present) <= set(names)
         return result
+
+
+class AttachedEdits(dict[str, frozenset[str]]):
+    """The edits of each attached adapter, by its name. It does not change."""
+
+    @cached_property
+    def edits(self) -> frozenset[str]:
+        """Those of all adapters."""
+        return frozenset[str]().union(*self.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +72,7 @@ class Choice:
     off: frozenset[str] = frozenset()
     task: str | Rows | None = None
     adapter: str | Rows | None = None
-    attached: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
+    attached: AttachedEdits = field(default_factory=AttachedEdits)
     key: str = field(init=False)  # identifies what does not act; empty if all edits do
 
     def __post_init__(self) -> None:
@@ -74,14 +83,13 @@ class Choice:
     def idle(self) -> frozenset[str]:
         """The edits of adapters that are not chosen."""
         adapters = self.adapter.present if isinstance(self.adapter, Rows) else (self.adapter,)
-        edits = frozenset[str]().union(*self.attached.values())
-        return edits.difference(*(self.attached.get(name or NO_ADAPTER, ()) for name in adapters))
+        return self.attached.edits.difference(*(self.attached.get(name or NO_ADAPTER, ()) for name in adapters))
 
     def then(self, *inner: Choice) -> Choice:
         """This choice with those of inner blocks applied."""
         task = next((choice.task for choice in reversed(inner) if choice.task is not None), self.task)
         adapter = next((choice.adapter for choice in reversed(inner) if choice.adapter is not None), self.adapter)
-        return replace(self, off=self.off.union(*(choice.off for choice in inner)), task=task, adapter=adapter)
+        return Choice(self.off.union(*(choice.off for choice in inner)), task, adapter, self.attached)
 
 
 NO_CHOICE = Choice()

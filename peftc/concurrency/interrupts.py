@@ -6,6 +6,7 @@ A failure there is undone inside another. Temporary patches are `shielded`: they
 
 from __future__ import annotations
 
+import _signal  # pyright: ignore[reportMissingImports]
 import signal
 import threading
 from abc import ABC, abstractmethod
@@ -18,6 +19,11 @@ from typing import Any, Generic, ParamSpec, TypeVar
 T = TypeVar("T")
 P = ParamSpec("P")
 Handler = Callable[[int, FrameType | None], Any]
+SIGINT = int(signal.SIGINT)
+# The functions of C under those of `signal`, which raise and catch an error to find out that a
+# handler is no constant: in each block, for as long as all else in it takes.
+_get_handler: Callable[[int], Any] = _signal.getsignal
+_set_handler: Callable[[int, Any], Any] = _signal.signal
 
 
 class Interrupts:
@@ -34,12 +40,12 @@ class Interrupts:
         """Installs this handler. False if this thread cannot be interrupted."""
         if threading.current_thread() is not threading.main_thread():
             return False
-        handler = signal.getsignal(signal.SIGINT)
+        handler = _get_handler(SIGINT)
         if not callable(handler):  # the signal is ignored, or ends the process
             return False
         if handler != self.handle:
             self.handler = handler
-            signal.signal(signal.SIGINT, self.handle)
+            _set_handler(SIGINT, self.handle)
         return True
 
     def settle(self) -> None:
@@ -53,8 +59,8 @@ class Interrupts:
 
     def restore(self) -> None:
         idle = not self.deferrals and not self.shields
-        if idle and signal.getsignal(signal.SIGINT) == self.handle:  # not replaced by others
-            signal.signal(signal.SIGINT, self.handler)
+        if idle and _get_handler(SIGINT) == self.handle:  # not replaced by others
+            _set_handler(SIGINT, self.handler)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         running = frame

@@ -28,6 +28,7 @@ class FormCode:
         module: the node of the module of the form.
         owners: parameters with the attribute of the module that has them, if not the module.
         training: the node of whether the model is being trained.
+        values: the nodes of parameters that are not read from a module.
     """
 
     def __init__(
@@ -39,9 +40,10 @@ class FormCode:
         inputs: Sequence[fx.Node],
         training: fx.Node,
         linear: Callable[..., Tensor] = F.linear,
+        values: Mapping[str, fx.Node] | None = None,
     ) -> None:
         self.emit, self.module, self.owners, self.training = emit, module, owners, training
-        self.parameters: dict[str, fx.Node] = {}
+        self.parameters = dict(values or {})
         self.owner_nodes: dict[str, fx.Node] = {}
         self.place = place
         cast_inputs = dict(zip(place.inputs, map(self._cast, place.inputs, inputs), strict=False))
@@ -132,6 +134,14 @@ def sum_of(place: Place, owners: tuple[tuple[str, str], ...]) -> Forward:
     return function
 
 
+def sum_of_rows(place: Place, owners: tuple[tuple[str, str], ...], names: tuple[str, ...]) -> Forward:
+    """`forward(self, h, *inputs, *values)`, with values in the place of these parameters."""
+    key = STATE, owners, names
+    if key not in place.code:
+        place.code[key] = _forward(place, dict(owners), adds=True, replaced=names)
+    return place.code[key]
+
+
 def cross_layer_forward(place: Place, owners: tuple[tuple[str, str], ...], is_first: bool) -> Forward:
     """`forward(self, *inputs, *below)`: the value, and what the sites above read of this one.
 
@@ -145,7 +155,11 @@ def cross_layer_forward(place: Place, owners: tuple[tuple[str, str], ...], is_fi
 
 
 def _forward(
-    place: Place, owners: Mapping[str, str], adds: bool = False, below: Sequence[ast.Call] | None = None
+    place: Place,
+    owners: Mapping[str, str],
+    adds: bool = False,
+    below: Sequence[ast.Call] | None = None,
+    replaced: Sequence[str] = (),
 ) -> Forward:
     graph = fx.Graph()
     emit = emit_into(graph)
@@ -153,8 +167,11 @@ def _forward(
     state = graph.placeholder(STATE) if adds else None
     inputs = [graph.placeholder(name) for name in place.inputs or ("like",)]
     of_below = {call: graph.placeholder(f"below_{i}") for i, call in enumerate(below or ())}
+    arguments = {name: graph.placeholder(f"{name}_of_rows") for name in replaced}
+    own = {name: place.tensor(name) for name in place.parameters if name not in owners}
+    values = {name: arguments[tensor] for name, tensor in own.items() if tensor in arguments}
     training = emit(getattr, module, "training")
-    form = FormCode(place, emit, module, owners, inputs, training, linear)
+    form = FormCode(place, emit, module, owners, inputs, training, linear, values)
     form.code.below = of_below
     of_ids = bool(place.inputs) and place.types[place.inputs[0]].batch == "ids"
     if state is not None:

@@ -13,6 +13,7 @@ from peftc.forms.sequence_module import selected
 
 # Sylvester's Hadamard matrix; each corner is one, too.
 ORDER_16 = [[float((-1) ** (i & j).bit_count()) for j in range(16)] for i in range(16)]
+_has_autocast = torch._C._is_any_autocast_enabled  # pyright: ignore[reportPrivateUsage]
 EDGE = 1e-4  # draws of noise are this far from 0 and 1
 
 
@@ -48,12 +49,8 @@ def add_to(h: Tensor, f: Tensor, factor: float = 1.0) -> Tensor:
 
 def add_linear(h: Tensor, x: Tensor, weight: Tensor, factor: float = 1.0) -> Tensor:
     """h + factor · x Wᵀ, in the dtype of h; one operation for rows with parameters of their own."""
-    if (
-        weight.ndim == h.ndim == 3
-        and h.shape[:2] == x.shape[:2]
-        and h.dtype is x.dtype
-        and not torch._C._is_any_autocast_enabled()  # pyright: ignore[reportPrivateUsage]
-    ):
+    fits = weight.ndim == 3 and h.ndim == 3 and h.size(0) == x.size(0) and h.size(1) == x.size(1)
+    if fits and h.dtype is x.dtype and not _has_autocast():
         return torch.baddbmm(h, x, weight.mT, alpha=factor)
     return add_to(h, linear(x, weight), factor)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from peftc.equation_code.code import evaluate, evaluate_all
 from peftc.equation_code.fold import Fold
-from peftc.equation_code.form_code import forward_of, sum_of
+from peftc.equation_code.form_code import forward_of, sum_of, sum_of_rows
 from peftc.equation_code.functions import selection_part
 from peftc.equation_code.initial_values import draw_at, write_initial
 from peftc.equations.definition import TextForm, owner_path
@@ -99,6 +99,10 @@ class EquationModule(Hookable, FormModule):
 
     def added_to(self, h: Tensor, *inputs: Tensor) -> Tensor:
         return sum_of(self.place, self._owners)(self, h, *inputs[: self.arity or 1])
+
+    def sum_of_rows(self, names: tuple[str, ...]) -> Callable[..., Tensor] | None:
+        is_own = type(self).added_to is EquationModule.added_to
+        return sum_of_rows(self.place, self._owners, names) if is_own else None
 
     def with_arguments(self, args: Args) -> EquationModule:
         form = cast(EquationModule, super().with_arguments(args))

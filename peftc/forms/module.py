@@ -183,6 +183,12 @@ class FormModule(nn.Module):
         """Whether the equation also holds for parameters with one value for each row of the batch (`stacked_module`)."""
         return False
 
+    def sum_of_rows(self, names: tuple[str, ...]) -> Callable[..., Tensor] | None:
+        """A function of a form, h, inputs, and values in the place of these parameters, as `with_values(…).added_to` computes
+        them; None where there is only that.
+        """
+        return None
+
     def with_values(self, values: Mapping[str, Tensor]) -> FormModule:
         """A form that computes with these values in place of its parameters. It has all else in common with this form."""
         form = object.__new__(type(self))

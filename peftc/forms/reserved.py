@@ -12,7 +12,7 @@ owner_module parameters penalties place place_at prepare reduction reduction_of 
 register_forward_pre_hook register_full_backward_hook register_full_backward_pre_hook
 register_load_state_dict_post_hook register_load_state_dict_pre_hook register_module register_parameter
 register_state_dict_post_hook register_state_dict_pre_hook require_ready requires_grad_ scopes sequence set_extra_state
-set_submodule sets_values setup share_memory smart_apply state state_dict states takes_rows task tensors to to_empty
+set_submodule sets_values setup share_memory smart_apply state state_dict states sum_of_rows takes_rows task tensors to to_empty
 train training type value_at with_arguments with_values xpu zero_grad
 """
 # What generated code has under these names.

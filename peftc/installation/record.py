@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from peftc.concurrency.context import ChoiceVar
+from peftc.concurrency.context import AttachedEdits, ChoiceVar
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.installation.cached_analysis import CachedAnalysis
@@ -78,18 +78,20 @@ class Installation:
     attached_values: dict[str, nn.Module] = field(default_factory=dict[str, nn.Module])  # by `place_of_values`
     sample: Mapping[str, Any] | None = None  # the arguments of the forward that shows the sites
     analysis: CachedAnalysis | None = field(default=None, repr=False)
+    # Of each spec, what its edits do to a batch as a whole, once a batch of several adapters asks.
+    edits_of_batch: list[tuple[InstalledSpec, list[tuple[str, bool]]]] | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "analysis": None}  # copies and pickles stay small
+        return {**vars(self), "analysis": None, "edits_of_batch": None}  # copies and pickles stay small
 
     @property
     def choice(self) -> ChoiceVar:
         return self.task.variable
 
     @property
-    def attached(self) -> dict[str, frozenset[str]]:
+    def attached(self) -> AttachedEdits:
         """The edits of each attached adapter."""
-        return {name: frozenset(spec.edits) for spec in self.specs for name in spec.adapters}
+        return AttachedEdits({name: frozenset(spec.edits) for spec in self.specs for name in spec.adapters})
 
     @property
     def site_edits(self) -> Sequence[ir.SiteEdit]:

@@ -64,7 +64,14 @@ class NodeBuilder:
         """
         if form is None:
             return new
-        return self.method("own_rows", self.add(self.graph.get_attr(form)), new, read(state))
+        old = read(state)
+        match new:
+            case fx.Node(target="added_to", args=(fx.Node(target=own), before, *_)) if own == form and before is old:
+                new.target = "added_to_own"
+                return new
+            case _:
+                pass
+        return self.method("own_rows", self.add(self.graph.get_attr(form)), new, old)
 
     def take_rows(self, value: Any, rows: Slice, dim: int, size: int) -> fx.Node:
         if rows.count > 1:

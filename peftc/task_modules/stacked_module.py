@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -16,10 +17,13 @@ from peftc.forms.module import FormModule, Pair
 from peftc.modules.form_hooks import HOOKED_FORMS, is_hooked
 
 Where = slice | Tensor
+FUNCTION = "_function"  # the attribute of a `StackedForms` with the function of a sum
 
 # As many parameters as can be copied in the time that one more call of a form takes.
 COPIED = {"cpu": 1 << 16}
 COPIED_ON_ACCELERATORS = 1 << 22
+_parameters_of = attrgetter("_parameters")  # faster than `getattr` of a module for each
+LEAST_COPIED = min(COPIED_ON_ACCELERATORS, *COPIED.values())
 
 
 class Groups:
@@ -39,6 +43,7 @@ class Groups:
         self.by_task: dict[str, list[int]] = {}
         for row, name in enumerate(self.names):
             self.by_task.setdefault(name, []).append(row)
+        self.calls = len(self.by_task)
         self.order = [row for rows in self.by_task.values() for row in rows]
         self.indices: dict[torch.device, tuple[tuple[Where, ...], Tensor | None]] = {}
         self.masks: dict[torch.device, Tensor] = {}
@@ -77,14 +82,8 @@ class Groups:
 
 
 def groups_of(rows: Rows, repeats: int, own: tuple[str, ...]) -> Groups:
-    """The groups of a batch that has each row as often, for edits with these tasks or adapters.
-    Computed once, for all sites and forwards.
-    """
-    key = repeats, own
-    if key not in rows.groups:
-        names = [rows.names[number] for number in rows.numbers.tolist() for _ in range(repeats)]
-        rows.groups[key] = Groups(names, own)
-    return rows.groups[key]
+    """The groups of a batch that has each row as often, for edits with these tasks or adapters."""
+    return Groups([rows.names[number] for number in rows.numbers.tolist() for _ in range(repeats)], own)
 
 
 @dataclass(frozen=True)
@@ -119,16 +118,24 @@ class StackedForms:
         """Whether copying parameters for each row costs less time, and less memory, than a call for
         each task.
         """
-        copied = len(groups.names) * self.size
-        if copied <= like.numel():
+        copied, calls = len(groups.names) * self.size, groups.calls
+        if copied <= calls * LEAST_COPIED or copied <= like.numel():
             return True
-        return copied <= len(groups.by_task) * COPIED.get(like.device.type, COPIED_ON_ACCELERATORS)
+        return copied <= calls * COPIED.get(like.device.type, COPIED_ON_ACCELERATORS)
 
     def applies(self, owners: Sequence[FormModule], like: Tensor) -> bool:
         """Whether the state has room for a dimension of rows, and the forms compute as those of
         their class (not parametrized).
         """
         return like.ndim > self.most_dimensions and set(map(type, owners)) == {self.owner_class}
+
+    def values(self, owners: Sequence[FormModule], like: Tensor) -> list[Tensor]:
+        """The parameters of each row's own form, stacked, as `names` has them."""
+        ndim, tables = like.ndim, list(map(_parameters_of, owners))
+        try:
+            return [stack(list(map(itemgetter(name), tables)), ndim) for name in self.names]
+        except KeyError:  # of a replica (`nn.DataParallel`): tensors in place of parameters
+            return [stack([getattr(owner, name) for owner in owners], ndim) for name in self.names]
 
     def joined(self, forms: Sequence[FormModule], like: Tensor) -> FormModule | None:
         """A form with the parameters of each row's own form; None where this does not apply, or one
@@ -137,15 +144,20 @@ class StackedForms:
         owners = owners_of_values(forms)
         if not self.applies(owners, like) or (HOOKED_FORMS and any(map(is_hooked, (*forms, *owners)))):
             return None
-        tables = [vars(owner)["_parameters"] for owner in owners]  # faster than `getattr` of a module
-        values: dict[str, Tensor] = {}
-        for name in self.names:
-            try:
-                each = [table[name] for table in tables]
-            except KeyError:  # of a replica (`nn.DataParallel`): tensors in place of parameters
-                each = [getattr(owner, name) for owner in owners]
-            values[name] = stack(each, like.ndim)
-        return owners[0].with_values(values)
+        return owners[0].with_values(dict(zip(self.names, self.values(owners, like), strict=True)))
+
+    def sum(self, forms: Sequence[FormModule], h: Tensor, *inputs: Tensor) -> Tensor | None:
+        """h plus the value of that form, in fewer steps; None where there is only `joined`."""
+        if HOOKED_FORMS or not self.applies(forms, inputs[0]):
+            return None
+        own = self.__dict__
+        if FUNCTION not in own:
+            own[FUNCTION] = forms[0].sum_of_rows(self.names)
+        function = own[FUNCTION]
+        return None if function is None else function(forms[0], h, *inputs, *self.values(forms, inputs[0]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != FUNCTION}
 
     def gather(self, forms: Sequence[FormModule], numbers: Tensor, like: Tensor) -> Tensor | Pair:
         """Their value for rows that are known by a tensor of numbers only, in a graph that serves
@@ -178,11 +190,12 @@ def is_like(first: FormModule, shapes: Mapping[str, torch.Size]) -> Any:
     return is_alike
 
 
-def stack(values: Sequence[Tensor], ndim: int) -> Tensor:
+def stack(values: list[Tensor], ndim: int) -> Tensor:
     """One value for each row, (rows, 1, …, *size): it broadcasts with a state of `ndim` dimensions
     as one value does.
     """
-    return spread(torch.stack(tuple(values)), ndim)
+    stacked = torch.stack(values)
+    return stacked if stacked.ndim == ndim else spread(stacked, ndim)
 
 
 def spread(stacked: Tensor, ndim: int) -> Tensor:

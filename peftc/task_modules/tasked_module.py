@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from peftc.concurrency.context import ChoiceVar, Rows
+from peftc.concurrency.context import NO_ADAPTER, ChoiceVar, Rows
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.forms.module import FormModule, Pair, has_values
@@ -32,6 +34,16 @@ class Chosen:
     names: tuple[str, ...]
     variable: ChoiceVar = field(default_factory=ChoiceVar)
     axis: Axis = "task"
+
+    @cached_property
+    def names_of_rows(self) -> tuple[str, ...]:
+        """The adapters that a row may have, or none."""
+        return (*self.names, NO_ADAPTER)
+
+    @cached_property
+    def numbers(self) -> Mapping[str, int]:
+        """The place of each in `names_of_rows`."""
+        return {name: number for number, name in enumerate(self.names_of_rows)}
 
     @property
     def present(self) -> str | Rows | None:
@@ -103,10 +115,15 @@ class Tasked(Hookable, FormModule):
             form.prepare()
         self.__dict__["chosen"] = chosen
         self.__dict__["names"] = tuple(forms)
+        # Equal for equal names. A text has its hash, which a tuple computes at each look-up.
+        self.__dict__["key"] = sys.intern(repr(self.names))
+        self.__dict__["of_weight"] = isinstance(self.form_dims.target, Weight | Vector)
         self.stacked = StackedForms.of(forms)
 
     chosen: Chosen
     names: tuple[str, ...]
+    key: str
+    of_weight: bool
     sequence: Positions | None = None  # where the forms pick positions
 
     def _replicate_for_data_parallel(self) -> Any:
@@ -130,10 +147,27 @@ class Tasked(Hookable, FormModule):
         """h plus the value; for rows of several tasks, in one operation less."""
         if is_dynamo_compiling():
             return super().added_to(h, *inputs)
-        present, like = self.chosen.present, inputs[0]
+        present = self.chosen.present
         if not isinstance(present, Rows):
-            return self.of_task(present, like).added_to(h, *inputs)
-        groups = groups_of(present, self.repeats(present, like), self.names)
+            return self.of_task(present, inputs[0]).added_to(h, *inputs)
+        return self.added_to_rows(self.groups(present, inputs[0]), h, *inputs)
+
+    def added_to_own(self, h: Tensor, *inputs: Tensor) -> Tensor:
+        """The same in the rows whose adapter has this edit, h in the others."""
+        present = self.chosen.present
+        if is_dynamo_compiling() or not isinstance(present, Rows):
+            return self.own_rows(self.added_to(h, *inputs), h)
+        groups = self.groups(present, inputs[0])
+        new = self.added_to_rows(groups, h, *inputs)
+        return self.own_rows(new, h) if groups.others else new
+
+    def added_to_rows(self, groups: Groups, h: Tensor, *inputs: Tensor) -> Tensor:
+        stacked, like = self.stacked, inputs[0]
+        if stacked is not None and groups.calls > 1 and stacked.is_cheap(groups, like):
+            forms = vars(vars(self)["_modules"]["tasks"])["_modules"]  # faster than `getattr` of a module
+            result = stacked.sum([forms[name] for name in groups.names], h, *inputs)
+            if result is not None:
+                return result
         form = self.of_rows(groups, like)
         return h + cast(Tensor, self.task_by_task(groups, *inputs)) if form is None else form.added_to(h, *inputs)
 
@@ -148,25 +182,32 @@ class Tasked(Hookable, FormModule):
 
     def mixed(self, rows: Rows, like: Tensor, *second: Tensor) -> Tensor | Pair:
         """The value of rows of different tasks."""
-        repeats = self.repeats(rows, like)
         if is_dynamo_compiling():
-            return self.mixed_in_graph(rows, repeats, like, *second)
-        groups = groups_of(rows, repeats, self.names)
+            return self.mixed_in_graph(rows, self.repeats(rows, like), like, *second)
+        groups = self.groups(rows, like)
         form = self.of_rows(groups, like)
         return self.task_by_task(groups, like, *second) if form is None else form(like, *second)
 
     def own_rows(self, new: Tensor, old: Tensor) -> Tensor:
         """`new` in the rows whose adapter has this edit, `old` in the others."""
         rows = self.chosen.present
-        if not isinstance(rows, Rows) or (not is_dynamo_compiling() and rows.all_have(self.names)):
+        if not isinstance(rows, Rows) or (not is_dynamo_compiling() and rows.all_have(self.names, self.key)):
             return new
-        repeats = self.repeats(rows, new)
         if is_dynamo_compiling():  # one graph for all batches of adapters with these edits
+            repeats = self.repeats(rows, new)
             acts = torch.tensor([name in self.names for name in rows.names], device=new.device)
             mask = acts[rows.numbers.to(new.device).repeat_interleave(repeats)].view(-1, *[1] * (new.ndim - 1))
         else:
-            mask = groups_of(rows, repeats, self.names).acts_on(new)
+            mask = self.groups(rows, new).acts_on(new)
         return new if mask is None else torch.where(mask, new, old)
+
+    def groups(self, rows: Rows, like: Tensor) -> Groups:
+        """The rows of each task in a batch, sorted once for all sites. Raises: P536."""
+        key = self.key, like.shape[0], self.of_weight
+        groups: Groups | None = rows.groups.get(key)
+        if groups is None:
+            groups = rows.groups[key] = groups_of(rows, self.repeats(rows, like), self.names)
+        return groups
 
     def repeats(self, rows: Rows, like: Tensor) -> int:
         """How often the batch has each example.
@@ -174,7 +215,7 @@ class Tasked(Hookable, FormModule):
         Raises: P536 for a batch of other examples, or where the edit is of a weight.
         """
         axis = self.chosen.axis
-        if isinstance(self.form_dims.target, Weight | Vector):
+        if self.of_weight:
             message = f"a batch of several {axis}s has one weight: an edit of `w` or `b` cannot differ between its rows"
             raise PeftcError(Diagnostic("P536", message, help=f"choose one {axis} for the batch, or edit `h`"))
         count = rows.numbers.shape[0]
@@ -189,8 +230,8 @@ class Tasked(Hookable, FormModule):
 
         None where the forms do not allow it, or a call of the form for each task is cheaper.
         """
-        forms = vars(self.tasks)["_modules"]
-        if len(groups.by_task) == 1:
+        forms = vars(vars(self)["_modules"]["tasks"])["_modules"]
+        if groups.calls == 1:
             return forms[groups.names[0]]
         if self.stacked is None or not self.stacked.is_cheap(groups, like):
             return None

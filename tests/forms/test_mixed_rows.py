@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from peftc.concurrency.context import Choice, ChoiceVar
+from peftc.diagnostics import PeftcError
 from peftc.equations.definition import TextForm
 from peftc.forms.module import FormModule
 from peftc.forms.shapes import Tokens, Vector, Weight
@@ -310,3 +312,63 @@ def test_parametrized_forms_are_called_by_themselves() -> None:
     torch.nn.utils.parametrize.register_parametrization(form.form("b"), "A", torch.nn.Softplus())
     assert form.stacked is not None
     torch.testing.assert_close(form(x), row_by_row(form, x)[0], rtol=0, atol=1e-12)
+
+
+def replace_parameter(form: FormModule) -> None:
+    form.A = torch.nn.Parameter(torch.randn(form.A.shape, generator=seeded("new"), dtype=torch.float64))  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def change_in_place(form: FormModule) -> None:
+    for parameter in form.parameters():
+        parameter.data.copy_(parameter + 1.0)
+
+
+CHANGES: dict[str, Callable[[Tasked], object]] = {
+    "in place": lambda form: change_in_place(form.form("b")),
+    "other parameters": lambda form: replace_parameter(form.form("a")),
+    "assigned": lambda form: form.load_state_dict({n: v + 1.0 for n, v in form.state_dict().items()}, assign=True),
+    "data": lambda form: [setattr(p, "data", p.data + 1.0) for p in form.form("c").parameters()],
+    "another form": lambda form: form.tasks.update({"a": shaken(LORA, torch.float64)}),
+    "a parametrization": lambda form: torch.nn.utils.parametrize.register_parametrization(
+        form.form("b"), "A", torch.nn.Softplus()
+    ),
+    "a hook": lambda form: form.form("c").register_forward_hook(lambda module, inputs, value: 2 * value),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_sums_follow_changes_between_calls(change: str) -> None:
+    """What is known of rows and forms of an earlier call says nothing of values."""
+    form, x = tasked(LORA), LORA.like(batch=len(ROWS))
+    h = torch.randn(row_by_row(form, x)[0].shape, generator=seeded("h"), dtype=x.dtype)
+    before = form.added_to(h, x)
+    CHANGES[change](form)
+    want = h + row_by_row(form, x)[0]
+    assert not torch.allclose(before, want)
+    torch.testing.assert_close(form.added_to(h, x), want, rtol=0, atol=1e-12)
+    torch.testing.assert_close(form.to(torch.float32).added_to(h, x), want, rtol=0, atol=1e-4)
+
+
+def test_copies_add_their_own_parameters() -> None:
+    """Also those of forms that have computed a sum before."""
+    form, x = tasked(LORA), LORA.like(batch=len(ROWS))
+    h = torch.zeros_like(row_by_row(form, x)[0])
+    want = form.added_to(h, x)
+    twins = copy.deepcopy(form), pickle.loads(pickle.dumps(form))
+    change_in_place(form.form("c"))
+    for twin in twins:
+        twin.chosen.variable.default = Choice(task=twin.chosen.rows(ROWS))
+        assert torch.equal(twin.added_to(h, x), want)
+    assert not torch.allclose(form.added_to(h, x), want)
+
+
+def test_edits_of_weights_are_refused_also_beside_others_of_their_tasks() -> None:
+    """Forms of one model have the sorted rows in common, and not whether rows are possible."""
+    form, x = tasked(LORA), LORA.like(batch=len(ROWS))
+    form(x)
+    lowrank = next(case for case in CASES if isinstance(case.target, Weight) and case.name == "lowrank")
+    of_weight = tasked(lowrank)
+    vars(of_weight)["chosen"] = form.chosen
+    with pytest.raises(PeftcError, match="P536"):
+        of_weight(x)
