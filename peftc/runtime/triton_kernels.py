@@ -20,7 +20,7 @@ WARPS, MOST_STAGES = 4, 4
 
 
 @triton.jit
-def _sum_part(
+def sum_part(
     x,
     weight,
     down,
@@ -109,7 +109,7 @@ def partial_sums(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, factor: fl
         down, up: (r, d_in), (d_out, r)
         result: (parts, rows, d_out)
     """
-    return launch(wrap_triton(_sum_part), x, weight, down, up, factor, parts)
+    return launch(wrap_triton(sum_part), x, weight, down, up, factor, parts)
 
 
 def _batched_sums(

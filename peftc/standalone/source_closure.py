@@ -12,8 +12,9 @@ from typing import Any
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.runtime import respecialize
+from peftc.runtime.fused_low_rank import fused_low_rank_linear
 
-# What a function of peftc calls to refuse something, without the package.
+# What functions of peftc call to refuse something, or to run a kernel, without the package.
 _OTHERS: dict[Any, str] = {
     PeftcError: "class PeftcError(RuntimeError):\n    pass",
     Diagnostic: 'def Diagnostic(code, message, *_, **__):\n    return f"{code}: {message}"',
@@ -22,6 +23,7 @@ _OTHERS: dict[Any, str] = {
         '    message = f"this file has no code for such a call of {type(module).__name__}"\n'
         '    raise RuntimeError(f"{message}: it was made for ordinary calls of the model")'
     ),
+    fused_low_rank_linear: "def fused_low_rank_linear(*_):\n    return None",
 }
 
 
