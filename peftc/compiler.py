@@ -119,7 +119,7 @@ def plan(
     Warns:
         PeftcWarning: P217, for a selector that leaves out weights whose role is not known; P220,
             for a form of Linears, such as `lora`, at another module; P320, for `h = lora(x)`; P325,
-            for a mean over tokens in a decoder.
+            for a mean over tokens in a decoder; P326, for a form that no training changes.
     """
     with paused_gc():
         flat = flat_spec(spec, settings, include)
@@ -144,11 +144,11 @@ def _figure(
 
 def warn_of_places(planned: PlanResult) -> None:
     """A `PeftcWarning` for each selector that leaves out weights of unknown role (P217), for forms
-    of Linears elsewhere (P220), for states that are thrown away (P320), and for means over tokens
-    in a decoder (P325).
+    of Linears elsewhere (P220), for states that are thrown away (P320), for means over tokens in a
+    decoder (P325), and for forms that never train (P326).
     """
     for diagnostic in planned.warnings:
-        if diagnostic.code in ("P217", "P220", "P320", "P325"):
+        if diagnostic.code in ("P217", "P220", "P320", "P325", "P326"):
             warn(diagnostic)
 
 
@@ -258,7 +258,7 @@ def compile(
             seed); with `verify`, P601-P611. After an error the model is as it was.
 
     Warns:
-        PeftcWarning: P217, P220, P320 and P325, as `plan`, before anything is changed.
+        PeftcWarning: P217, P220, P320, P325 and P326, as `plan`, before anything is changed.
     """
     if not isinstance(model, nn.Module):
         model = load_model(resolve(model, trust_remote_code))

@@ -62,7 +62,7 @@ def show(
         PeftcError: as `plan`.
 
     Warns:
-        PeftcWarning: P217, P220, P320 and P325, as `plan`.
+        PeftcWarning: P217, P220, P320, P325 and P326, as `plan`.
 
     Source: the figures of Houlsby et al. 2019, arXiv:1902.00751 (Figure 2), and of He et al. 2022,
     arXiv:2110.04366 (Figures 1 and 3).

@@ -241,7 +241,7 @@ def _value_errors(configuration: Configuration) -> list[Diagnostic]:
 
 
 # Codes that are warnings, or may be.
-WARNINGS = frozenset({"P114", "P127", "P128", "P129", "P204", "P215", "P217", "P220", "P320", "P325"})
+WARNINGS = frozenset({"P114", "P127", "P128", "P129", "P204", "P215", "P217", "P220", "P320", "P325", "P326"})
 
 
 def unknown_code(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Warnings of forms at sites that they are not meant for: P220, P325."""
+"""Warnings of forms at sites not meant for them (P220, P325), or that never train (P326)."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -6,8 +6,11 @@ from collections.abc import Iterator, Sequence
 from peftc.addressing.sites import Site
 from peftc.diagnostics import Diagnostic, Span
 from peftc.diagnostics.suggestions import plural
+from peftc.equations.checks.first_gradients import never_trains
+from peftc.equations.definition import TextForm
+from peftc.planning.assignments import Initial, initial_value
 from peftc.planning.foldability.affine import is_linear, is_table
-from peftc.planning.ir import FormCall, Read, SiteEdit, Term, subterms
+from peftc.planning.ir import Arithmetic, FormCall, FormInstance, Read, SiteEdit, Term, children_of, subterms
 from peftc.syntax import ast
 from peftc.syntax.printer import print_selector
 from peftc.syntax.vocabulary import DECODER, EVERY_MODULE, LINEAR
@@ -40,6 +43,79 @@ def token_mean_warnings(edit: ast.Edit, site_edits: Sequence[SiteEdit]) -> Itera
         help_ = "call the model with `use_cache=False`, and without padding; or edit an encoder"
         label = f"e.g. at `{first.site.path}`"
         yield Diagnostic("P325", message, span, label=label, notes=notes, help=help_, severity="warning")
+
+
+def untrained_warnings(edits: Sequence[tuple[ast.Edit, Sequence[SiteEdit]]]) -> Iterator[tuple[ast.Edit, Diagnostic]]:
+    """P326, one for each call of a form that never trains, and for each edit whose forms multiply
+    each other and are all 0 at first.
+    """
+    trained = {owner for _, site_edits in edits for one in site_edits for owner in _trained_owners(one)}
+    for edit, site_edits in edits:
+        calls: dict[Span, tuple[FormCall, SiteEdit]] = {}
+        for site_edit in site_edits:
+            untrained = [call for call in _calls(site_edit) if _never_trains(call.instance)]
+            untrained = untrained or ([] if any(map(_reach, _values(site_edit))) else _calls(site_edit)[:1])
+            for call in untrained:
+                if not trained & {*call.instance.owners()}:
+                    calls.setdefault(call.source.span, (call, site_edit))
+        for span, (call, site_edit) in calls.items():
+            yield edit, _untrained(call, span, site_edit)
+
+
+def _untrained(call: FormCall, span: Span, site_edit: SiteEdit) -> Diagnostic:
+    name = call.instance.form.name
+    if _never_trains(call.instance):
+        message = f"`{name}` never trains: the derivative to each of its parameters is 0 when training starts"
+        help_ = f"let one factor of `{name}` start at other values: `= kaiming`, `= normal(0.02)`, `= ones`"
+    else:
+        message = f"no form of `{site_edit.edit}` ever trains: what multiplies each is 0 when training starts"
+        help_ = "let one of the forms start at other values: `init=1`"
+    note = "each term of it has a factor that is 0 at first, for every input"
+    return Diagnostic(
+        "P326", message, span, label=f"e.g. at `{site_edit.site.path}`", notes=(note,), help=help_, severity="warning"
+    )
+
+
+def _trained_owners(site_edit: SiteEdit) -> Iterator[str]:
+    """The owners of parameters that a gradient reaches here, which changes them for all sites."""
+    if any(map(_reach, _values(site_edit))):
+        for call in _calls(site_edit):
+            if not _never_trains(call.instance):
+                yield from call.instance.owners()
+
+
+def _values(site_edit: SiteEdit) -> Iterator[Term]:
+    return (assign.value for assign in site_edit.assigns)
+
+
+def _calls(site_edit: SiteEdit) -> list[FormCall]:
+    """The calls of forms with parameters that are trained."""
+    calls = (term for term in site_edit.terms() if isinstance(term, FormCall))
+    return [call for call in calls if call.instance.form.count(call.instance.args, call.instance.dims).trained]
+
+
+def _never_trains(instance: FormInstance) -> bool:
+    form = instance.form
+    return isinstance(form, TextForm) and never_trains(form.at(form.fill(instance.args), instance.dims))
+
+
+def _reach(term: Term) -> bool:
+    """Whether a gradient of a term reaches a parameter when training starts."""
+    match term:
+        case FormCall(instance=instance, inputs=inputs):
+            is_trained = bool(instance.form.count(instance.args, instance.dims).trained)
+            return (is_trained and not _never_trains(instance)) or any(map(_reach, inputs))
+        case Arithmetic(op="*", left=left, right=right):
+            return (_reach(left) and _first(right) != 0) or (_reach(right) and _first(left) != 0)
+        case Arithmetic(op="/", left=left, right=right):
+            return _reach(left) or (_reach(right) and _first(left) != 0)
+        case _:
+            return any(map(_reach, children_of(term)))
+
+
+def _first(term: Term) -> Initial:
+    """The value of a term when training starts."""
+    return initial_value(term, defaultdict(lambda: None), {})
 
 
 def _has_parameters(site: Site) -> bool:

@@ -191,19 +191,23 @@ class SiteEdit:
         return [term for root in roots for term in subterms(root)]
 
 
+def children_of(term: Term) -> tuple[Term, ...]:
+    """The terms directly in a term."""
+    match term:
+        case FormCall(inputs=children) | Concat(parts=children):
+            return children
+        case FrozenCall(input=value) | Feature(input=value):
+            return (value,)
+        case Arithmetic(left=left, right=right):
+            return (left, right)
+        case Read() | Constant():
+            return ()
+
+
 def subterms(term: Term) -> Iterator[Term]:
     """A term and all terms in it, outermost first."""
     yield term
-    match term:
-        case FormCall(inputs=children) | Concat(parts=children):
-            pass
-        case FrozenCall(input=value) | Feature(input=value):
-            children = (value,)
-        case Arithmetic(left=left, right=right):
-            children = (left, right)
-        case Read() | Constant():
-            children = ()
-    for child in children:
+    for child in children_of(term):
         yield from subterms(child)
 
 

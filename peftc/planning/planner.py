@@ -17,7 +17,7 @@ from peftc.forms import Form
 from peftc.planning.assignments import change_at_first, changed_weights, conflicts
 from peftc.planning.expectations import evaluate
 from peftc.planning.foldability.check import check_foldability
-from peftc.planning.form_warnings import linear_form_warnings, token_mean_warnings
+from peftc.planning.form_warnings import linear_form_warnings, token_mean_warnings, untrained_warnings
 from peftc.planning.ir import FrozenCall, SiteEdit
 from peftc.planning.layer_numbers import LayerNumbers, with_text
 from peftc.planning.lowering import lower_edit, unused
@@ -171,6 +171,8 @@ class Planner:
         for edit, site_edits in edits:
             self.warn(edit, linear_form_warnings(edit, site_edits))
             self.warn(edit, token_mean_warnings(edit, site_edits))
+        for edit, diagnostic in untrained_warnings(edits):
+            self.warn(edit, (diagnostic,))
         for edit, diagnostic in (*conflicts(edits), *changed_weights(edits)):
             self.report(edit, (diagnostic,))
         return edits
