@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, cast
 
 import torch
@@ -61,6 +62,8 @@ class CrossLayerState:
         if form.index + 1 < form.form_dims.sites:
             if not again:
                 # An output of the layer itself gets gradients afterwards, by a checkpoint.
+                if has_gradients and not torch.compiler.is_compiling():
+                    gather_for_gradients(values)
                 values = values if has_gradients else tuple(value.detach() for value in values)
                 self.states[form.task][form.index] = values, has_gradients
         elif not (form.training or has_gradients):
@@ -107,6 +110,29 @@ def is_alike(again: Tensor, before: Tensor | None) -> bool:
 def runs_again() -> bool:
     """Whether a layer is computed once more, for the gradients of a forward that is over."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1  # pyright: ignore
+
+
+def gather_for_gradients(values: Values) -> None:
+    """Lets FSDP2 gather the parameters of a layer when a gradient reaches what it has for those
+    above. It does so by itself for the output of the layer alone, which may get its gradient later
+    or none.
+    """
+    module = sharded_module()
+    if module is not None:
+        for value in values:
+            if value.requires_grad:
+                value.register_hook(lambda _: module.unshard())
+
+
+def sharded_module() -> Any:
+    """The innermost module that runs and whose parameters FSDP2 has sharded."""
+    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    frame = sys._getframe(1) if kind else None  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        if isinstance(module := frame.f_locals.get("self"), kind):
+            return module
+        frame = frame.f_back
+    return None
 
 
 class CrossLayerModule(EquationModule):

@@ -40,6 +40,10 @@ SPECS = {
         edit w at layer[*].attn.{q, o} { w = magnitude(w + lowrank(r=2)) }
         edit n at layer[*].ffn.{up, down} { h += adapter(x, r=4, norm_in=true, norm_out=true, init=bert) }""",
     "shared": f"peft 1  edit v at {LINEARS} {{ h += vera(x, r=4) }}",
+    "side": "peft 2  edit s at layer[*] { h = ladder(h, x, r=4, replace=true) }",
+    "below": """peft 2
+        edit l at layer[*].attn.{q, v} { h += lora(x, r=2) }
+        edit s at layer[*] { h += ladder(h, r=4) }""",
     "heads": "peft 1  edit s at layer[*].attn.heads { h += bottleneck(q, r=3) }",
     "inner": "peft 1  edit z at layer[*].ffn { h += adapter(z, r=3) + adapter(x, r=3) }",
 }
@@ -56,6 +60,8 @@ CASES = [
     ("plan", "last", "whole"),
     ("fsdp", "first", "all"),
     ("fsdp", "last", "all"),
+    ("fsdp", "first", "side"),
+    ("fsdp", "first", "below"),
     ("both", "first", "all"),
     ("both", "last", "all"),
 ]
