@@ -208,11 +208,11 @@ def main(arguments: list[str] | None = None) -> int:
         own = dataclasses.replace(shape, layers=options.layers) if options.layers else shape
         for row in rows(own, options):
             results.append(row)
-            kept = options.device == "cuda" and not options.tiny and not options.layers
-            every = with_earlier(results) if kept else results
+            is_saved = options.device == "cuda" and not options.tiny and not options.layers
+            every = with_earlier(results) if is_saved else results
             text = f"LoRA (r=16) on all Linears, unmerged, bfloat16.\n\n{table(HEAD, [line(r) for r in every])}"
             print(" | ".join(line(row)), flush=True)
-            if kept:
+            if is_saved:
                 save("gpu", {"rounds": options.rounds, "results": every}, text, machine("cuda"))
         if options.device == "cuda":
             torch.cuda.empty_cache()
