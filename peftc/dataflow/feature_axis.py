@@ -14,6 +14,7 @@ from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import first_input, is_tensor, shape
 from peftc.dataflow.operations import Op, name_of, op_of
 from peftc.dataflow.values import reaches, value_operands, value_users
+from peftc.modules.walk import modules_in
 
 CHANNELS_FIRST = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -56,7 +57,7 @@ def features_dim(node: fx.Node, layer: LayerGraph) -> int:
     if last < 2:
         return last
     # an image may also come from tokens, and go to convolutions of another layer (RT-DETR's AIFI)
-    if last < 3 and not any(isinstance(m, CHANNELS_FIRST) for m in layer.root.modules()):
+    if last < 3 and not any(isinstance(m, CHANNELS_FIRST) for m in modules_in(layer.root)):
         if layer.is_linear(node) or any(map(layer.is_linear, value_users(node))):
             return last
         dim = _dim_of_norm(node, layer)

@@ -30,7 +30,15 @@ def source_linears(
     """The nearest Linears upstream of values, each with the rows that go there; None: all rows.
     `ends`: nodes behind which no Linear counts.
     """
-    values = (value, *others)
+    key = (value, others, frozenset(ends))
+    if key not in layer.sources:
+        layer.sources[key] = _source_linears(layer, (value, *others), ends)
+    return [*layer.sources[key]]
+
+
+def _source_linears(
+    layer: LayerGraph, values: tuple[fx.Node, ...], ends: Collection[fx.Node]
+) -> list[tuple[fx.Node, Slice | None]]:
 
     def stops(node: fx.Node) -> bool:
         return node in ends or (layer.is_linear(node) and not sums_tokens(node, layer))

@@ -39,6 +39,7 @@ class LayerGraph:
         self._module_ops: dict[fx.Node, Op] = {}
         self._norms: dict[fx.Node, Normalization | None] = {}
         self.over_tokens: dict[fx.Node, bool] = {}  # Linears that sum over tokens
+        self.sources: dict[object, list[tuple[fx.Node, Slice | None]]] = {}  # of `source_linears`
 
     def module(self, node: fx.Node) -> nn.Module | None:
         if node.op != "call_module":

@@ -104,7 +104,7 @@ def _nodes_between(x: fx.Node, statistics: Iterable[fx.Node]) -> set[fx.Node] | 
 
 def _is_constant(node: fx.Node) -> bool:
     """Whether a value is computed from neither parameters nor activations."""
-    ends = [n for n in upstream(node) if not value_operands(n)]
+    ends = (n for n in upstream(node) if not value_operands(n))  # the first one mostly tells
     return all(op_of(n) is Op.PARAMETER and not isinstance(example(n), nn.Parameter) for n in ends)
 
 

@@ -364,7 +364,7 @@ class InstallationBuilder:
 
     @cached_property
     def onload_device(self) -> torch.device | None:
-        return onload_device(self.model)
+        return onload_device(module for _, module in self.every)
 
     # Changing the model ---------------------------------------------------------------------------
 

@@ -39,19 +39,21 @@ def execution_device(module: nn.Module) -> torch.device | None:
     return None if device is None else torch.device(device)
 
 
-def onload_device(model: nn.Module) -> torch.device | None:
-    """The device to which diffusers brings the weights of a model that it offloads in groups."""
-    return next((hook.group.onload_device for hook in _registered_hooks(model) if hasattr(hook, "group")), None)
+def onload_device(modules: Iterable[nn.Module]) -> torch.device | None:
+    """The device to which diffusers brings the weights of a model that it offloads in groups, by
+    all modules of the model.
+    """
+    return next((hook.group.onload_device for hook in _registered_hooks(modules) if hasattr(hook, "group")), None)
 
 
 def casts_weights(model: nn.Module) -> bool:
     """Whether diffusers casts weights that it stores in few bits, for each call of a module."""
-    return any(hasattr(hook, "storage_dtype") for hook in _registered_hooks(model))
+    return any(hasattr(hook, "storage_dtype") for hook in _registered_hooks(modules_in(model)))
 
 
-def _registered_hooks(model: nn.Module) -> Iterator[Any]:
-    """diffusers' hooks in a model."""
-    for module in modules_in(model):
+def _registered_hooks(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """diffusers' hooks of some modules."""
+    for module in modules:
         if HOOK_REGISTRY in module.__dict__:
             yield from vars(module)[HOOK_REGISTRY].hooks.values()
 

@@ -78,8 +78,8 @@ def make_plan(
     """Resolves, types and counts every edit of an expanded spec. The plan has failed expectations.
 
     Args: `source`: the text that the plan names and hashes; by default that of the spec.
-    `is_valid`: of a spec that has been planned on this table, and whose expectations hold: it is
-    counted when something asks for the plan.
+    `is_valid`: of a spec that has been planned on this table, and whose expectations hold. Such a
+    plan, and one without expectations, is counted when something asks for it.
     Raises: P1xx, P201-P205, P214, P301-P309 and what forms refuse: all errors of the spec at once.
     """
     with suppress(EverySiteNeeded):
@@ -110,7 +110,7 @@ class Planner:
         edits, trains = self.edits(), self.trains()
         self.stop_at_errors()
         plan = Deferred(lambda: self.with_expectations(self.plan(edits, trains), edits))
-        if not is_valid:
+        if not is_valid and any(isinstance(statement, ast.Expect) for statement in self.spec.statements):
             plan.value  # noqa: B018  # has failed expectations, or raises
             self.stop_at_errors()
         selections = [(site_edits, self.selections[edit.name]) for edit, site_edits in edits if site_edits]

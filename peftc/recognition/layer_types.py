@@ -194,7 +194,9 @@ def _layer_type(
     opaque -= with_experts
     attending = attending_modules(opaque, layer, mode)
     parts = untraced_parts(layer, subs, reasons, {name: name in attending for name in opaque}, stream)
-    return LayerType(type(root).__name__, root, traced, subs, arguments, parts, stream)
+    layer_type = LayerType(type(root).__name__, root, traced, subs, arguments, parts, stream)
+    layer_type.layer = layer  # which knows its norms and Linears by now
+    return layer_type
 
 
 def _sole_leaves(layer_type: LayerType) -> Iterator[str]:

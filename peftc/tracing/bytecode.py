@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -307,5 +307,5 @@ def _frame_kind(frame: FrameType) -> FrameKind:
 @cache
 def _line_and_column(code_id: int, offset: int) -> str:
     code = _codes[code_id][0].code
-    line, _, column, _ = list(code.co_positions())[offset // 2]
+    line, _, column, _ = next(islice(code.co_positions(), offset // 2, None))
     return f"{code.co_qualname}:{(line or 0) - code.co_firstlineno}:{column or 0}"

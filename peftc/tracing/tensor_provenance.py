@@ -11,6 +11,7 @@ import operator
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -50,9 +51,8 @@ class RecordedCall:
 def _tensor_methods() -> frozenset[Any]:
     # `torch.overrides.is_tensor_method_or_property` asks the same, after 20 ms of preparation.
     # A trace patches some methods of the class, and not those of its base.
-    owners = (torch.Tensor, torch.Tensor.__mro__[1])
-    methods = (getattr(owner, name, None) for owner in owners for name in dir(torch.Tensor))
-    return frozenset(method for method in methods if callable(method) and method.__hash__ is not None)
+    members = chain(vars(torch.Tensor).values(), vars(torch.Tensor.__mro__[1]).values())
+    return frozenset(member for member in members if member.__hash__ is not None)
 
 
 class TensorProvenance:

@@ -95,6 +95,16 @@ def test_a_stored_plan_is_counted_when_something_asks_for_it(monkeypatch: pytest
     assert len(counted) == 2
 
 
+def test_a_plan_without_expectations_is_counted_when_something_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[Planner] = []
+    plan = Planner.plan
+    monkeypatch.setattr(Planner, "plan", lambda self, *args: counted.append(self) or plan(self, *args))
+    model = compiled(QV, "llama", monkeypatch)
+    assert not counted
+    assert installation_of(model).planned.plan.expectations == ()
+    assert len(counted) == 1
+
+
 def test_what_is_edited_inside_is_traced_anew(analyses: list[None], monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         compiled(INSIDE, "llama", monkeypatch)

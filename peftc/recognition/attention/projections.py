@@ -35,13 +35,14 @@ def attention_projections(
     values["v"] = [a.v for a in outermost(attentions, layer)]
     nearest: dict[str, list[fx.Node]] = {}
     for role, (value, *others) in values.items():
-        linears = [n for n, _ in source_linears(layer, value, ends=ends) if n in body]
+        sources = source_linears(layer, value, ends=ends)
+        linears = [n for n, _ in sources if n in body]
         if any(stream.hides(n) for n in upstream(value, layer.is_linear) if n in body):
             linears = []  # an opaque module may change a Linear's result, or replace it
         last = [n for n in linears if not any(n in nodes_up_to_linears(other, layer) for other in linears)]
         # not the Linears that compute positions
         nearest[role] = list(filter(stream.reaches, last)) or last
-        rows = dict(source_linears(layer, value, *others, ends=ends))
+        rows = dict(source_linears(layer, value, *others, ends=ends) if others else sources)
         if (node := next(iter(nearest[role]), None)) is not None and node in rows:
             projections[role] = Projection(node, rows[node])
         elif not linears and (node := patch_convolution(value, body, layer)) is not None:
