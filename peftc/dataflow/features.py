@@ -92,6 +92,12 @@ def is_affine(value: fx.Node, linear: fx.Node, layer: LayerGraph) -> bool:
 
 def dims_of(value: fx.Node, layer: LayerGraph) -> set[int]:
     """The dimensions of a value that tell features of a Linear apart; none where unknown."""
+    if value not in layer.feature_dims_of:
+        layer.feature_dims_of[value] = _dims_of(value, layer)
+    return {*layer.feature_dims_of[value]}
+
+
+def _dims_of(value: fx.Node, layer: LayerGraph) -> set[int]:
     behind = set(upstream(value, layer.is_linear))
     linears = layer.linears(behind)
     if len(linears) != 1:

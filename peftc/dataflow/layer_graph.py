@@ -39,6 +39,7 @@ class LayerGraph:
         self._module_ops: dict[fx.Node, Op] = {}
         self._norms: dict[fx.Node, Normalization | None] = {}
         self.over_tokens: dict[fx.Node, bool] = {}  # Linears that sum over tokens
+        self.feature_dims_of: dict[fx.Node, set[int]] = {}  # of values, by `dims_of`
         self.sources: dict[object, list[tuple[fx.Node, Slice | None]]] = {}  # of `source_linears`
 
     def module(self, node: fx.Node) -> nn.Module | None:
@@ -227,6 +228,8 @@ class LayerGraph:
                 if user in within and user not in seen:
                     seen.add(user)
                     (linears if self.is_linear(user) else queue).append(user)
+        if len(linears) < 2:
+            return next(iter(linears), None)
         behind = {n: set(upstream(n)) for n in linears}
         return next((n for n in linears if not any(n in behind[other] for other in linears if other is not n)), None)
 

@@ -38,8 +38,8 @@ def upstream(node: fx.Node, stop: Callable[[fx.Node], bool] = lambda _: False) -
         seen.add(current)
         yield current
         if not stop(current):
-            stack.extend(value_operands(current))
-            stack.extend(user for user in current.users if changes(user, current) and user < node)
+            stack += value_operands(current)
+            stack += [user for user in current.users if changes(user, current) and user < node]
 
 
 def reaches(source: fx.Node, node: fx.Node) -> bool:

@@ -29,7 +29,7 @@ from peftc.recognition.moe.routers import has_matrix, routing_leaves
 from peftc.recognition.residual_stream import gives_states, stream_input
 from peftc.recognition.roles import sub_layers
 from peftc.recognition.sublayer import SubLayer
-from peftc.recognition.token_mixing import is_weighted, moves_entries
+from peftc.recognition.token_mixing import has_state, is_weighted, moves_entries
 from peftc.recognition.unplaced.untraced import UntracedPart, attending_modules, opaque_modules, untraced_parts
 from peftc.tracing.module_calls import forward_signature
 from peftc.tracing.proxy import concrete_values
@@ -155,7 +155,7 @@ def trace_layer(
                 return _reason(error)
             if frames[-1] in inlined & tried:
                 inlined.discard(frames[-1])
-                if not submodule(layer, frames[-1]).state_dict():  # nothing but its code can tell
+                if not has_state(submodule(layer, frames[-1])):  # nothing but its code can tell
                     leaves[frames[-1]] = _reason(error)
                 continue
             leaves[frames[-1]] = _reason(error)
@@ -234,7 +234,7 @@ def _own_code_leaves(layer_type: LayerType) -> Iterator[str]:
             continue
         has_shape, after = shape(source) == shape(node), shape(node)
         several = sum(map(gives_states, node.all_input_nodes)) > 1
-        combines = (several or not has_shape or reads_scores(source, layer_type.layer)) and not module.state_dict()
+        combines = (several or not has_shape or reads_scores(source, layer_type.layer)) and not has_state(module)
         if combines or (has_shape and any(_scales(p.shape, after) for p in module.parameters())):
             yield str(node.target)
 
@@ -269,7 +269,7 @@ def _moving_leaves(layer_type: LayerType) -> Iterator[str]:
     # Seen in: no transformers model, but torchvision's ConvNeXt (`Permute`)
     for node in layer_type.traced.graph.nodes:
         module, source = layer_type.layer.module(node), first_input(node)
-        if module is None or not _has_own_code(module) or module.state_dict() or len(sizes := shape(source)) < 3:
+        if module is None or not _has_own_code(module) or has_state(module) or len(sizes := shape(source)) < 3:
             continue
         if sorted(sizes) == sorted(shape(node)) and moves_entries(module, sizes):
             yield str(node.target)

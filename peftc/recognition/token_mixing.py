@@ -77,6 +77,11 @@ def pools(body: set[fx.Node], stream: Stream) -> bool:
     return any(isinstance(stream.layer.module(n), _POOLS) for n in body if not stream.holds(n))
 
 
+def has_state(module: nn.Module) -> bool:
+    """Whether a module has parameters, or anything else in its `state_dict`, which copies them."""
+    return next(module.parameters(), None) is not None or bool(module.state_dict())
+
+
 def mixes_tokens(node: fx.Node, layer: LayerGraph) -> bool:
     """Whether one operation mixes tokens."""
     if (module := layer.module(node)) is not None:
@@ -84,7 +89,7 @@ def mixes_tokens(node: fx.Node, layer: LayerGraph) -> bool:
             return True
         if isinstance(module, _ConstantPadNd):
             return any(module.padding[2:])  # the first two are of features
-        own_code = not type(module).__module__.startswith("torch.") and not module.state_dict()
+        own_code = not type(module).__module__.startswith("torch.") and not has_state(module)
         return own_code and not any(module.children()) and _last_token_reaches_first(module, shape(first_input(node)))
     value, op = example(node), layer.op(node)
     integral = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
