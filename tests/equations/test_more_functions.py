@@ -173,7 +173,7 @@ HALF = {
     "inverse": "form g(w) { param Q[cols(w) / 4, 6] = 0 f = w @ blocks(inverse(eye(skew(Q)) + skew(Q))) }",
     "fourier": "form g(w) { param C[rows(w), cols(w)] = 0 f = w + fourier(C) }",
     "circulant": "form g(x) { param c[d(x)] = 0 f = circulant(c) @ x }",
-    "circulants": "form g(x) { param c[2, d(x) / 8, 8] = 0 f = t(circulant(c)) @ (circulant(c) @ x) }",
+    "circulants": "form g(x) { param c[2, d(x) / 8, 8] = normal(0.01) f = t(circulant(c)) @ (circulant(c) @ x) }",
     "svd": "form g(w) { param A[rows(w), 2] = svd(w, 2).u f = w + A @ t(A) - initial(A @ t(A)) }",
     "qr": "form g(w) { param A[rows(w), cols(w)] = qr(w).q f = w + A - initial(A) }",
 }
