@@ -8,9 +8,9 @@ from peftc.diagnostics import Diagnostic, Span
 from peftc.diagnostics.suggestions import plural
 from peftc.equations.checks.first_gradients import never_trains
 from peftc.equations.definition import TextForm
-from peftc.planning.assignments import Initial, initial_value
+from peftc.planning.assignments import initial_value
 from peftc.planning.foldability.affine import is_linear, is_table
-from peftc.planning.ir import Arithmetic, FormCall, FormInstance, Read, SiteEdit, Term, children_of, subterms
+from peftc.planning.ir import Arithmetic, Constant, FormCall, FormInstance, Read, SiteEdit, Term, children_of, subterms
 from peftc.syntax import ast
 from peftc.syntax.printer import print_selector
 from peftc.syntax.vocabulary import DECODER, EVERY_MODULE, LINEAR
@@ -106,16 +106,16 @@ def _reach(term: Term) -> bool:
             is_trained = bool(instance.form.count(instance.args, instance.dims).trained)
             return (is_trained and not _never_trains(instance)) or any(map(_reach, inputs))
         case Arithmetic(op="*", left=left, right=right):
-            return (_reach(left) and _first(right) != 0) or (_reach(right) and _first(left) != 0)
+            return (_reach(left) and not _is_zero(right)) or (_reach(right) and not _is_zero(left))
         case Arithmetic(op="/", left=left, right=right):
-            return _reach(left) or (_reach(right) and _first(left) != 0)
+            return _reach(left) or (_reach(right) and not _is_zero(left))
         case _:
             return any(map(_reach, children_of(term)))
 
 
-def _first(term: Term) -> Initial:
-    """The value of a term when training starts."""
-    return initial_value(term, defaultdict(lambda: None), {})
+def _is_zero(term: Term) -> bool:
+    """Whether a term is 0 when training starts. The number 0, as in `[1, 0] * lora(x)`, is meant."""
+    return not isinstance(term, Constant) and initial_value(term, defaultdict(lambda: None), {}) == 0
 
 
 def _has_parameters(site: Site) -> bool:

@@ -88,7 +88,6 @@ WARNED = {
     edit e at layer[*].ffn { h += f(x, one=0, two=0) }""",
     "forms that multiply each other": "edit e at layer[*].ffn { h += scalar(init=0) * lora(x, r=2) }",
     "of one let": "edit e at layer[*].ffn { let g = scalar(init=0)  h += g * lora(x, r=2) }",
-    "times 0": "edit e at layer[*].ffn { h += 0 * lora(x, r=2) }",
     "shared": f"{PAIR}\nlet one = shared(pair(r=2))\nedit e at layer[*].ffn {{ h += one(x) }}",
 }
 NOT_WARNED = {
@@ -147,6 +146,10 @@ def test_what_never_trains_is_warned_of(name: str, llama: Any) -> None:
 def test_what_trains_is_not_warned_of(name: str, llama: Any) -> None:
     assert not warned(NOT_WARNED[name], llama)
     assert trains(peftc.compile(f"peft 2\n{NOT_WARNED[name]}", zoo.build("llama"), seed=0))
+
+
+def test_a_number_that_is_0_is_meant(llama: Any) -> None:
+    assert not warned("edit e at layer[*].ffn { h += layer * lora(x, r=2) }", llama)
 
 
 def trains(model: Any) -> bool:
