@@ -114,7 +114,7 @@ def _reach(term: Term) -> bool:
 
 
 def _is_zero(term: Term) -> bool:
-    """Whether a term is 0 when training starts. The number 0, as in `[1, 0] * lora(x)`, is meant."""
+    """Whether a term is 0 when training starts. The number 0 of `[1, 0] * lora(x)` is meant."""
     return not isinstance(term, Constant) and initial_value(term, defaultdict(lambda: None), {}) == 0
 
 
