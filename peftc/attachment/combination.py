@@ -1,12 +1,11 @@
 """Attached adapters as one: weighted sums and merges of their changes of low rank."""
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import did_you_mean, join_names
 from peftc.exchange.adapter_import import write_adapter
 from peftc.exchange.conversion import lora_part
-from peftc.exchange.edited_model import edited, open_model
+from peftc.exchange.edited_model import bare_copy, edited, open_model
 from peftc.exchange.lora_export import LoraAdapter, lora_of, no_product
 from peftc.exchange.low_rank_changes.approximation import nearest_product
 from peftc.exchange.low_rank_changes.lora_weights import LoraWeights
@@ -25,8 +24,8 @@ from peftc.exchange.peft_format.reading import Incoming
 from peftc.folding.weights import Folding
 from peftc.installation.compiled_model import CompiledModel
 from peftc.installation.completeness import active_installation
-from peftc.installation.edited_classes import strip, true_parameter
-from peftc.installation.record import Installation, installation_of, place_of_values
+from peftc.installation.edited_classes import true_parameter
+from peftc.installation.record import Installation, place_of_values
 
 Method = Literal["linear", "cat", "svd", "ties", "dare"]
 METHODS: tuple[Method, ...] = ("linear", "cat", "svd", "ties", "dare")
@@ -137,7 +136,7 @@ def combined_values(
 def lora_alone(model: nn.Module, name: str, folder: Path) -> LoraAdapter:
     """An attached adapter as LoRA. Raises: P801."""
     save_as(model, folder, name)
-    with edited(folder, bare_copy(model), other_weights=True) as base:
+    with edited(folder, model, other_weights=True) as base:
         folding = Folding(base.module, None, None, None)
         try:
             adapter = lora_of(base, folding)
@@ -147,15 +146,6 @@ def lora_alone(model: nn.Module, name: str, folder: Path) -> LoraAdapter:
             reason = "weights of experts are one parameter, which is not combined"
             raise no_product(", ".join(folding.names), reason)
         return adapter
-
-
-def bare_copy(model: nn.Module) -> nn.Module:
-    """A copy without edits, with its weights in the same memory, but for those that edits train."""
-    own = {id(true_parameter(model, name)) for name in installation_of(model).parameters_of_base}
-    values = ((p, p.detach().clone() if id(p) in own else p.detach()) for p in model.parameters())
-    memory = {id(p): nn.Parameter(value, p.requires_grad) for p, value in values}
-    memory |= {id(b): b for b in model.buffers()}
-    return strip(copy.deepcopy(model, cast("dict[int, object]", memory)))
 
 
 def combined(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.exchange.low_rank_changes.products import rows_of_site
 from peftc.forms.module import has_values
 from peftc.installation.completeness import active_installation
+from peftc.installation.edited_classes import strip, true_parameter
+from peftc.installation.record import find_installation
 from peftc.installation.spec_names import with_note
 from peftc.merging.base_model import BaseModel, load_adapters, open_base
 from peftc.merging.checkpoint import placeholder
@@ -108,13 +111,26 @@ def _without_weights(source: ModelSource) -> nn.Module:
     return module
 
 
+def bare_copy(model: nn.Module) -> nn.Module:
+    """A copy without edits, with its weights in the same memory, but for those that edits train."""
+    record = find_installation(model)
+    names = () if record is None else record.parameters_of_base
+    own = {id(true_parameter(model, name)) for name in names}
+    values = ((p, p.detach().clone() if id(p) in own else p.detach()) for p in model.parameters())
+    memory = {id(p): nn.Parameter(value, p.requires_grad) for p, value in values}
+    memory |= {id(b): b for b in model.buffers()}
+    copied = copy.deepcopy(model, cast("dict[int, object]", memory))
+    return copied if record is None else strip(copied)
+
+
 @contextmanager
 def edited(
     adapter: Model, model: Model | None, other_weights: bool = False, trust_remote_code: bool = False
 ) -> Generator[Base]:
     """A base with edits: a compiled model, or the base of a saved adapter, with it.
 
-    Args: `model`: the base, by default the one whose name the adapter has.
+    Args: `model`: the base, by default the one whose name the adapter has. A module stays as it
+        is: a copy without its edits, with the weights in the same memory, has those of the adapter.
     Raises: P410 (not compiled), P501-P506, P520-P525 (the adapter), P545.
     """
     if isinstance(adapter, nn.Module):
@@ -125,7 +141,8 @@ def edited(
         return
     path = path_of(adapter)
     with nullcontext() if model is not None else with_note("the adapter names this base; `model` names another"):
-        base = open_model(read_description(path).base.id if model is None else model, trust_remote_code)
+        own = bare_copy(model) if isinstance(model, nn.Module) else model
+        base = open_model(read_description(path).base.id if own is None else own, trust_remote_code)
     try:
         _load(base, path, other_weights)
         yield base

@@ -163,9 +163,14 @@ def place_of_values(saved: str) -> str:
     return f"{SHARED}.{ADAPTERS}.{statement.partition('.')[0]}.{name}"
 
 
+def find_installation(model: nn.Module) -> Installation | None:
+    """The record of a compiled model; None for any other."""
+    return getattr(model, "__dict__", {}).get(RECORD)
+
+
 def installation_of(model: nn.Module) -> Installation:
     """The record of a compiled model. Raises P410 for any other."""
-    record = getattr(model, "__dict__", {}).get(RECORD)
+    record = find_installation(model)
     if record is None:
         message = f"this {type(model).__name__} has not been compiled by peftc"
         raise PeftcError(Diagnostic("P410", message, help="peftc.compile(spec, model) first"))
