@@ -6,26 +6,33 @@ it derives a key of its arguments and runs a decomposition in Python. A rule nee
 strides and dtypes alone. Whatever a rule does not cover, PyTorch computes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
+from peftc.concurrency.interrupts import shielded
 from peftc.fakes.data_answers import current_data_answers
 from peftc.fakes.shape_rules import IN_PLACE, META_KERNELS, NEW_TENSORS, RULES, Layout
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _DEVICE, _LIFT = torch.ops.prim.device.default, torch.ops.aten.lift_fresh.default
+_patching = threading.RLock()
 
 
 class ShapeMode(FakeTensorMode):
     """PyTorch's mode, quicker for common operations on tensors of one device without data."""
 
     def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)  # such as constants that a forward makes
+        with _stacks_without_text():
+            super().__init__(allow_non_fake_inputs=True)  # such as constants that a forward makes
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -118,7 +125,29 @@ class ShapeMode(FakeTensorMode):
         return fake
 
 
+@shielded
+def _stacks_without_text() -> Generator[None]:
+    """Inside, a stack reads the lines of its code when it is printed: PyTorch's mode keeps the one
+    that makes it, and would read all its files.
+    """
+    with _patching:
+        original = traceback.extract_stack
+        traceback.extract_stack = _stack_without_text
+        try:
+            yield
+        finally:
+            traceback.extract_stack = original
+
+
+def _stack_without_text(f: FrameType | None = None, limit: int | None = None) -> traceback.StackSummary:
+    """`traceback.extract_stack` in any thread."""
+    frames = traceback.walk_stack(f or sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+    stack = traceback.StackSummary.extract(frames, limit=limit, lookup_lines=False)
+    stack.reverse()
+    return stack
+
+
 @cache
 def _attributes(device: torch.device) -> dict[str, Any]:
     """The attributes of a new fake tensor, its device among them."""
-    return dict(vars(FakeTensor(FakeTensorMode(), torch.empty((), device=_META), device)))
+    return dict(vars(FakeTensor(ShapeMode(), torch.empty((), device=_META), device)))

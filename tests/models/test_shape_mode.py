@@ -1,6 +1,8 @@
 """Results without data have the layout that PyTorch computes with data."""
 
+import linecache
 import random
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -167,6 +169,15 @@ def agreements(func: Any, expected: Callable[[Any], Any]) -> int:
                 assert own == expected(args), (seed, args)
                 count += own != "error"
     return count
+
+
+def test_a_mode_reads_no_code_before_its_stack_is_printed() -> None:
+    extract = traceback.extract_stack
+    linecache.clearcache()
+    mode = ShapeMode()
+    files = [name for name, entry in linecache.cache.items() if len(entry) > 1]  # others are to be read
+    assert (files, traceback.extract_stack) == ([], extract)
+    assert "mode = ShapeMode()" in mode.stack
 
 
 def test_new_tensors_have_their_device_and_dtype() -> None:
