@@ -21,6 +21,7 @@ def fused_low_rank_linear(
 
     The kernel reads W once and x once for both products. It serves where W is read for few rows of
     x, which takes as long as the reading: in 16 bits, without gradients. Its sums are in float32.
+    What `torch.export` writes has operations of torch alone.
     """
     if not is_served(x, weight, bias, down, up):
         return None
@@ -59,6 +60,7 @@ def is_served(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: 
         and down.is_contiguous()
         and up.is_contiguous()
         and not torch.is_autocast_enabled("cuda")
+        and not torch.compiler.is_exporting()
         and forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
     )
 

@@ -81,6 +81,22 @@ def compiled_errors() -> dict[str, float]:
     return errors
 
 
+class Linear(nn.Module):
+    """With the kernel, or else x."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        result = fused_low_rank.fused_low_rank_linear(x, weight, bias, down, up, FACTOR)
+        return x if result is None else result
+
+
+def exported_operations() -> list[str]:
+    """Of `torch.export`, in both of its ways. Call this after `compiled_errors`."""
+    tensors = tuple(operands((2, 3), 512, 48, 8))
+    with torch.no_grad():
+        programs = [torch.export.export(Linear(), tensors, strict=strict) for strict in (False, True)]
+    return [str(node.target) for program in programs for node in program.graph.nodes if node.op == "call_function"]
+
+
 def refusals() -> list[str]:
     """What the kernel is not for."""
     x, weight, bias, down, up = operands((2, 3), 512, 48, 8)
@@ -104,4 +120,5 @@ def refusals() -> list[str]:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    print(json.dumps({"kernel": kernel_errors(), "compiled": compiled_errors(), "refused": refusals()}))
+    errors = {"kernel": kernel_errors(), "compiled": compiled_errors()}
+    print(json.dumps({**errors, "exported": exported_operations(), "refused": refusals()}))

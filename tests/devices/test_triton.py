@@ -48,6 +48,10 @@ def test_what_the_kernel_is_not_for() -> None:
     ]
 
 
+def test_an_exported_model_has_operations_of_torch_alone() -> None:
+    assert [name for name in report()["exported"] if "partial_sums" in name] == []
+
+
 @pytest.mark.parametrize("multiprocessors", [28, 108, 132])
 @pytest.mark.parametrize("inputs", [64, 512, 2048, 14336])
 @pytest.mark.parametrize("outputs", [64, 2048, 14336])
