@@ -91,7 +91,13 @@ def _values(site_edit: SiteEdit) -> Iterator[Term]:
 def _calls(site_edit: SiteEdit) -> list[FormCall]:
     """The calls of forms with parameters that are trained."""
     calls = (term for term in site_edit.terms() if isinstance(term, FormCall))
-    return [call for call in calls if call.instance.form.count(call.instance.args, call.instance.dims).trained]
+    return [call for call in calls if _is_trained(call.instance)]
+
+
+def _is_trained(instance: FormInstance) -> bool:
+    """Whether it has trained parameters, of its own or in common with other sites or tasks."""
+    form, args, dims = instance.form, instance.args, instance.dims
+    return any(count(args, dims).trained for count in (form.count, form.common_count, form.tasks_count))
 
 
 def _never_trains(instance: FormInstance) -> bool:
@@ -103,8 +109,7 @@ def _reach(term: Term) -> bool:
     """Whether a gradient of a term reaches a parameter when training starts."""
     match term:
         case FormCall(instance=instance, inputs=inputs):
-            is_trained = bool(instance.form.count(instance.args, instance.dims).trained)
-            return (is_trained and not _never_trains(instance)) or any(map(_reach, inputs))
+            return (_is_trained(instance) and not _never_trains(instance)) or any(map(_reach, inputs))
         case Arithmetic(op="*", left=left, right=right):
             return (_reach(left) and not _is_zero(right)) or (_reach(right) and not _is_zero(left))
         case Arithmetic(op="/", left=left, right=right):

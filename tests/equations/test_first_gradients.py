@@ -88,6 +88,7 @@ WARNED = {
     edit e at layer[*].ffn { h += f(x, one=0, two=0) }""",
     "forms that multiply each other": "edit e at layer[*].ffn { h += scalar(init=0) * lora(x, r=2) }",
     "of one let": "edit e at layer[*].ffn { let g = scalar(init=0)  h += g * lora(x, r=2) }",
+    "parameters that sites have in common": ("edit e at layer[*].ffn.down { w += scalar(init=0) * fastfood(d=9) }"),
     "shared": f"{PAIR}\nlet one = shared(pair(r=2))\nedit e at layer[*].ffn {{ h += one(x) }}",
 }
 NOT_WARNED = {
@@ -115,6 +116,7 @@ NOT_WARNED = {
         f = B @ relu(A @ x + b)
     }
     edit e at layer[*].ffn { h += f(x, r=2) }""",
+    "parameters that sites have in common": "edit e at layer[*].ffn.down { w += scalar(init=1) * fastfood(d=9) }",
     "shared with an edit in which it trains": """let one = shared(scalar(init=0))
     edit e at layer[*].ffn { h += one() * lora(x, r=2) }
     edit f at layer[*].attn { h += one() * adapter(x, r=2) }""",
