@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-# Most rows of x, and the highest rank: beyond these, two products of matrices are as fast.
-_MOST_ROWS, _HIGHEST_RANK = 16, 64
+ROWS = 16  # of x, at most: the least that a product of matrix units has
+OUTPUTS = 64  # of a block of the weight, which one program of the kernel reads
+_HIGHEST_RANK = 64  # up to which a block of A is no larger than one of the weight
 _MOST_PARTS = 7
 _LEAST_INPUTS = 512  # of a part
 
@@ -51,7 +52,7 @@ def is_served(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: 
         and weight.ndim == 2
         and down.ndim == 2
         and down.shape[0] <= _HIGHEST_RANK
-        and x.numel() <= _MOST_ROWS * weight.shape[1]
+        and x.numel() <= ROWS * weight.shape[1]
         and (type(x) is Tensor or type(x) is nn.Parameter)
         and (type(weight) is nn.Parameter or type(weight) is Tensor)
         and (type(down) is nn.Parameter or type(down) is Tensor)
@@ -69,7 +70,7 @@ def parts_of_sum(outputs: int, inputs: int, multiprocessors: int) -> int:
     """Of a sum over the inputs: enough for all multiprocessors, none too short. 0 without any."""
     if multiprocessors == 0:
         return 0
-    blocks = -(-outputs // 64)
+    blocks = -(-outputs // OUTPUTS)
     wanted = -(-3 * multiprocessors // (2 * blocks))
     return max(1, min(wanted, inputs // _LEAST_INPUTS, _MOST_PARTS))
 

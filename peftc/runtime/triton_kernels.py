@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import register_vmap, triton_op, wrap_triton
 
-ROWS = 16  # of x, at most: the least that a product of matrix units has
-OUTPUTS, INPUTS = 64, 128  # of a block of the weight
+from peftc.runtime.fused_low_rank import OUTPUTS, ROWS
+
+INPUTS = 128  # of a block of the weight
 WARPS, MOST_STAGES = 4, 4
 
 
