@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-ROWS = 16  # of x, at most: the least that a product of matrix units has
-OUTPUTS = 64  # of a block of the weight, which one program of the kernel reads
+from peftc.runtime.tile_sizes import OUTPUTS, ROWS
+
 _HIGHEST_RANK = 64  # up to which a block of A is no larger than one of the weight
 _MOST_PARTS = 7
 _LEAST_INPUTS = 512  # of a part

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import register_vmap, triton_op, wrap_triton
 
-from peftc.runtime.fused_low_rank import OUTPUTS, ROWS
+from peftc.runtime.tile_sizes import OUTPUTS, ROWS
 
 INPUTS = 128  # of a block of the weight
 WARPS, MOST_STAGES = 4, 4
