@@ -148,13 +148,15 @@ class EquationModule(Hookable, FormModule):
 
     def _draws(self) -> Mapping[str, Draw]:
         """How parameters and fixed values are drawn, the same for all forms at alike places."""
-        key = "draws", self.scopes, self.form_dims.spots if self.place.tensors else ()
-        if key not in self.place.code:
+        # In a dictionary of their own: compiled code looks forwards up in `code`, and cannot hash places.
+        known = self.place.code.setdefault("draws", {})
+        key = self.scopes, self.form_dims.spots if self.place.tensors else ()
+        if key not in known:
             tensors = self.definition.tensors(self.form_args, self.form_dims)
             own = ((name, *tensors[name]) for name in self.own_names())
             draws = ((name, draw_at(at, line)) for name, at, line in own if _has_first_value(at, line))
-            self.place.code[key] = {name: draw for name, draw in draws if draw is not None}
-        return self.place.code[key]
+            known[key] = {name: draw for name, draw in draws if draw is not None}
+        return known[key]
 
     def initialise(self, generator: Generators, base: Mapping[str, Tensor]) -> None:
         super().initialise(generator, base)

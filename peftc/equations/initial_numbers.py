@@ -9,6 +9,7 @@ from peftc.equations.rules import Operand, Primitive
 from peftc.equations.values import Value
 
 EYE = "eye"  # the first value that is the identity
+_LONGEST = 200  # of the text of a first value: that of a part may stand in it many times
 
 
 def initial_value(primitive: Primitive, operands: Sequence[Operand]) -> float | None:
@@ -22,10 +23,12 @@ def initial_value(primitive: Primitive, operands: Sequence[Operand]) -> float | 
             and 0.0 in numbers
         ):
             return 0.0
-        if primitive.name in ("/", "ratio") and numbers[0] == 0.0:
+        if primitive.name in ("/", "ratio", "positions") and numbers[0] == 0.0:
             return 0.0  # `_apply` refuses a divisor that is 0, and a ratio has none
-        if primitive.name == "-" and len(firsts := {_first(operand) for operand in operands}) == 1 and "" not in firsts:
-            return 0.0  # the difference of two equal values
+        if primitive.name == "causal_attention" and numbers[2] == 0.0:
+            return 0.0
+        if primitive.name == "-" and _are_equal(operands):
+            return 0.0
         if primitive.initial is None or None in numbers:
             return None
         result = primitive.initial(*numbers)
@@ -35,8 +38,8 @@ def initial_value(primitive: Primitive, operands: Sequence[Operand]) -> float | 
 
 
 def first_value(primitive: Primitive, operands: Sequence[Operand]) -> str:
-    """What a value is when training starts, as a function of the base's weight w, or as the input
-    that it equals; empty: unknown.
+    """What a value is when training starts, as a function of the base's weight w and of the first
+    values of parameters, or as the input that it equals; empty: unknown.
 
     The ratio of two equal values is 1 where they are not 0, and w is 0 where its norm is: its
     product with w is w, bit for bit.
@@ -52,8 +55,8 @@ def first_value(primitive: Primitive, operands: Sequence[Operand]) -> str:
             return EYE
         case (("blocks" | "t"), ["eye"]):
             return EYE
-        case "@", ["w", "eye"] | ["eye", "w"]:
-            return "w"
+        case "@", [first, "eye"] | ["eye", first] if first:
+            return first
         case (("+" | "-"), [first, _]) if first and initial_number(operands[1]) == 0:
             return first
         case "norm", [first] if first:
@@ -67,7 +70,36 @@ def first_value(primitive: Primitive, operands: Sequence[Operand]) -> str:
         case "*", [_, first] if first and initial_number(operands[0]) == 1:
             return first
         case _:
-            return ""
+            texts = [_first(operand) if isinstance(operand, Value) else str(operand) for operand in operands]
+            text = f"{primitive.name}({', '.join(texts)})"
+            return text if all(texts) and len(text) <= _LONGEST else ""
+
+
+def undefined_at_first(primitive: Primitive, operands: Sequence[Operand], text: str) -> tuple[str, str | None] | None:
+    """Why a value is not finite when training starts, and what to write; None if it may be.
+
+    Args: `text`: the expression.
+    """
+    numbers = list(map(initial_number, operands))
+    match primitive.name, numbers:
+        case "/", [_, 0.0] if not isinstance(operands[1], Value):
+            return f"`{text}` divides by zero", None
+        case "/", [_, 0.0]:
+            return f"`{text}` divides by zero when training starts", "`ratio(a, b)` is `a` where `b` is 0"
+        case (("inverse" | "solve"), [0.0, *_]):
+            return f"`{text}` inverts a matrix of zeros when training starts", "give it another first value"
+        case (("log" | "sqrt"), [float(number)]) if number < 0 or (number == 0 and primitive.name == "log"):
+            return f"`{text}` is no finite number when training starts", "give it another first value"
+        case _:
+            return None
+
+
+def _are_equal(operands: Sequence[Operand]) -> bool:
+    """Whether two tensors have the same values when training starts."""
+    left, right = operands
+    if not isinstance(left, Value) or not isinstance(right, Value) or not left.first:
+        return False
+    return (left.first, left.type.size) == (right.first, right.type.size)
 
 
 def _first(operand: Operand) -> str:

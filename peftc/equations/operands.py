@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from peftc.equations.initial_numbers import first_value, initial_number, initial_value, reason_against, shifts
+from peftc.equations.initial_numbers import EYE, first_value, initial_value, reason_against, shifts, undefined_at_first
 from peftc.equations.matrices import DECOMPOSITIONS
 from peftc.equations.primitives import FUNCTIONS, OF_VALUES, OPERATORS, WORDS, place_help
 from peftc.equations.rules import Mismatch, Operand, Primitive
@@ -202,11 +202,11 @@ class Operands:
         raise FormError("P310", f"`{name}` is a weight of the base, and this edit writes none", node)
 
     def _first(self, parameter: ast.Parameter) -> str:
-        """The first value of a parameter as a function of the base's weight; empty for others."""
-        value = parameter.value
+        """The first value of a parameter, as a function of the base's weight or by its own name."""
+        value, own = parameter.value, f"param {self.copies.get(parameter.name, parameter.name)}"
         if isinstance(value, ast.Name) or is_drawn(value) or "w" not in names_in(value):
-            return ""
-        return operand.first if isinstance(operand := self.operand(value), Value) else ""
+            return EYE if value == ast.Name("identity") and "identity" not in self.numbers else own
+        return operand.first if isinstance(operand := self.operand(value), Value) else own
 
     def initial(self, parameter: ast.Parameter) -> float | None:
         """The number that a parameter starts as; None for other values."""
@@ -378,9 +378,8 @@ class Operands:
             parts = children(node)
             at = parts[error.operand] if error.operand is not None and error.operand < len(parts) else node
             raise FormError(error.code, f"`{print_expression(node)}`: {error.message}", at, error.help) from None
-        if primitive.name == "/" and initial_number(operands[1]) == 0:
-            when = "" if not isinstance(operands[1], Value) else " when training starts"
-            raise FormError("P120", f"`{print_expression(node)}` divides by zero{when}", node)
+        if (undefined := undefined_at_first(primitive, operands, print_expression(node))) is not None:
+            raise FormError("P120", undefined[0], node, undefined[1])
         self.costs[id(node)] = primitive.flops(types, type_) if primitive.flops is not None else 0
         varying = [v for v in operands[: 1 if primitive.only_first else None] if isinstance(v, Value) and v.varies]
         rank = primitive.rank(operands) if primitive.rank is not None else None

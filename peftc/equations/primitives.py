@@ -224,6 +224,7 @@ FUNCTIONS: Mapping[str, Primitive] = {
                 "‖w‖ of each row, or of the features of each token",
                 rules.last_of_each,
                 "peftc.equation_code.functions.norm",
+                lambda x: 0.0 if x == 0 else None,
                 flops=lambda operands, result: 2 * rules.tensor(operands).entries,
                 by_rows=True,
             ),

@@ -132,3 +132,50 @@ def test_what_has_no_meaning(body: str, code: str) -> None:
     with pytest.raises(PeftcError) as error:
         peftc.plan(text, zoo.build("llama", torch.float64))
     assert code in {diagnostic.code for diagnostic in error.value.diagnostics}
+
+
+@pytest.mark.parametrize(
+    ("form", "at", "equation"),
+    [
+        (
+            "form g(w) { param A[2, cols(w)] = t(svd(w, 2).v) param B[rows(w), 2] = svd(w, 2).u"
+            " let c = B @ A f = w + (c - initial(c)) }",
+            "attn.q",
+            "w = g(w)",
+        ),
+        ("form g(w) { param n[cols(w)] = norm(t(w)) f = w + (n - initial(n)) }", "attn.q", "w = g(w)"),
+        ("form g(x) { param A[d(x)] = normal let c = A * x f = c - initial(A) * x }", "ffn", "h += g(x)"),
+        ("form g(x) { param A[d(x)] = 0 f = positions(A * x, 2, none) }", "ffn", "h += g(x)"),
+        ("form g(x) { param A[d(x)] = 0 f = causal_attention(x, x, A * x, 2) }", "ffn", "h += g(x)"),
+        ("form g(h) { param A[d(h), d(h)] = identity f = A @ h }", "ffn", "h = g(h)"),
+        ("form g(h) { param v[d(h)] = 0 f = (1 + norm(v)) * h }", "ffn", "h = g(h)"),
+    ],
+)
+def test_a_value_that_changes_nothing_at_first(form: str, at: str, equation: str) -> None:
+    model = zoo.build("llama", torch.float64).eval()
+    before = logits(model)
+    text = f"peft 2\n{form}\nedit e at layer[*].{at} {{ {equation} }}\nexpect identity(e)\n"
+    peftc.compile(text, model, seed=3)
+    torch.testing.assert_close(logits(model), before, rtol=0, atol=0)
+    with torch.no_grad():
+        for parameter in peftc.parameters(model).values():
+            parameter.add_(torch.rand_like(parameter))
+    assert not torch.allclose(logits(model), before)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "form g(x) { param A[d(x)] = normal param B[d(x)] = normal f = A * x - B * x }",
+        "form g(x) { param A[d(x)] = normal f = A * x - initial(A) * h }",
+        "form g(x) { param A[1, 1] = identity param B[d(x), d(x)] = identity f = (A - B) @ x }",
+        "form g(x) { param A[2, d(x)] = normal f = 2 * A[0] * x - initial(A[1]) * x }",
+        "form g(x) { param A[4, d(x)] = normal let v = mean(reshape(A, d(x), 4)[0])"
+        " f = x * v - x * mean(initial(reshape(A, 4, d(x)))[0]) }",
+    ],
+)
+def test_values_that_differ_at_first(form: str) -> None:
+    form = form.replace("(x)", "(x, h)", 1) if "* h" in form else form
+    call = "g(x, h)" if "* h" in form else "g(x)"
+    text = f"peft 2\n{form}\nedit e at layer[*].ffn {{ h += {call} }}\n"
+    assert not peftc.plan(text, zoo.build("llama", torch.float64)).edits[0].identity

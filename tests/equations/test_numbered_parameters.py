@@ -67,6 +67,14 @@ def test_sites_of_one_number_have_one_parameter(by: str, tmp_path: Path) -> None
     torch.testing.assert_close(run(model, "bert"), want, rtol=0, atol=1e-10)
 
 
+def test_one_graph_has_sites_of_several_numbers() -> None:
+    model = compiled(f"{FORM} edit e at {AT} {{ h += g(x, by=part) }}")
+    want = run(model, "bert")
+    torch._dynamo.reset()
+    whole: Any = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(run(whole, "bert"), want, rtol=0, atol=1e-10)
+
+
 def test_stacks_have_numbers_and_their_own_parts() -> None:
     form = (
         "form s(x) { let n = stack(out) param A[stack_parts(out), d(x)] per n = normal "

@@ -165,6 +165,23 @@ def test_a_divisor_that_is_zero_at_first(value: str) -> None:
     assert diagnostic.code == "P120"
 
 
+@pytest.mark.parametrize(
+    ("value", "help_"),
+    [
+        ("log(a) * x", "first value"),
+        ("sqrt(a - 1) * x", "first value"),
+        ("inverse(A) @ x", "first value"),
+        ("solve(A, A) @ x", "first value"),
+        ("(u / norm(u))[0] * x", "ratio"),
+    ],
+)
+def test_what_is_not_finite_at_first(value: str, help_: str) -> None:
+    lines = "param a[d(x)] = 0 param A[d(x), d(x)] = 0 param u[2, d(x)] = 0"
+    (diagnostic,) = check(f"form g(x) {{ {lines} f = {value} + a * x + A @ x + u[0] * x }}", "h += g(x)")
+    assert diagnostic.code == "P120"
+    assert help_ in str(diagnostic.help)
+
+
 def test_an_inexact_constant_is_no_identity() -> None:
     text = "peft 2 form g() { param a = 1 / 41 f = a * 41 } edit e at layer[*].attn.q { h *= g() } expect identity(e)"
     assert not peftc.plan(text, zoo.build("bert", torch.float64)).expectations[0].holds
