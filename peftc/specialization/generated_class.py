@@ -138,6 +138,7 @@ class GeneratedClass:
     ) -> None:
         self.base, self.inline, self.edits, self.name, self.absent = base, inline, edits, name, absent
         self.entered, self.calls_forms = entered, calls_forms
+        self.entered_names = tuple(sorted(inline - {""}))
         # The code that its variants are traced from.
         self.code = tuple(map(reachable_code, (base, *entered))) if like is None else like.code
         self.signature = signature_of(base) if like is None else like.signature
@@ -325,6 +326,7 @@ class Unedited:
     """Stands for a class whose edits are all disabled: `dispatch` is the region's own forward."""
 
     dispatch: Callable[..., Any]
+    entered_names: tuple[str, ...] = ()
 
     def for_hooks_of(self, module: nn.Module) -> Unedited:
         return self

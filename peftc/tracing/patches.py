@@ -22,10 +22,11 @@ from torch.utils import checkpoint
 from transformers.modeling_utils import AttentionInterface
 
 from peftc.concurrency.interrupts import shielded
+from peftc.modules.function_parts import held_part
 from peftc.modules.subclasses import subclass
 from peftc.tracing.in_place import leaves, version
 from peftc.tracing.operations import attention, autograd_function, enter_context, exit_context, script_function
-from peftc.tracing.proxy import concrete_values, contains_proxy
+from peftc.tracing.proxy import concrete_values, contains_proxy, is_proxy
 from peftc.tracing.region_trace import TraceError
 from peftc.tracing.tensor_provenance import RecordedCall
 from peftc.tracing.tracer_base import TracerBase, current_tracer, intercept, patch_attribute
@@ -255,6 +256,10 @@ def _recording_apply(_: Any) -> Any:
         if cls is checkpoint.CheckpointFunction:
             function, _, *arguments = args
             return function(*arguments)
+        functions = (a for a in args if callable(a) and not is_proxy(a) and not isinstance(a, nn.Module | torch.Tensor))
+        if (part := next((p for f in functions if (p := held_part(f)) is not None), None)) is not None:  # of the copy
+            holder = f"`{cls.__name__}` gets a function that holds a {type(part).__name__}"
+            raise TraceError(f"{holder}, and the code of an autograd function is not traced")
         return tracer.record("call_function", autograd_function, args, {**kwargs, "function": cls})
 
     return classmethod(apply)

@@ -4,13 +4,14 @@ hold.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 from torch import nn
 
+from peftc.modules.function_parts import function_parts
 from peftc.modules.walk import outline
 
 _MOST = 3  # lines
@@ -33,7 +34,7 @@ def hidden_module_lines(model: nn.Module) -> list[str]:
 
 def _line(value: Any, known: Collection[int]) -> str | None:
     """What a line says of the value of an attribute. `known`: the children, by `id`."""
-    if isinstance(value, FunctionType) and any(isinstance(part, nn.Module) for part in _function_parts(value)):
+    if isinstance(value, FunctionType) and any(isinstance(part, nn.Module) for part in function_parts(value)):
         return "a function that holds a module of the model: a copy of the model would call the same module"
     if all(id(part) in known for part in _parts(value) if isinstance(part, nn.Module)):
         return None
@@ -59,15 +60,3 @@ def _parts(value: Any) -> Iterator[Any]:
         yield value.__self__
     elif not isinstance(value, type | FunctionType | ModuleType) and hasattr(value, "__dict__"):
         yield from vars(value).values()
-
-
-def _function_parts(function: FunctionType) -> Iterator[Any]:
-    """What a function has besides its arguments: a closure and defaults."""
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # it is not filled yet
-            continue
-    yield from function.__defaults__ or ()
-    defaults: Mapping[str, Any] = function.__kwdefaults__ or {}
-    yield from defaults.values()

@@ -14,6 +14,7 @@ from peftc.modules.packed import is_unpackable, packed_shape, unknown_packing
 from peftc.modules.walk import submodule
 from peftc.rewriting.edits import Region
 from peftc.rewriting.legality.bypasses import parents
+from peftc.rewriting.legality.call_hooks import bypass_error, bypassed_hook
 from peftc.tracing.operations import enter_context, exit_context
 from peftc.tracing.patches import is_gradient_context
 
@@ -43,6 +44,8 @@ def check_forwards(region: Region, modules: Mapping[str, nn.Module], checked: se
             message = f"`{name}` has a hook around its `forward`, {reason}"
             help_ = "edit a state at the boundary of this module, or remove the hook before compiling"
             raise PeftcError(Diagnostic("P426", message, help=help_))
+        if (hook := bypassed_hook(entered)) is not None:
+            raise PeftcError(bypass_error(name, hook))
     check_parents(region.module, modules, checked)
 
 

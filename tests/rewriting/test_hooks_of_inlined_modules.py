@@ -1,0 +1,101 @@
+"""An edit whose code takes in the code of a module does not pass by the hooks of that module."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import peftc
+from tests.refusals import refused
+
+# The code of the attention hands its Linears on, so an edit of their weights is in the attention.
+WEIGHTS = "peft 1  edit e at layer[*].attn.{q, v} { w += lowrank(r=2) }"
+INSIDE = "peft 1  edit e at layer[*].ffn { h += lora(res, r=2) + lora(z, r=2) }"
+SPECS = pytest.mark.parametrize(("spec", "inlined"), [(WEIGHTS, "attn.q"), (INSIDE, "ffn")])
+REGISTER = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook")
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (linear(x) for linear in (self.q, self.k, self.v))
+        return self.o((q @ k.transpose(-2, -1) / 8**0.5).softmax(-1) @ v)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.attn = Attention()
+        self.ffn = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm_1(x))
+        return x + self.ffn(self.norm_2(x))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def sample() -> dict[str, Tensor]:
+    return {"x": torch.randn(2, 5, 8)}
+
+
+def doubled(module: nn.Module, *values: Any) -> None:
+    """A hook, which this test never runs."""
+
+
+def tripled(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return 3 * out
+
+
+@SPECS
+@pytest.mark.parametrize("register", REGISTER)
+def test_an_edit_around_a_hook_is_refused(spec: str, inlined: str, register: str) -> None:
+    model = Model()
+    getattr(model.layers[1].get_submodule(inlined), register)(functools.partial(doubled))
+    error = refused("P426", lambda: peftc.compile(spec, model, seed=0, sample=sample()), model)
+    assert f"layers.1.{inlined}" in error.message
+    assert any("doubled" in note for note in error.notes)
+
+
+@SPECS
+def test_a_later_hook_is_noticed_at_the_next_call(spec: str, inlined: str) -> None:
+    model, inputs = Model(), sample()
+    base = model(**inputs)
+    peftc.compile(spec, model, seed=0, sample=inputs)
+    edited = model(**inputs)
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(**inputs), edited)
+    handle = model.layers[1].get_submodule(inlined).register_forward_hook(doubled)
+    refused("P426", lambda: model(**inputs))
+    with peftc.disabled(model):  # the code of the model itself calls the module
+        torch.testing.assert_close(model(**inputs), base)
+    handle.remove()
+    torch.testing.assert_close(model(**inputs), edited)
+
+
+@pytest.mark.parametrize("at", ["layer[*].attn.q", "layer[*].ffn", "layer[*].ffn.up"])
+def test_a_hook_of_a_module_that_is_called_acts(at: str) -> None:
+    model, inputs = Model(), sample()
+    for layer in model.layers:
+        for name in ("attn.q", "ffn", "ffn.0"):
+            layer.get_submodule(name).register_forward_hook(tripled)
+    base = model(**inputs)
+    peftc.compile(f"peft 1  edit e at {at} {{ h += lora(x, r=2) }}", model, seed=0, sample=inputs)
+    torch.testing.assert_close(model(**inputs), base)
