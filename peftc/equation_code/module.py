@@ -111,7 +111,8 @@ class EquationModule(Hookable, FormModule):
         return form
 
     def value_at(self, index: int, like: Tensor) -> Tensor | Pair:
-        return forward_of(self.place_at(index), self._owners)(self, like) if self.differs_by_site else self(like)
+        place = self.place_at(index)
+        return self(like) if place is self.place else forward_of(place, self._owners)(self, like)
 
     @property
     def differs_by_site(self) -> bool:
@@ -120,7 +121,7 @@ class EquationModule(Hookable, FormModule):
 
     def place_at(self, index: int) -> Place:
         """The equation at the site numbered `index` of those that share all parameters."""
-        if not self.differs_by_site:
+        if index == self.form_dims.index or not self.definition.asks_site_numbers:
             return self.place
         places = vars(self).setdefault(PLACES, {})
         if index not in places:
@@ -148,7 +149,7 @@ class EquationModule(Hookable, FormModule):
 
     def _draws(self) -> Mapping[str, Draw]:
         """How parameters and fixed values are drawn, the same for all forms at alike places."""
-        # In a dictionary of their own: compiled code looks forwards up in `code`, and cannot hash places.
+        # In a dictionary of their own: compiled code reads `code`, and hashes no places.
         known = self.place.code.setdefault("draws", {})
         key = self.scopes, self.form_dims.spots if self.place.tensors else ()
         if key not in known:
@@ -184,7 +185,10 @@ class EquationModule(Hookable, FormModule):
         return {name: value.reshape(()) for name, value in zip(place.losses, values, strict=True)}
 
     def fold(self, value: Affine) -> Affine:
-        place = self.place
+        return self.fold_at(self.form_dims.index, value)
+
+    def fold_at(self, index: int, value: Affine) -> Affine:
+        place = self.place_at(index)
         tensors = {name: tensor.detach() for name, tensor in self.tensors().items()}
         parameters = {n: t.to(value.dtype) if t.is_floating_point() else t for n, t in tensors.items()}
 

@@ -86,8 +86,7 @@ class TextForm(Form):
         selection = next((line for line in self._lines() if criterion_of(line)), None)
         words = functions | {line.value.id for line in self._lines() if isinstance(line.value, ast.Name)}
         self.counts_rows = COUNTED in functions
-        means = set(map(mean_over, self._calls))
-        self.joins_rows, self.joins_tokens = "batch" in means, "tokens" in means
+        self.joins_rows, self.joins_tokens = (over in map(mean_over, self._calls) for over in ("batch", "tokens"))
         self.is_cross_layer = not functions.isdisjoint(CROSS_LAYER)
         self.mixes_shapes = self.is_cross_layer or (scopes != {"site"} and not are_alternatives(self._lines()))
         has_tasks = any(map(is_of_task, self._lines()))
@@ -106,6 +105,7 @@ class TextForm(Form):
             self.common_module, self.separates_tasks, self.mixes_shapes = PRUNED_SITES, True, True
         self._is_wide = "widest" in functions
         self._asked = functions.intersection(NUMBERS_OF_SITES) | ({SITE} if HISTORY in functions else set())
+        self.asks_site_numbers = bool(self._asked) or self._is_numbered  # such as `layer(out)`
         self._is_written_out = any(map(is_written_out, parts))
 
     @cached_property

@@ -37,7 +37,7 @@ class Member(Hookable, FormModule):
         return self.shared_form.collapsed_at(self.index)
 
     def fold(self, value: Affine) -> Affine:
-        return self.shared_form.fold(value)
+        return self.shared_form.fold_at(self.index, value)
 
     @property
     def shared_form(self) -> FormModule:

@@ -244,6 +244,10 @@ class FormModule(nn.Module):
             Diagnostic("P574", message, help="write `FormModule.fold`, or the reason in `Form.not_affine`")
         )
 
+    def fold_at(self, index: int, value: Affine) -> Affine:
+        """The same at the site numbered `index` of those that share these parameters."""
+        return self.fold(value)
+
     def hidden_units(self) -> HiddenUnits | None:
         """Of U act(D x + b) + c the parts D (r, d_in), b (r,), U (d_out, r), c (d_out,), and the name of act; None for another form."""
         return None

@@ -6,7 +6,7 @@ from keyword import kwlist
 _OF_MODULES = """
 T_destination add_module added_to after_load after_step apply arity bfloat16 buffers call_super_init children collapsed
 collapsed_at compile copier cpu cuda definition differs_by_site double draws dtype dump_patches eval extra_repr fix fixed_draws float
-fold form_args form_dims forward get_buffer get_extra_state get_parameter get_submodule half hidden_units index
+fold fold_at form_args form_dims forward get_buffer get_extra_state get_parameter get_submodule half hidden_units index
 initialise ipu join load_state_dict modules mtia named_buffers named_children named_modules named_parameters own_names
 owner_module parameters penalties place place_at prepare reduction reduction_of register_backward_hook register_buffer register_forward_hook
 register_forward_pre_hook register_full_backward_hook register_full_backward_pre_hook

@@ -149,3 +149,29 @@ def test_no_first_value_is_that_of_one_weight() -> None:
     form = "form g() { let n = part(out) param m[rows(out), 1] per n = norm(w) f = m }"
     error = refusal(f"{form} edit e at layer[*].attn.q {{ w *= g() }}")
     assert [d.code for d in error.diagnostics] == ["P105"]
+
+
+@pytest.mark.parametrize("scope", ["group", "edit"])
+@pytest.mark.parametrize(("count", "number"), [("layers", "layer"), ("sites", "site")])
+@pytest.mark.parametrize("tasks", [False, True])
+def test_the_value_of_a_site_that_shares_all_parameters(scope: str, count: str, number: str, tasks: bool) -> None:
+    form = f"""form g(x) {{
+    param A[2, d(x)] per {scope} = normal
+    param z[{count}(out), 2] per {scope} = normal
+    param B[d(out), 2] per {scope} = normal
+    f = B @ (z[{number}(out)] * (A @ x))
+}}"""
+    own = "form p(x) { param A[2, d(x)] = 1 param z[2] = 1 param B[d(out), 2] = 0 f = B @ (z * (A @ x)) }"
+    options: dict[str, Any] = {"tasks": ["a", "b"]} if tasks else {}
+    model = compiled(f"{form} edit e at layer[*].attn.q {'per task' * tasks} {{ h += g(x) }}", "llama", **options)
+    other = compiled(f"{own} edit e at layer[*].attn.q {{ h += p(x) }}", "llama")
+    values = {name.rpartition(".")[2]: p for name, p in peftc.parameters(model).items() if ".tasks.a" not in name}
+    with torch.no_grad():
+        for name, p in peftc.parameters(other).items():
+            value, layer = values[name.rpartition(".")[2]], int(name.partition("layer[")[2].partition("]")[0])
+            p.copy_(value[layer] if value.shape != p.shape else value)
+    want = run(other, "llama")
+    torch.testing.assert_close(run(model, "llama"), want, rtol=0, atol=1e-10)
+    if not tasks:
+        peftc.fold(model)
+        torch.testing.assert_close(run(model, "llama"), want, rtol=0, atol=1e-10)
