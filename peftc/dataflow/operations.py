@@ -236,9 +236,13 @@ def module_op(module: nn.Module) -> Op:
     return next((op for classes, op in _BY_CLASS.items() if isinstance(module, classes)), other)
 
 
+# A Linear with one output has one row of weights, as a norm has.
+_PRODUCTS = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)  # pyright: ignore[reportPrivateUsage]
+
+
 def is_norm_module(module: nn.Module) -> bool:
     """Whether the only parameters of a module scale and shift features: layer norms, RMS norms."""
-    if next(module.children(), None) is not None:
+    if next(module.children(), None) is not None or isinstance(module, _PRODUCTS):
         return False
     weights = [sum(size > 1 for size in p.shape) for p in module.parameters()]
     return max(weights) == 1 if weights else is_norm_by_name(module)

@@ -24,9 +24,9 @@ def operands_of_sum(node: fx.Node) -> list[fx.Node]:
     # Seen in: no transformers model, but nViT (`x.lerp(h, a)`), mixtures of depths (`index_add`)
     name = name_of(node)
     if op_of(node) is Op.ACCUMULATE:
-        operands = [_operand(node, 0, "input"), _operand(node, 3, "source", "src")]
+        operands = [operand_of(node, 0, "input"), operand_of(node, 3, "source", "src")]
     elif name in ("addcmul", "addcdiv"):
-        operands = [_operand(node, 0, "input"), _operand(node, 1, "tensor1"), _operand(node, 2, "tensor2")]
+        operands = [operand_of(node, 0, "input"), operand_of(node, 1, "tensor1"), operand_of(node, 2, "tensor2")]
     else:
         operands = [*node.args[:2]][:: -1 if name == "rsub" else 1]
     return [operand for operand in operands if isinstance(operand, fx.Node)]
@@ -45,7 +45,8 @@ def differences(layer: LayerGraph, sums: Sequence[fx.Node]) -> list[fx.Node]:
     return [node for node, first in minuends if not any(node < latest.get(layer.stripped(x), node) for x in first)]
 
 
-def _operand(node: fx.Node, position: int, *names: str) -> Any:
+def operand_of(node: fx.Node, position: int, *names: str) -> Any:
+    """An argument of a call, by its position or one of its names; None without."""
     if len(node.args) > position:
         return node.args[position]
     return next((node.kwargs[name] for name in names if name in node.kwargs), None)

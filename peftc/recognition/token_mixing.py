@@ -21,6 +21,7 @@ from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import example, first_input, shape
 from peftc.dataflow.numbers import distinct, numbered, varies
 from peftc.dataflow.operations import Op, dim_of, name_of
+from peftc.dataflow.sums import operand_of
 from peftc.dataflow.values import changes, upstream, value_operands
 from peftc.observation.first_tensor import first_tensor
 from peftc.recognition.attention.patterns import is_scores
@@ -93,7 +94,34 @@ def mixes_tokens(node: fx.Node, layer: LayerGraph) -> bool:
         return own_code and not any(module.children()) and _last_token_reaches_first(module, shape(first_input(node)))
     value, op = example(node), layer.op(node)
     integral = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
+    if op is Op.ACCUMULATE and adds_to_neighbours(node, layer):
+        return True
     return (not integral and (op in (Op.SCAN, Op.CONVOLUTION) or name_of(node) == "roll")) or is_scores(node)
+
+
+def adds_to_neighbours(node: fx.Node, layer: LayerGraph) -> bool:
+    """Whether a node adds values at places that no hidden state decides, and that are others than
+    those from which the values were taken: messages along the edges of a graph.
+
+    A mixture of experts adds at places that its router chose, or from which it took the tokens.
+    """
+    # Seen in: no transformers model, but graph transformers (`x.index_add(0, target, v[source])`)
+    index, added = operand_of(node, 2, "index"), operand_of(node, 3, "source", "src")
+    if not isinstance(index, fx.Node) or not isinstance(added, fx.Node):
+        return False
+    if any(is_weighted(n, layer) for n in upstream(index)):
+        return False
+    taken = [places for n in upstream(added) if (places := _places_taken(n)) is not None]
+    return bool(taken) and any(places not in set(upstream(index)) for places in taken)
+
+
+def _places_taken(node: fx.Node) -> fx.Node | None:
+    """The tensor of places from which a node takes entries; None for a node that takes none."""
+    places = node.args[1] if node.target is operator.getitem else operand_of(node, 2, "index")
+    if node.target is not operator.getitem and name_of(node) not in ("index_select", "gather"):
+        return None
+    is_tensor = isinstance(places, fx.Node) and isinstance(example(places), torch.Tensor)
+    return places if is_tensor and isinstance(places, fx.Node) else None
 
 
 def _kernel(module: nn.Module) -> set[int]:

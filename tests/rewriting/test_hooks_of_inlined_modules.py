@@ -99,3 +99,13 @@ def test_a_hook_of_a_module_that_is_called_acts(at: str) -> None:
     base = model(**inputs)
     peftc.compile(f"peft 1  edit e at {at} {{ h += lora(x, r=2) }}", model, seed=0, sample=inputs)
     torch.testing.assert_close(model(**inputs), base)
+
+
+def test_a_hook_of_torch_that_computes_a_weight_is_none() -> None:
+    model, inputs = Model(), sample()
+    for layer in model.layers:
+        with pytest.warns(FutureWarning, match="weight_norm"):
+            nn.utils.weight_norm(layer.get_submodule("attn.q"))
+    base = model(**inputs)
+    peftc.compile("peft 1  edit e at layer[*].attn.v { w += lowrank(r=2) }", model, seed=0, sample=inputs)
+    torch.testing.assert_close(model(**inputs), base)

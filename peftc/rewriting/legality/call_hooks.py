@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 from torch import nn
 
@@ -12,6 +13,7 @@ from peftc.diagnostics.model_line import definition_line
 from peftc.modules.walk import submodule
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OWN = ("peftc.", "torch.")
 
 
 def check_hooks(module: nn.Module, names: Iterable[str]) -> None:
@@ -27,10 +29,16 @@ def check_hooks(module: nn.Module, names: Iterable[str]) -> None:
 
 
 def bypassed_hook(module: nn.Module) -> Any:
-    """A hook that calls of a module run, but for those of `torch.nn.utils`; None without."""
+    """A hook that calls of a module run, but for those of torch and peftc; None without."""
     # Seen in: `torch.nn.utils.weight_norm`, whose hook assigns the weight of frozen numbers
     hooks = (hook for name in _HOOKS for hook in vars(module).get(name, {}).values())
-    return next((hook for hook in hooks if not type(hook).__module__.startswith("torch.nn.utils.")), None)
+    return next((hook for hook in hooks if not _defining_module(hook).startswith(_OWN)), None)
+
+
+def _defining_module(hook: Any) -> str:
+    while isinstance(hook, partial):
+        hook = cast("partial[Any]", hook).func
+    return getattr(hook, "__module__", None) or ""
 
 
 def bypass_error(name: str, hook: Any) -> Diagnostic:
