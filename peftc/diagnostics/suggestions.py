@@ -50,6 +50,8 @@ _SYNONYMS = {
     "vector": "ia3",
     "scalar": "scale",
     "concat": "cat",
+    "kaiming": "kaiming_uniform kaiming_uniform_ he",
+    "normal": "gaussian normal_ randn",
     "magnitude": "dora",
 }
 _ALIASES: dict[str, list[str]] = {}

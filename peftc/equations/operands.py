@@ -8,7 +8,7 @@ from functools import cached_property
 
 from peftc.equations.initial_numbers import EYE, first_value, initial_value, reason_against, shifts, undefined_at_first
 from peftc.equations.matrices import DECOMPOSITIONS
-from peftc.equations.primitives import FUNCTIONS, OF_VALUES, OPERATORS, WORDS, place_help
+from peftc.equations.primitives import FUNCTIONS, OF_PAIRS, OF_VALUES, OPERATORS, WORDS, place_help
 from peftc.equations.rules import Mismatch, Operand, Primitive
 from peftc.equations.values import NUMBERS_OF_SITES, FormError, Number, SiteNumbers, Type, Value, pair_of, real, shown
 from peftc.equations.words import (
@@ -296,7 +296,8 @@ class Operands:
             return {"heads": self.pair.kv_heads, "d_head": self.pair.d_head, "d_value": d_value}[function]
         if type_ is None:
             code = "P310" if name in (*self.inputs, OUT) else "P107"
-            raise FormError(code, f"`{print_expression(argument)}` has no sizes here", argument)
+            help_ = OF_PAIRS if name == OUT and self.pair is not None else None
+            raise FormError(code, f"`{print_expression(argument)}` has no sizes here", argument, help_)
         if function == "widest" and len(type_.size) == 1:
             return self.widest.get(name) or type_.size[0]
         match function, type_.size:

@@ -176,6 +176,7 @@ def place_help(function: str, type_: Type) -> str | None:
     return _PLACES.get(function)
 
 
+OF_PAIRS = "of keys and values, `heads(out)` and `d_head(out)` are sizes"
 OF_VALUES: Mapping[str, str] = {  # what to write for a function of numbers, of values
     "max": "of values, `relu(z)` is max(z, 0), and `clamp(z, low, high)` has both ends",
     "min": "of values, `-relu(-z)` is min(z, 0), and `clamp(z, low, high)` has both ends",

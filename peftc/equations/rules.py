@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from peftc.diagnostics.record import record
-from peftc.equations.values import Batch, Number, Type, Value
+from peftc.equations.values import VECTORS, Batch, Number, Type, Value
 
 Operand = Value | Number
 Types = Sequence[Type | Number]
 Affinity = Literal["linear", "sum", "product", "quotient", "nonlinear"]
-_ON_ENTRIES = "`*` and `+` act on entries; the product of matrices is `@`"
+_ON_ENTRIES = "`*` and `+` act on entries, a vector on each row, and `column(v)` on each column; a product is `@`"
 _LEFT = "a matrix is left of what it maps, as in papers: `B @ A @ x`"
 _SIZES = "a matrix has the sizes [results, inputs], and the last one acts first: `B @ A @ x`"
 
@@ -84,7 +84,7 @@ def matrix(operands: Types, at: int = 0) -> Type:
     """A matrix that is the same for all tokens. Raises: Mismatch."""
     type_ = tensor(operands, at)
     if type_.batch or len(type_.size) != 2:
-        raise Mismatch(f"expected a matrix, found {type_}", at, help_=_LEFT if type_.batch else None)
+        raise Mismatch(f"expected a matrix, found {type_}", at, help_=_LEFT if type_.batch else VECTORS)
     return type_
 
 
@@ -147,7 +147,7 @@ def product(operands: Types) -> Type:
 def transpose(operands: Types) -> Type:
     type_ = tensor(operands)
     if type_.batch not in ("", "tokens") or len(type_.size) not in (2, 3):
-        raise Mismatch(f"expected a matrix, or one for each head, found {type_}", 0)
+        raise Mismatch(f"expected a matrix, or one for each head, found {type_}", 0, help_=VECTORS)
     *heads, rows, columns = type_.size
     return Type((*heads, columns, rows), type_.batch)
 

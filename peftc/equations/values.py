@@ -12,6 +12,7 @@ from peftc.forms.shapes import Heads, Ids, Prompt, Rows, Scalar, Shape, Tokens, 
 from peftc.syntax import ast
 from peftc.syntax.printer import print_expression
 
+VECTORS = "a vector is a matrix of one column in `column(v)`, and of one row in `t(column(v))`"  # help for what is none
 Number = int | float | bool | str  # known when the plan is made; text: the name of an activation
 Batch = Literal["", "examples", "tokens", "ids"]
 

@@ -186,9 +186,8 @@ class TermLowering:
                     help_ = "it has no tokens: `f = … + 0 * x` in the form has the same value at each token"
             if isinstance(left.shape, Tokens) and isinstance(right.shape, Tokens):
                 few = left if left.shape.d < right.shape.d else right
-                help_ = (
-                    f"one feature for each token is `{quote(few.source)}[0]`" if isinstance(few, FormCall) else help_
-                )
+                if isinstance(few, FormCall):
+                    help_ = f"a form gives `d(out)` features; one feature for each token is `{quote(few.source)}[0]`"
             raise error("P301", message, source.span, label=label, notes=notes, help=help_)
         assert op in ("+", "-", "*", "/")
         return Arithmetic(op, left, right, shape=shape, source=source)

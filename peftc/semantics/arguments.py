@@ -239,6 +239,10 @@ def _instead(value: ast.Expr, text: str, param: Argument) -> str | None:
     """What to write for a value of the wrong type, as other languages write it."""
     words = ["true", "false"] if param.type == "bool" else ["none"] if param.default is None else []
     match value:
+        case ast.Name("none"):
+            return (
+                f"`none` is what is not given, and `{param.name}` must be; in the form, `{param.name} = none` allows it"
+            )
         case ast.Name(name):
             return did_you_mean(name, words) or f"no parameter and no constant is named `{name}`"
         case ast.String(word) if is_number(word) or word in words:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from peftc.diagnostics import Diagnostic, Span
 from peftc.diagnostics.suggestions import did_you_mean, join_names
@@ -19,7 +19,7 @@ from peftc.equations.checks.states import (
     lines_of,
     pruned_part,
 )
-from peftc.equations.checks.unknown_names import function_help, name_help
+from peftc.equations.checks.unknown_names import function_help, name_help, names_behind, unknown_argument
 from peftc.equations.definition import RESULT
 from peftc.equations.matrices import DECOMPOSITIONS
 from peftc.equations.primitives import ACTIVATIONS, FUNCTIONS, WORDS
@@ -55,7 +55,7 @@ from peftc.forms.reserved import is_reserved
 from peftc.syntax import ast
 from peftc.syntax.printer import print_expression
 from peftc.syntax.vocabulary import CONCAT, FROZEN_MODULES, SHARED, STATES, state_name
-from peftc.syntax.walk import children, values, walk
+from peftc.syntax.walk import children, names_in, values, walk
 
 _OWN_ARGUMENTS = ("dtype", "seed")  # every form has them, or those with fixed values
 _MOST_INPUTS = 2
@@ -68,16 +68,17 @@ _KINDS = {
 }
 
 
-def check_form(form: ast.Form) -> Iterator[Diagnostic]:
-    """The errors in the text of a form, in its order."""
-    return _FormChecker(form).errors()
+def check_form(form: ast.Form, forms: Container[str] = ()) -> Iterator[Diagnostic]:
+    """The errors in the text of a form, in its order. `forms`: the names of those of its file."""
+    return _FormChecker(form, forms).errors()
 
 
 class _FormChecker:
     """Reads the lines of a form in order: a name is known after the line that defines it."""
 
-    def __init__(self, form: ast.Form) -> None:
-        self.form = form
+    def __init__(self, form: ast.Form, forms: Container[str]) -> None:
+        self.form, self.forms = form, forms
+        self.lets = {line.name: line.value for line in form.body if isinstance(line, ast.Let)}
         self.inputs = inputs_of(form)
         self.names: dict[str, Span] = {}  # with the place of the definition
         self.conditional: set[str] = set()  # those of lines with conditions
@@ -268,8 +269,7 @@ class _FormChecker:
                     yield Diagnostic("P108", message, value.span)
                 yield from (error for part in children(value) for error in self._expression(part, of_weights))
             case ast.Call(function, _, kwargs):
-                yield from self._function(value, function)
-                yield from (Diagnostic("P102", f"`{function}` has no argument `{k.name}`", k.span) for k in kwargs)
+                yield from list(self._function(value, function, of_weights)) or map(unknown_argument(function), kwargs)
                 yield from self._arguments(value, of_weights)
             case ast.Number() | ast.Boolean():
                 pass
@@ -281,8 +281,9 @@ class _FormChecker:
             case ast.Negative() | ast.Binary() | ast.Item():
                 yield from (error for part in children(value) for error in self._expression(part, of_weights))
             case _:
+                self.used |= set(names_in(value))
                 message = f"the equation of a form has no meaning for {_KINDS.get(type(value), 'this')}"
-                yield Diagnostic("P105", message, value.span)
+                yield Diagnostic("P105", message, value.span, help="it has numbers, names, functions and `+ - * / @`")
 
     def _sum(self, call: ast.Call, of_weights: bool) -> Iterator[Diagnostic]:
         """The errors of `sum(i in n, …)`, in which i is known."""
@@ -290,7 +291,9 @@ class _FormChecker:
             case (ast.Binding(name, count, name_span=at), term) if not call.kwargs:
                 yield from self._expression(count, of_weights)
                 if name in self.names or name in (OUT, *MEANS, RESULT) or name in STATES:
-                    yield Diagnostic("P111", f"`{name}` has a meaning here already", at, help="use another name")
+                    self.used |= set(names_in(term))
+                    meaning = state_name(name) if name in STATES else f"`{name}` has a meaning here already"
+                    yield Diagnostic("P111", meaning, at, help="use another name")
                     return
                 self.names[name] = at
                 yield from self._expression(term, of_weights)
@@ -300,20 +303,24 @@ class _FormChecker:
                 self.used.discard(name)
                 del self.names[name]
             case _:
+                self.used |= {name for arg in call.args for name in names_in(arg)}
                 message = f"`{call.function}(i in n, …)` has a term for each i = 0, 1, … n - 1"
-                yield Diagnostic("P108", message, call.span)
+                help_ = "the sum of the features of each token is `d(x) * mean(x)`, that of a parameter `total(A)`"
+                yield Diagnostic("P108", message, call.span, help=help_ if call.function == "sum" else None)
 
     def _name(self, node: ast.Name, name: str, of_weights: bool) -> Iterator[Diagnostic]:
-        self.used |= {name, name.partition(".")[0]}
+        self.used |= {name, *name.split(".")}
         if name in self.names or name in WORDS or (of_weights and name in WEIGHTS):
             return
         known = [*self.names, *(INITIAL_VALUES if of_weights else ())]
         help_ = name_help(name, self.inputs, known)
-        if name in (line.name for line in self.form.body if isinstance(line, ast.Parameter | ast.Let)):
+        if name in names_behind(name, self.lets):
+            help_ = "no value is defined by itself: use another name for this one"
+        elif name in (line.name for line in self.form.body if isinstance(line, ast.Parameter | ast.Let)):
             help_ = "move its definition above this line"
         yield Diagnostic("P107", f"there is no name `{name}` in `{self.form.name}`", node.span, help=help_)
 
-    def _function(self, call: ast.Call, function: str) -> Iterator[Diagnostic]:
+    def _function(self, call: ast.Call, function: str, of_weights: bool) -> Iterator[Diagnostic]:
         is_choice = any(word in ACTIVATIONS for word in self.words.get(function, ()))
         if is_choice:
             self.used.add(function)
@@ -322,9 +329,18 @@ class _FormChecker:
                 over = next(word for word, name in MEANS.items() if name == function)
                 yield Diagnostic("P101", f"write `mean(x, {over})`", call.function_span)
             return
-        known = [*FUNCTIONS, *NUMBERS, *SIZES, *BINDERS, INITIAL, RANDOM, BELOW]
-        is_form = function in FORMS
-        help_ = "a form is called in an edit; write its equation here" if is_form else function_help(function, known)
+        self.used |= {*function.split(".")[:-1], *(name for word in call.kwargs for name in names_in(word.value))}
+        known = [
+            *FUNCTIONS,
+            *NUMBERS,
+            *SIZES,
+            *BINDERS,
+            INITIAL,
+            RANDOM,
+            BELOW,
+            *(INITIAL_VALUES if of_weights else ()),
+        ]
+        help_ = function_help(function, known, self.names, self.forms)
         yield Diagnostic("P101", f"there is no function `{function}` in a form", call.function_span, help=help_)
 
     def _arguments(self, call: ast.Call, of_weights: bool) -> Iterator[Diagnostic]:
@@ -375,9 +391,10 @@ class _FormChecker:
 
 def check_forms(forms: Iterable[ast.Form]) -> Iterator[Diagnostic]:
     """The errors of the forms of a file."""
-    seen: set[str] = set()
+    forms, seen = list(forms), set[str]()
+    names = {form.name for form in forms}
     for form in forms:
         if form.name in seen:
             yield Diagnostic("P111", f"there are two forms named `{form.name}`", form.name_span)
         seen.add(form.name)
-        yield from check_form(form)
+        yield from check_form(form, names)

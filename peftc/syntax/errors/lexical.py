@@ -85,6 +85,9 @@ def _colon(tokens: Sequence[Token], at: int, bracket: str) -> tuple[str, tuple[s
     if tokens[at + 1].type == "EQUAL":  # h := …
         return Suggestion("write `=`", ":", ""), None
     if bracket == "LSQB":
+        statements = [token.type for token in tokens[:at] if token.type in {"FORM", "EDIT", "TRAIN", "METHOD"}]
+        if statements[-1:] == ["FORM"]:  # A[0:4]
+            return "some rows of a parameter, or features of a value, are `narrow(A, start, count)`", None
         return "a range of layers is written `0..5`, with both ends included", ("DOT_DOT", "..")
     if bracket == "LPAR":
         return Suggestion("an argument is written `r=8`", ":", "="), ("EQUAL", "=")

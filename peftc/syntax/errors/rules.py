@@ -48,6 +48,15 @@ _OTHER_STATEMENTS = {  # statements of Python and of other languages
 }
 _BRANCH = "a condition stands behind each line that it is about: `f = … if r > 2`"
 _NO_COMPARISONS = "max(x, 0) is `relu(x)`; a line of a form has a condition of numbers: `f = … if r > 2`"
+_OF_PYTHON = {
+    "else": "write a line for each case: `f = a if on` and `f = b if on == false`",
+    "elif": "write a line for each case: `f = a if on` and `f = b if on == false`",
+    "and": "write a line for each comparison: `require r >= 1` and `require r < d(x)`",
+    "or": "a line has one comparison",
+    "for": "`sum(i in n, A[i] @ x)` has a term for each i, `product(i in n, A[i])` a factor",
+    "while": "`sum(i in n, A[i] @ x)` has a term for each i, `product(i in n, A[i])` a factor",
+    "buffer": "what is never trained is `fixed A[r, d(x)] = kaiming`",
+}
 _PARAMETER = "a parameter is its name, its sizes and its first value: `param A[r, d(x)] = kaiming`"
 
 
@@ -176,6 +185,8 @@ def _assignment(c: ErrorContext) -> Error | None:
     if state == "return":
         help_ = "the value of a form is `f = …`" if in_form else "an equation assigns a state: `h = …`"
         return c.error("P013", "expected an equation, found `return`", help_, at=c.previous)
+    if in_form and state in _OF_PYTHON:  # f = a if on else b
+        return c.error("P013", f"expected a line of a form, found `{state}`", _OF_PYTHON[state], at=c.previous)
     if keyword is not None:  # lett g = …
         return c.error("P013", f"expected an equation, found {c.preceding}", instead_of(state, keyword), at=c.previous)
     if c.type == "LPAR" and c.at > 1 and c.tokens[c.at - 2].type in _OPERAND_ENDS:  # 4 lora(…)
@@ -285,6 +296,8 @@ def _statement(c: ErrorContext) -> Error | None:
         if (other := _OTHER_STATEMENTS.get(str(c.token))) is not None:
             help_ = other
         return c.error("P013", c.expectation("a statement"), help_)
+    if c.operand_missing and c.type == "SLASH" and c.previous_type == "SLASH":  # a // b
+        return c.error("P015", c.expectation("an expression"), "a quotient is rounded down by `floor(a / b)`")
     if c.operand_missing:
         wanted = "an argument" if c.allows("RPAR") else "an expression"
         help_ = "e.g. `lora(x, r=8)`" if c.statement == "EQUATION" and not c.open_brackets[1:] else "write a value"
