@@ -93,6 +93,7 @@ class Choice:
 
 
 NO_CHOICE = Choice()
+NO_EDITS = Choice(frozenset({ALL}))
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from peftc.diagnostics.activity import activity
-from peftc.installation.model_state import ModelState, flags_of, own_modules, read_state, state_of
+from peftc.installation.model_state import ModelState, check_classes, flags_of, own_modules, read_state, state_of
 from peftc.models.samples import is_same_sample
 from peftc.models.sources import ModelSource
 from peftc.modules.module_rows import ModuleRows
@@ -59,9 +59,17 @@ class CachedAnalysis:
 def known_state(
     source: ModelSource, sample: Mapping[str, Any] | None = None
 ) -> tuple[ModelState | None, ModuleRows | None]:
-    """The state of a source by which its analysis is shared, and its rows; None where it is not."""
-    is_shared = MOST and source.module is not None and sample is None
-    return read_state(source.module) if is_shared and source.module is not None else (None, None)
+    """The state of a source by which its analysis is shared, and its rows; None where it is not.
+
+    Raises: P451.
+    """
+    if source.module is None:
+        return None, None
+    is_shared = MOST and sample is None
+    state, rows = read_state(source.module) if is_shared else (None, None)
+    if state is None:
+        check_classes(source.module)
+    return state, rows
 
 
 def shared_analysis(

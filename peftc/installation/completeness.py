@@ -282,8 +282,11 @@ def checked_call(under: Any) -> Callable[..., Any]:
     """The `__call__` of a compiled model's class, which is derived from `under`."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not hasattr(self, COMPLETENESS):  # a bound method, such as `torch.compile` keeps, may outlive the edits
-            return type(self).__call__(self, *args, **kwargs)
+        if not hasattr(self, COMPLETENESS):
+            # A bound method, such as `torch.compile` keeps, may outlive the edits; and a program
+            # may have constructed the module, of a class that is derived from this one.
+            is_derived = any(vars(cls).get("__call__") is __call__ for cls in type(self).__mro__)
+            return (under if is_derived else type(self)).__call__(self, *args, **kwargs)
         if is_dynamo_compiling():
             completeness = self.peftc_completeness
             if not getattr(DYNAMO_VIEW, completeness.attribute):

@@ -131,8 +131,13 @@ def _over(below: Callable[..., Any], method: Callable[..., Any]) -> Callable[...
 
 def _parameter(name: str) -> property:
     def get(self: Any) -> Any:
-        own = self._parameters[name] if name in self._parameters else vars(self)[name]  # a plain one in replicas
-        return vars(self)[ORIGINALS][name].read(own, vars(self)[CHOICE])
+        attributes = vars(self)
+        if name not in self._parameters and name not in attributes:
+            raise AttributeError(name)
+        own = self._parameters[name] if name in self._parameters else attributes[name]  # a plain one in replicas
+        if ORIGINALS not in attributes:  # a program has constructed the module, of a derived class
+            return own
+        return attributes[ORIGINALS][name].read(own, attributes[CHOICE])
 
     def set_(self: Any, value: Any) -> None:
         vars(self)[name] = value
@@ -159,7 +164,8 @@ def _blank(under: Any, names: tuple[str, ...], saves: bool, root: bool = False, 
 def _setstate(under: Any) -> Callable[..., None]:
     def __setstate__(self: Any, state: dict[str, Any]) -> None:
         under.__setstate__(self, state)
-        vars(self)[COMPLETENESS] = Completeness(self)
+        if RECORD in state:  # else a program has constructed it, of a derived class
+            vars(self)[COMPLETENESS] = Completeness(self)
 
     return __setstate__
 
@@ -291,7 +297,7 @@ def edits_in(module: nn.Module) -> dict[str, ChoiceVar]:
         kind: Any = getattr(type(own), "_peftc_kind", None)  # a wrapper has the attributes of its module
         names = [] if kind is None else [edit.edit for edit in kind.edits]
         names += [edit for value in vars(own).get(ORIGINALS, {}).values() for edit in value.edits]
-        edits |= {name: vars(own)[CHOICE] for name in names}
+        edits |= {name: vars(own)[CHOICE] for name in names if CHOICE in vars(own)}
     return edits
 
 

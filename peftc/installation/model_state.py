@@ -22,10 +22,11 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from peftc.cache.environment import LIBRARIES, library_folders
 from peftc.concurrency.context import CHOICE
+from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.modules.memory import storage_of
 from peftc.modules.module_rows import ModuleRows, Row, Span
 from peftc.modules.torch_attributes import ATTRIBUTES, getter
-from peftc.modules.walk import Named, all_named_modules
+from peftc.modules.walk import Named, all_named_modules, modules_in
 from peftc.rewriting.edits import CONTAINER, SHARED
 from peftc.tracing.bytecode import reachable_code
 
@@ -109,6 +110,16 @@ def class_without_edits(cls: type[Any]) -> type[Any]:
     return cls
 
 
+def check_classes(model: nn.Module) -> None:
+    """Raises: P451 for modules without edits of a class derived from that of edited ones."""
+    for module in modules_in(model):
+        kind: Any = getattr(type(module), "_peftc_kind", None)
+        if kind is not None and CHOICE not in vars(module):
+            message = f"the class {type(module).__name__} is derived from that of an edited {kind.base.__name__}"
+            help_ = "derive it from the class that the module has without edits"
+            raise PeftcError(Diagnostic("P451", message, help=help_))
+
+
 class _Numbers(dict[Any, int]):
     """The number of each value: how many others came before it."""
 
@@ -169,6 +180,8 @@ class _Reader:
             raise NotComparable
         if (number := self.classes.get(type(module))) is None:
             cls = class_without_edits(type(module))
+            if hasattr(cls, "_peftc_kind"):  # P451
+                raise NotComparable
             self.is_plain &= cls is type(module)
             self.classes[type(module)] = number = self.values[cls]
             self.codes.setdefault(cls, reachable_code(cls))

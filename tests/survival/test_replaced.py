@@ -278,6 +278,34 @@ def test_copies_keep_a_derived_class() -> None:
     assert {finding.code for finding in peftc.verify(model).findings} >= {"P602"}
 
 
+def test_a_module_that_a_program_constructs_of_a_derived_class_has_no_edits() -> None:
+    model = compiled(QV, FFN, NORMS)
+    config, inputs = model.config, zoo.inputs("llama", model)
+    hidden = torch.randn(1, 3, 32, dtype=torch.float64)
+    cases: list[tuple[str, tuple[Any, ...], Callable[[Any], Tensor]]] = [
+        (NAME, (32, 32), lambda module: module(hidden)),
+        ("model.layers.1.input_layernorm", (32,), lambda module: module(hidden)),
+        ("model.layers.1.mlp", (config,), lambda module: module(hidden)),
+        ("", (config,), lambda module: module(**inputs).logits),
+    ]
+    plain = llama()
+    for name, arguments, run in cases:
+        cls = type(model.get_submodule(name))
+        derived = type("Derived", (cls,), {"forward": lambda self, *a, cls=cls, **k: cls.forward(self, *a, **k)})
+        module = derived(*arguments).double()
+        want = type(plain.get_submodule(name))(*arguments).double()
+        want.load_state_dict(module.state_dict())
+        assert [*module.state_dict()] == [*want.state_dict()]
+        assert torch.equal(run(module), run(want)), name
+        assert torch.equal(run(copy.deepcopy(module)), run(want)), name
+        if name == NAME:  # in another model: its code cannot be analysed
+            plain.set_submodule(NAME, module)
+            with pytest.raises(peftc.PeftcError, match="Derived is derived from that of an edited Linear") as error:
+                peftc.compile(QV, plain)
+            assert error.value.diagnostics[0].code == "P451"
+            plain = llama()
+
+
 class Root(nn.Module):
     """A subclass of the model's class."""
 
