@@ -234,6 +234,40 @@ def test_a_scripted_module_is_named() -> None:
     assert caught.value.diagnostics[0].code == "P512"
 
 
+def test_packed_sequences_ask_for_data() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.out = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return self.out(nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0])
+
+    sample = {"x": torch.randn(2, 5, 4), "lengths": torch.tensor([5, 3])}
+    error = refused("P509", lambda: peftc.sites(Packed(), sample=sample))
+    assert "asks for the data of tensors" in error.message
+    assert any("_pack_padded_sequence" in note for note in error.notes)
+
+
+def test_a_model_without_layers_has_modules() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = nn.Linear(4, 2), nn.Linear(2, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.decoder(self.encoder(x).relu())
+
+    error = refused("P201", lambda: peftc.plan(Q, Plain(), sample={"x": torch.randn(3, 4)}))
+    assert error.help is not None
+    for selector in ("**.linear", '"encoder"'):
+        assert f"`{selector}`" in error.help
+        assert peftc.plan(
+            f"peft 1  edit e at {selector} {{ h += lora(x, r=2) }}", Plain(), sample={"x": torch.randn(3, 4)}
+        )
+
+
 def test_a_model_that_cannot_be_copied_is_refused() -> None:
     model, sample = by_hand()
     model.blocks[0].lock = threading.Lock()

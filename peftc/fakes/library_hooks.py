@@ -1,8 +1,9 @@
-"""Hooks that belong to a model's code: those that its own library has registered.
+"""Hooks that belong to a model's code: those of its own library and of the classes of its modules.
 
 A library registers hooks on demand, and a flag on the model says that it has. A copy with the flag
-and without the hooks is another model: it returns no hidden states. Hooks of users are left out:
-they count, log and print, and would do so on fake tensors.
+and without the hooks is another model: it returns no hidden states. So does a class whose hooks are
+methods of it, or stand in them. Other hooks of users are left out: they count, log and print, and
+would do so on fake tensors.
 """
 
 import copy
@@ -23,20 +24,26 @@ _REGISTRIES = ("_forward_hooks", "_forward_pre_hooks")  # the others hold option
 
 
 def copy_library_hooks(model: nn.Module, modules: Iterable[nn.Module], memo: dict[int, Any]) -> None:
-    """Copies the forward hooks of a model's libraries. `modules`: those that may have hooks.
-    `memo`: the copies of the model's modules, by id.
+    """Copies the forward hooks of a model's libraries and classes. `modules`: those that may have
+    hooks. `memo`: the copies of the model's modules, by id.
 
-    Seen in: transformers, which records hidden states and attentions by hooks (LLaVA).
+    Seen in: transformers, which records hidden states and attentions by hooks (LLaVA); models that
+    collect features by hooks (MiDaS, DPT).
     """
     modules = [m for m in modules if any(map(vars(m).get, _REGISTRIES))]
     libraries = _libraries(model) if modules else frozenset[str]()
+    classes = _class_names(model) if modules else frozenset[tuple[str, str]]()
+
+    def belongs(hook: Any) -> bool:
+        return _package(hook) in libraries or _class_name(hook) in classes
+
     for module in modules:
         registries = [vars(module)[name] for name in _REGISTRIES]
-        own = {key for hooks in registries for key, hook in hooks.items() if _package(hook) in libraries}
+        own = {key for hooks in registries for key, hook in hooks.items() if belongs(hook)}
         for name in _FORWARD_HOOKS if own else ():
             hooks: Mapping[int, Any] = vars(module)[name]
-            copies = OrderedDict((key, _copy_hook(hook, memo)) for key, hook in hooks.items() if key in own)
-            vars(memo[id(module)])[name] = copies
+            copies = ((key, _copy_if_possible(hook, memo)) for key, hook in hooks.items() if key in own)
+            vars(memo[id(module)])[name] = OrderedDict((key, hook) for key, hook in copies if hook is not None)
 
 
 def _libraries(model: nn.Module) -> frozenset[str]:
@@ -52,13 +59,42 @@ def _is_installed(package: str) -> bool:
     return path.startswith(tuple(sysconfig.get_path(name) for name in ("purelib", "platlib")))
 
 
-def _package(hook: Any) -> str:
-    """The package in which the code of a hook is."""
+def _class_names(model: nn.Module) -> frozenset[tuple[str, str]]:
+    """The classes of a model's modules, without PyTorch's: the file and the name in it."""
+    classes = {cls for kind in {type(m) for m in model.modules()} for cls in kind.__mro__}
+    names = ((cls.__module__, cls.__qualname__) for cls in classes)
+    return frozenset((file, name) for file, name in names if not f"{file}.".startswith(("torch.", "builtins.")))
+
+
+def _code(hook: Any) -> Any:
+    """The function that a hook calls, or its class."""
     while isinstance(hook, partial):
         hook = cast("partial[Any]", hook).func
     hook = getattr(hook, "__func__", hook)
-    code = hook if isinstance(hook, FunctionType) else type(hook)
-    return code.__module__.partition(".")[0]
+    return hook if isinstance(hook, FunctionType) else type(hook)
+
+
+def _package(hook: Any) -> str:
+    """The package in which the code of a hook is."""
+    return _code(hook).__module__.partition(".")[0]
+
+
+def _class_name(hook: Any) -> tuple[str, str]:
+    """The class of which a hook is a method, or in a method of which it stands, as `_class_names`
+    has it.
+    """
+    code = _code(hook)
+    name = code.__qualname__.removesuffix(f".{code.__name__}").removesuffix(".<locals>")
+    is_method = not code.__qualname__.endswith(f".<locals>.{code.__name__}")
+    return code.__module__, name if is_method else name.rpartition(".")[0]
+
+
+def _copy_if_possible(hook: Any, memo: dict[int, Any]) -> Any:
+    """None for a hook that holds what cannot be copied, such as a file that it writes to."""
+    try:
+        return _copy_hook(hook, memo)
+    except Exception:  # whatever a copy of an object raises
+        return None
 
 
 def _copy_hook(hook: Any, memo: dict[int, Any]) -> Any:

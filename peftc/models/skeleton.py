@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import UnsupportedOperatorException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, UnsupportedOperatorException
 from torch.utils._pytree import tree_map_only
 
 from peftc.concurrency.garbage_collection import paused_gc
@@ -168,7 +168,7 @@ def needs_data(error: BaseException) -> bool:
     """Whether code has stopped at an operation that fake tensors do not have."""
     texts = ("data pointer", "no fake impl registered")  # of errors of PyTorch that have no class of their own
     is_text = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
-    return is_text or isinstance(error, UnsupportedOperatorException)
+    return is_text or isinstance(error, UnsupportedOperatorException | DynamicOutputShapeException)
 
 
 def check_runs(source: ModelSource, sample: Mapping[str, Any] | None) -> None:

@@ -22,10 +22,8 @@ from peftc.observation.call_arguments import BoundCall, CallArguments
 from peftc.observation.first_tensor import first_tensor
 from peftc.observation.layer_keys import structure_key
 from peftc.observation.parameter_uses import ParameterUses
-from peftc.observation.sample_forward import ModuleCall, SampleForward, skip_repeated
+from peftc.observation.sample_forward import OBSERVER, ModuleCall, SampleForward, skip_repeated
 from peftc.tracing.in_place import disable_function_modes
-
-_HOOK = "peftc"  # the key of hooks; torch's are numbers
 
 
 def observe(
@@ -124,7 +122,7 @@ class Recorder:
                     raise RuntimeError(f"`{name}` is a ScriptModule, whose code cannot be traced")
                 self.every.append(module)
                 for table, value in tables.items():
-                    getattr(module, table)[_HOOK] = value  # a module of edits makes its tables here
+                    getattr(module, table)[OBSERVER] = value  # a module of edits makes its tables here
 
         def observe_children(layer: nn.Module) -> None:
             """Observes what is copied meanwhile as all others."""
@@ -146,7 +144,7 @@ class Recorder:
                 children.observers.remove(observe_children)
             for own in map(vars, self.every):
                 for table in tables:
-                    own[table].pop(_HOOK, None)
+                    own[table].pop(OBSERVER, None)
 
     @shielded
     def direct_calls(self) -> Generator[None]:

@@ -21,6 +21,8 @@ from peftc.modules.walk import modules_outside, outline
 from peftc.observation.call_arguments import CallArguments
 from peftc.observation.layer_keys import structure_key
 
+OBSERVER = "peftc"  # the key of the hooks of an observation; torch's are numbers
+
 
 @dataclass
 class ModuleCall:
@@ -154,12 +156,13 @@ def skip_repeated(
     record: SampleForward | None = None,
     calls: CallArguments | None = None,
 ) -> Generator[None]:
-    """Inside the block, each of `layers` runs only if it repeats no layer that has run.
+    """Inside the block, each of `layers` runs only if it repeats no layer that has run, or if hooks
+    in it look at calls: those of the model's code, which a skipped layer would not make.
 
     Args: `key`: the structure of a layer. `record`: gets the calls that a skipped layer would make.
     `calls`: the arguments of calls, which others ask for, too.
     """
-    forwards = [(layer, vars(layer).get("forward")) for layer in layers]
+    forwards = [(layer, vars(layer).get("forward")) for layer in layers if not _hooks_inside(layer)]
     repeats = _Repeats(model, key, record or SampleForward(), calls or CallArguments())
     try:
         for layer, _ in forwards:
@@ -170,6 +173,13 @@ def skip_repeated(
             vars(layer).pop("forward", None)
             if forward is not None:
                 vars(layer)["forward"] = forward
+
+
+def _hooks_inside(layer: nn.Module) -> bool:
+    """Whether parts of a layer, but for lazy ones, have hooks besides those of an observation."""
+    parts = (vars(part) for _, part in modules_outside(layer)[1:])  # those of edits lack some tables
+    hooks = (own.get(table, ()) for own in parts for table in ("_forward_hooks", "_forward_pre_hooks"))
+    return any(key != OBSERVER for keys in hooks for key in keys)
 
 
 @dataclass

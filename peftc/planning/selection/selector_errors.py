@@ -38,7 +38,7 @@ def no_match(path: ast.Path, steps: Sequence[ast.Step], paths: SitePaths) -> Dia
     if unplaced and help_ is None:
         glob = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", unplaced[0].module)
         help_ = f'name the module by a pattern in quotes, such as `"{glob}"`'
-    help_ = help_ or _suggestion(step, steps[:matched], below)
+    help_ = help_ or _suggestion(step, steps[:matched], below) or _of_modules(paths.table)
     message = f"`{print_selector(path)}` matches nothing in {paths.table.model_id}"
     label = f"no such site under `{text}`" if text else "no such site"
     if matched == len(steps):
@@ -99,6 +99,14 @@ def _suggestion(step: ast.Step, before: Sequence[ast.Step], below: NamesBelow) -
         return f"did you mean `{name}`?"
     steps = [*map(print_step, before), *(f"{word}[*]" if word == "layer" else word for word in way)]
     return f"did you mean `{'.'.join([*steps, print_step(replace(step, name=name))])}`?"
+
+
+def _of_modules(table: SiteTable) -> str | None:
+    """How the modules of a model without layers are named."""
+    names = [module.name for module in table.modules if module.name and module.called and len(module.parameters) > 0]
+    if not names:
+        return None
+    return f'name modules: `**.linear` is every Linear, and a pattern in quotes, such as `"{names[0]}"`, some of them'
 
 
 def _join(names: Mapping[str, object]) -> str:
