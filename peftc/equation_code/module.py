@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -21,7 +21,7 @@ from peftc.equations.words import is_choice_of_numbers
 from peftc.forms.affine_module import Affine
 from peftc.forms.form import Args
 from peftc.forms.module import Draw, FormModule, Generators, HiddenUnits, Pair, has_values
-from peftc.forms.sequence_module import Sequence
+from peftc.forms.sequence_module import Sequence as Positions
 from peftc.modules.form_hooks import Hookable
 from peftc.modules.torch_attributes import with_lazy_tables
 from peftc.syntax import ast
@@ -44,7 +44,7 @@ class EquationModule(Hookable, FormModule):
 
     definition: TextForm
     _common_attributes = (PLACE, PLACES)
-    sequence: Sequence | None = None  # of a form that selects positions
+    sequence: Positions | None = None  # of a form that selects positions
     _cache_name: str = ""  # under which a cache has what a form keeps of its tokens
 
     def setup(self) -> None:
@@ -81,8 +81,11 @@ class EquationModule(Hookable, FormModule):
 
     def tensors(self) -> dict[str, Tensor]:
         """The parameters and fixed values of the equation, by name."""
-        tensors = {name: self._tensor(self.place.tensor(name)) for name in self.place.parameters}
-        selection = self.place.selection
+        return self._tensors_at(self.place)
+
+    def _tensors_at(self, place: Place) -> dict[str, Tensor]:
+        tensors = {name: self._tensor(place.tensor(name)) for name in place.parameters}
+        selection = place.selection
         if selection is not None:
             tensors |= {name: selection_part(self, name, selection.units) for name in selection[:2]}
         return tensors
@@ -129,7 +132,8 @@ class EquationModule(Hookable, FormModule):
         return places[index]
 
     def collapsed_at(self, index: int) -> Mapping[str, Tensor]:
-        place, tensors = self.place_at(index), self.tensors()
+        place = self.place_at(index)
+        tensors = self._tensors_at(place)
         with torch.no_grad():
             return {name: evaluate(place, node, {}, tensors).contiguous() for name, node in (place.saved or {}).items()}
 
@@ -137,8 +141,7 @@ class EquationModule(Hookable, FormModule):
         return self.collapsed_at(self.index)
 
     def prepare(self) -> None:
-        shares_all = self.differs_by_site and {"site", "common"} <= self.scopes
-        for index in range(self.form_dims.sites) if shares_all else (self.form_dims.index,):
+        for index in self._indices() if self.differs_by_site else (self.form_dims.index,):
             forward_of(self.place_at(index), self._owners)
 
     def draws(self) -> Mapping[str, Draw]:
@@ -179,17 +182,29 @@ class EquationModule(Hookable, FormModule):
         return "mean" if term in self.place.mean_losses else "sum"
 
     def penalties(self) -> Mapping[str, Tensor]:
-        """The lines `loss_NAME = …` of the text, by name."""
-        place = self.place
-        values = evaluate_all(place, tuple(place.losses.values()), {}, self.tensors()) if place.losses else ()
-        return {name: value.reshape(()) for name, value in zip(place.losses, values, strict=True)}
+        """The lines `loss_NAME = …` of the text, by name, over sites that share all parameters."""
+        terms: dict[str, list[Tensor]] = {}
+        for index in self._indices() if self.place.losses else ():
+            place = self.place_at(index)
+            values = evaluate_all(place, tuple(place.losses.values()), {}, self._tensors_at(place))
+            for name, value in zip(place.losses, values, strict=True):
+                terms.setdefault(name, []).append(value.reshape(()))
+        return {
+            name: torch.stack(values).mean() if self.reduction_of(name) == "mean" else torch.stack(values).sum()
+            for name, values in terms.items()
+        }
+
+    def _indices(self) -> Sequence[int]:
+        """The numbers of the sites that share all parameters of this module, or that of its own."""
+        shares_all = self.definition.common(self.form_args) is not None and {"site", "common"} <= self.scopes
+        return range(self.form_dims.sites) if shares_all else (self.form_dims.index,)
 
     def fold(self, value: Affine) -> Affine:
         return self.fold_at(self.form_dims.index, value)
 
     def fold_at(self, index: int, value: Affine) -> Affine:
         place = self.place_at(index)
-        tensors = {name: tensor.detach() for name, tensor in self.tensors().items()}
+        tensors = {name: tensor.detach() for name, tensor in self._tensors_at(place).items()}
         parameters = {n: t.to(value.dtype) if t.is_floating_point() else t for n, t in tensors.items()}
 
         def constant(node: ast.Expr) -> Tensor:

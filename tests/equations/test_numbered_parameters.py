@@ -25,6 +25,7 @@ FORM = """form g(x, by = part) {
 """
 PLAIN = "form p(x) { param A[d(out), d(x)] per edit = 0 param b[d(out)] = 0 f = A @ x + b }"
 AT = "layer[*].attn.q | layer[*].attn.v | layer[*].attn.o"
+EACH = " edit e at layer[*].attn.q { h += g(x) }"
 EDITS = {  # the same sites, an edit for each number
     "part": [f"layer[*].attn.{part}" for part in "qvo"],
     "depth": [" | ".join(f"layer[{i}].attn.{part}" for part in "qvo") for i in range(3)],
@@ -175,3 +176,28 @@ def test_the_value_of_a_site_that_shares_all_parameters(scope: str, count: str, 
     if not tasks:
         peftc.fold(model)
         torch.testing.assert_close(run(model, "llama"), want, rtol=0, atol=1e-10)
+
+
+def test_numbered_parameters_alone_fold_at_each_site() -> None:
+    model = compiled(
+        "form g(x) { let n = layer(out) param A[d(out), d(x)] per n = normal(0.1) f = A @ x }" + EACH, "llama"
+    )
+    want = run(model, "llama")
+    peftc.fold(model)
+    torch.testing.assert_close(run(model, "llama"), want, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("lines", "total"),
+    [
+        ("param a[layers(out)] per edit = 2 loss_a = layer(out) * a[layer(out)] * a[layer(out)]", 4.0 + 8),
+        ("param a[layers(out)] per edit = 2 loss_a = mean(layer(out) * a[layer(out)], sites)", (2.0 + 4) / 3),
+        ("let n = layer(out) param a[1] per n = 3 loss_a = total(a * a)", 27.0),
+        ("param a[1] per group = 3 loss_a = total(a * a)", 27.0),
+        ("param a[1] = 3 loss_a = total(a * a)", 27.0),
+    ],
+)
+def test_a_term_of_the_loss_is_the_sum_over_sites_that_share_parameters(lines: str, total: float) -> None:
+    model = compiled(f"form g(h) {{ {lines} f = a[0] * h }}" + EACH.replace("x", "h"), "llama")
+    terms = peftc.losses(model)
+    assert {name: float(value.detach()) for name, value in terms.items()} == {"e.a": pytest.approx(total)}
