@@ -116,7 +116,7 @@ class OperationInterceptor(TorchFunctionMode):
             return product
         if name in SUMS and (total := self._sum(func, args, kwargs)) is not None:
             return total
-        result = func(*self._pad_for_rows(args, labels), **kwargs)
+        result = func(*self._pad_for_rows(func, args, labels), **kwargs)
         if name != SOFTMAX:
             return result, labels
         scores = {label for label in labels if label.kind == "scores"}
@@ -282,13 +282,16 @@ class OperationInterceptor(TorchFunctionMode):
             operands[place] = torch.cat([rows[1], args[place]], -2)
         return self._edit_heads(label.owner, func(*operands, **kwargs))
 
-    def _pad_for_rows(self, args: Args, labels: Labels) -> Args:
+    def _pad_for_rows(self, func: Function, args: Args, labels: Labels) -> Args:
         """Pads masks and biases of scores that have columns for concatenated rows."""
         owners = [label.owner for label in labels if label.kind in ("scores", "probabilities")]
         count = next((self.rows[owner][0].shape[-2] for owner in owners if owner in self.rows), 0)
         width = max((v.shape[-1] for _, v in named_tensors(args) if self.labels_of(v) and v.ndim), default=0)
+        fills = hides_where_true(func, args, self.labels_of)
         return tuple(
-            pad_columns(v, count) if count and isinstance(v, Tensor) and v.ndim and v.shape[-1] == width - count else v
+            pad_columns(v, count, fills)
+            if count and isinstance(v, Tensor) and v.ndim and v.shape[-1] == width - count
+            else v
             for v in args
         )
 
@@ -310,6 +313,15 @@ def rows_per_head(pair: KeyValues) -> tuple[Tensor, Tensor]:
     return key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
 
 
-def pad_columns(mask: Tensor, count: int) -> Tensor:
-    """A boolean or additive mask with `count` visible columns before the others."""
-    return F.pad(mask, (count, 0), value=mask.dtype == torch.bool)
+def hides_where_true(func: Function, args: Args, labels_of: Callable[[Tensor], Labels]) -> bool:
+    """Whether a boolean mask marks the scores that are replaced, not those that are kept."""
+    name = getattr(func, "__name__", "")
+    has_scores = [isinstance(value, Tensor) and bool(labels_of(value)) for value in args]
+    return name.startswith("masked_fill") or (name == "where" and has_scores == [False, False, True])
+
+
+def pad_columns(mask: Tensor, count: int, hides: bool = False) -> Tensor:
+    """A boolean or additive mask with `count` visible columns before the others. `hides`: a boolean
+    one marks what is hidden.
+    """
+    return F.pad(mask, (count, 0), value=mask.dtype == torch.bool and not hides)
