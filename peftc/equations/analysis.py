@@ -320,7 +320,7 @@ class Place(Operands):
         name = node.id if isinstance(node, ast.Name) else node.function if isinstance(node, ast.Call) else ""
         if name in INITIAL_VALUES and (isinstance(node, ast.Call) or name not in self.numbers):
             least = DISTRIBUTIONS.get(name, 0)
-            if len(sizes) < least or (least == 2 and len(sizes) > 2):
+            if len(sizes) < least:
                 wanted = "a matrix" if least == 2 else "one with sizes"
                 message = f"`{name}` is a first value of {wanted}, and `{line.name}` is {Type(sizes)}"
                 raise FormError("P318", message, node)

@@ -61,7 +61,7 @@ def _check_parameter(form: Form, parameter: object) -> None:
             raise PlacementError("P574", message, help=f"one of {join_names(words)}")
     kind = first[0] if isinstance(first, tuple) else first if isinstance(first, str) else ""
     least = DISTRIBUTIONS.get(kind, 0) if parameter.size is not None else 0
-    if kind not in ("", *DISTRIBUTIONS) or len(sizes) < least or (least == 2 and len(sizes) > 2):
+    if kind not in ("", *DISTRIBUTIONS) or len(sizes) < least:
         message = f"`{name}` of `{form.name}`, of size {list(sizes)}, cannot start as {first!r}"
         raise PlacementError("P574", message, help=f"a number, or one of {join_names(DISTRIBUTIONS)}")
     if parameter.role == "fixed" and form.argument("seed") is None:

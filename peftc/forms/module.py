@@ -367,6 +367,7 @@ def draw_of(first: FirstValue, size: Sequence[int]) -> Draw:
     - normal, truncated (at two deviations), uniform: N(0, a), or U(-a, a); a is 1 without it;
     - kaiming: as the weight of `nn.Linear`, U(-1/√n, 1/√n) for the last dimension n;
     - orthogonal: rows or columns are orthonormal; identity: ones on the diagonal, and a or 0 beside it;
+      both of each matrix of a stack;
     - signs: 1 or -1, each as likely; permutation: 0, 1, … n - 1 in any order.
     """
     if isinstance(first, int | float):
@@ -382,12 +383,18 @@ def draw_of(first: FirstValue, size: Sequence[int]) -> Draw:
             bound = 1 / sqrt(size[-1]) if kind == "kaiming" else number
             return lambda values, generator: values.uniform_(-bound, bound, generator=generator)
         case "orthogonal":
-            return lambda values, generator: nn.init.orthogonal_(values, generator=generator)
+            return lambda values, generator: [nn.init.orthogonal_(m, generator=generator) for m in _matrices(values)]
         case "identity":
-            return lambda values, generator: nn.init.eye_(values).masked_fill_(values == 0, number * (kind != first))
+            beside = number * (kind != first)
+            return lambda values, generator: [nn.init.eye_(m).masked_fill_(m == 0, beside) for m in _matrices(values)]
         case "signs":
             return lambda values, generator: values.bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
         case "permutation":
             return lambda values, generator: values.copy_(torch.randperm(len(values), generator=generator))
         case _:
             raise ValueError(f"there is no distribution `{kind}`")
+
+
+def _matrices(values: Tensor) -> Tensor:
+    """The matrices of a stack, or the one that there is, (count, rows, columns)."""
+    return values.view(-1, *values.shape[-2:])

@@ -149,6 +149,8 @@ def test_what_has_no_meaning(body: str, code: str) -> None:
         ("form g(x) { param A[d(x)] = 0 f = causal_attention(x, x, A * x, 2) }", "ffn", "h += g(x)"),
         ("form g(h) { param A[d(h), d(h)] = identity f = A @ h }", "ffn", "h = g(h)"),
         ("form g(h) { param v[d(h)] = 0 f = (1 + norm(v)) * h }", "ffn", "h = g(h)"),
+        ("form g(h) { param R[heads(h), d_head(h), d_head(h)] = identity f = R @ h }", "attn.heads", "h = g(h)"),
+        ("form g(h) { param R[d(h) / 4, 4, 4] = identity f = blocks(R) @ h }", "ffn", "h = g(h)"),
     ],
 )
 def test_a_value_that_changes_nothing_at_first(form: str, at: str, equation: str) -> None:
@@ -179,3 +181,12 @@ def test_values_that_differ_at_first(form: str) -> None:
     call = "g(x, h)" if "* h" in form else "g(x)"
     text = f"peft 2\n{form}\nedit e at layer[*].ffn {{ h += {call} }}\n"
     assert not peftc.plan(text, zoo.build("llama", torch.float64)).edits[0].identity
+
+
+def test_each_matrix_of_a_stack_is_orthogonal() -> None:
+    model = zoo.build("llama", torch.float64).eval()
+    form = "form g(h) { param R[d(h) / 4, 4, 4] = orthogonal f = blocks(R) @ h }"
+    peftc.compile(f"peft 2\n{form}\nedit e at layer[0].ffn {{ h = g(h) }}\n", model, seed=3)
+    (stack,) = peftc.parameters(model).values()
+    torch.testing.assert_close(stack @ stack.mT, torch.eye(4).double().expand_as(stack), rtol=0, atol=1e-5)
+    assert not torch.allclose(stack[0], stack[1])
