@@ -141,7 +141,7 @@ class EquationModule(Hookable, FormModule):
         return self.collapsed_at(self.index)
 
     def prepare(self) -> None:
-        for index in self._indices() if self.differs_by_site else (self.form_dims.index,):
+        for index in self._indices() if self.definition.asks_site_numbers else (self.form_dims.index,):
             forward_of(self.place_at(index), self._owners)
 
     def draws(self) -> Mapping[str, Draw]:

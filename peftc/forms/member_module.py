@@ -33,6 +33,9 @@ class Member(Hookable, FormModule):
     def forward(self, like: Tensor) -> Tensor | Pair:
         return self.shared_form.value_at(self.index, like)
 
+    def prepare(self) -> None:
+        self.shared_form.prepare()
+
     def collapsed(self) -> Mapping[str, Tensor]:
         return self.shared_form.collapsed_at(self.index)
 

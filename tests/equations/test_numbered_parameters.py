@@ -201,3 +201,14 @@ def test_a_term_of_the_loss_is_the_sum_over_sites_that_share_parameters(lines: s
     model = compiled(f"form g(h) {{ {lines} f = a[0] * h }}" + EACH.replace("x", "h"), "llama")
     terms = peftc.losses(model)
     assert {name: float(value.detach()) for name, value in terms.items()} == {"e.a": pytest.approx(total)}
+
+
+def test_one_graph_has_the_tasks_of_sites_that_share_all_parameters() -> None:
+    lines = "param z[layers(out)] per edit = normal param v[d(x)] per edit = normal f = z[layer(out)] * (v * x)"
+    text = f"form g(x) {{ {lines} }} edit e at layer[*].attn.q per task {{ h += g(x) }}"
+    model = compiled(text, "llama", tasks=["a", "b"])
+    torch._dynamo.reset()
+    whole: Any = torch.compile(model, backend="eager", fullgraph=True)
+    with peftc.task(model, "b"):
+        first = whole(**zoo.inputs("llama", model)).logits  # nothing has been called before
+        torch.testing.assert_close(first, run(model, "llama"), rtol=0, atol=1e-10)
