@@ -231,7 +231,10 @@ def test_a_scripted_module_is_named() -> None:
     model = nn.Sequential(Scripted(), Scripted())
     with pytest.raises(peftc.PeftcError, match=r"`0.act` is a ScriptModule") as caught:
         peftc.sites(model, sample={"input": torch.randn(1, 2, 4)})
-    assert caught.value.diagnostics[0].code == "P512"
+    (diagnostic,) = caught.value.diagnostics
+    assert diagnostic.code == "P512"
+    assert diagnostic.help is not None
+    assert "in its place" in diagnostic.help
 
 
 def test_packed_sequences_ask_for_data() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peftc.concurrency.interrupts import shielded
+from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.data_answers import fake_data_answers, truth_answers, truth_questions
 from peftc.fakes.tensors import fake_copy
 from peftc.models.media import run_on_sample, tower_calls
@@ -119,7 +120,9 @@ class Recorder:
             self.names |= {id(module): name for name, module in modules}
             for name, module in modules:
                 if isinstance(module, torch.jit.ScriptModule):
-                    raise RuntimeError(f"`{name}` is a ScriptModule, whose code cannot be traced")
+                    message = f"`{name}` is a ScriptModule, whose code cannot be traced"
+                    help_ = "put the module that was scripted in its place"
+                    raise PeftcError(Diagnostic("P512", message, help=help_))
                 self.every.append(module)
                 for table, value in tables.items():
                     getattr(module, table)[OBSERVER] = value  # a module of edits makes its tables here

@@ -224,7 +224,7 @@ class EquationInserter(NodeBuilder):
         name = parameter_name(state.weight)
         reads = [n for n in self.graph.nodes if n.op == "get_attr" and n.target == name]
         if not reads:
-            raise PeftcError(Diagnostic("P404", f"the forward of the module at this site does not read `{name}`"))
+            raise PeftcError(Diagnostic("P404", f"the forward here does not read `{name}`", help="edit its `h`"))
         node = self.inserter.latest(reads[0])
         self.start_after(node)
         new = self.function(stored_as, self.value(), node)

@@ -109,3 +109,19 @@ def test_a_hook_of_torch_that_computes_a_weight_is_none() -> None:
     base = model(**inputs)
     peftc.compile("peft 1  edit e at layer[*].attn.v { w += lowrank(r=2) }", model, seed=0, sample=inputs)
     torch.testing.assert_close(model(**inputs), base)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_weight_that_the_code_computes_leaves_an_edit_of_the_output() -> None:
+    model, inputs = Model(), sample()
+    for layer in model.layers:
+        nn.utils.parametrizations.weight_norm(layer.get_submodule("attn.q"))
+    base = model(**inputs)
+    with pytest.raises(peftc.PeftcError, match="P404") as caught:  # of the compilation, or of the first call
+        peftc.compile(WEIGHTS, model, seed=0, sample=inputs)(**inputs)
+    assert caught.value.diagnostics[0].help == "edit its `h`"
+    model = Model()
+    for layer in model.layers:
+        nn.utils.parametrizations.weight_norm(layer.get_submodule("attn.q"))
+    peftc.compile("peft 1  edit e at layer[*].attn.{q, v} { h += lora(x, r=2) }", model, seed=0, sample=inputs)
+    torch.testing.assert_close(model(**inputs), base)
