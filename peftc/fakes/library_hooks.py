@@ -1,4 +1,5 @@
-"""Hooks that belong to a model's code: those of its own library and of the classes of its modules.
+"""Functions that modules hold and that are a model's code: hooks of its own library and of the
+classes of its modules, and functions in attributes.
 
 A library registers hooks on demand, and a flag on the model says that it has. A copy with the flag
 and without the hooks is another model: it returns no hidden states. So does a class whose hooks are
@@ -17,6 +18,8 @@ from types import CellType, FunctionType
 from typing import Any, cast
 
 from torch import nn
+
+from peftc.modules.function_parts import held_part
 
 HOOKS = tuple(name for name in vars(nn.Module()) if re.match("_(forward|backward)_(pre_)?hooks", name))
 _FORWARD_HOOKS = tuple(name for name in HOOKS if name.startswith("_forward"))
@@ -44,6 +47,17 @@ def copy_library_hooks(model: nn.Module, modules: Iterable[nn.Module], memo: dic
             hooks: Mapping[int, Any] = vars(module)[name]
             copies = ((key, _copy_if_possible(hook, memo)) for key, hook in hooks.items() if key in own)
             vars(memo[id(module)])[name] = OrderedDict((key, hook) for key, hook in copies if hook is not None)
+
+
+def copy_functions(modules: Iterable[nn.Module], memo: dict[int, Any]) -> None:
+    """Copies functions in attributes that hold modules: a copy would call those of the model.
+
+    Seen in: minGPT (`self.mlpf = lambda x: m.c_proj(m.act(m.c_fc(x)))`)
+    """
+    for module in modules:
+        for name, value in vars(module).items():
+            if type(value) is FunctionType and value.__closure__ and isinstance(held_part(value), nn.Module):
+                vars(memo[id(module)])[name] = _copy_if_possible(value, memo) or value
 
 
 def _libraries(model: nn.Module) -> frozenset[str]:

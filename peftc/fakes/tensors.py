@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
 )
 
-from peftc.fakes.library_hooks import HOOKS, copy_library_hooks
+from peftc.fakes.library_hooks import HOOKS, copy_functions, copy_library_hooks
 from peftc.fakes.packed_linears import as_linear
 from peftc.fakes.repeated_layers import IMMUTABLE, copied_class
 from peftc.fakes.shape_mode import ShapeMode
@@ -141,6 +141,7 @@ def copy_model(
         new = _ModuleCopier(memo, leaves).module(model)
         if whole:  # hooks in a part report to the call of the whole model, which may be running
             copy_library_hooks(model, modules, memo)
+            copy_functions(modules, memo)
     return new, memo
 
 

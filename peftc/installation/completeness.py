@@ -19,8 +19,9 @@ from torch.compiler import is_dynamo_compiling
 from peftc.concurrency.context import CHOICE, Rows
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.installation.record import Installation, installation_of
+from peftc.modules.function_parts import held_part
 from peftc.modules.instance_forward import FORWARD
-from peftc.modules.walk import modules_in
+from peftc.modules.walk import all_named_modules, modules_in
 from peftc.rewriting.edits import CONTAINER
 
 ORIGINALS = "peftc_originals"  # attribute of a module: the original values of what `train` changes
@@ -61,7 +62,10 @@ class Completeness:
         return all(map(is_, map(dict.get, owners, names), modules)) and all(map(is_, map(type, modules), classes))
 
     def search(self, model: nn.Module, record: Installation) -> None:
-        """Searches all modules, renews `links`. Raises: P436 if an edited module is missing."""
+        """Searches all modules, renews `links`.
+
+        Raises: P436 if an edited module is missing, P452 if the model calls those of another one.
+        """
         links = list[Link]()
         _collect_links(model, record, {}, links)
         elsewhere = [name for name in _names(record) if not _is_edited_at(model, name, record)]
@@ -76,6 +80,10 @@ class Completeness:
             for other in site.shared_with:
                 if _leads_to_edits(model, site.module, record) and not _leads_to_edits(model, other.module, record):
                     raise PeftcError(_replaced(model, other.module))
+        if (name := _function_of_another(model)) is not None:
+            message = f"`{name}` is a function that calls edited modules of another model, which this one is a copy of"
+            help_ = "save the edits, construct the model anew, and load them: a copy has the functions of its original"
+            raise PeftcError(Diagnostic("P452", message, help=help_))
         self.has_names = not elsewhere
         parts = tuple(zip(*links, strict=True)) or ((), (), ())
         self.links = (*parts, tuple(map(type, parts[2])))
@@ -180,6 +188,19 @@ def _leads_to_edits(model: nn.Module, name: str, record: Installation) -> bool:
     steps = name.split(".")
     above = (".".join(steps[:i]) for i in range(len(steps)))
     return any(_is_edited_at(model, n, record) for n in above) or _contains_edits(model, name, record)
+
+
+def _function_of_another(model: nn.Module) -> str | None:
+    """The name of an attribute that is a function which holds an edited module of another model."""
+    modules = all_named_modules(model)
+    own = {id(module) for _, module in modules}
+    for name, module in modules:
+        for attribute, value in vars(module).items():
+            held = held_part(value) if type(value) is types.FunctionType and value.__closure__ else None
+            others = modules_in(held) if isinstance(held, nn.Module) and id(held) not in own else []
+            if any(CHOICE in vars(other) for other in others):
+                return f"{name}.{attribute}".lstrip(".")
+    return None
 
 
 def _merged(model: nn.Module, names: Sequence[str]) -> Diagnostic:

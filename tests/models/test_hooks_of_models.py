@@ -1,7 +1,8 @@
-"""Hooks that are a model's own code, and without which it does not run."""
+"""Functions that are a model's own code: hooks without which it does not run, and attributes."""
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,3 +85,64 @@ def test_a_hook_that_cannot_be_copied_stays_behind(tmp_path: Path) -> None:
         peftc.compile("peft 1  edit e at **.linear { h += lora(x, r=2) }", model, seed=0, sample=sample)
         model(**sample)
     assert path.read_text() == "torch.Size([2, 5, 3])"
+
+
+class MinBlock(nn.Module):
+    """As in minGPT: a function in an attribute calls the modules of the feed-forward part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(D)
+        self.mlp = nn.ModuleDict({"up": nn.Linear(D, 16), "act": nn.GELU(), "down": nn.Linear(16, D)})
+        m = self.mlp
+        self.mlpf = lambda x: m["down"](m["act"](m["up"](x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlpf(self.norm(x))
+
+
+class MinModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([MinBlock(), MinBlock()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("at", ["layer[*].ffn.{up, down}", "**.linear"])
+def test_functions_in_attributes_call_the_modules_of_the_copy(at: str) -> None:
+    model, base, sample = MinModel(), MinModel(), {"x": torch.randn(2, 5, D)}
+    peftc.compile(f"peft 1  edit e at {at} {{ h += lora(x, r=2) }}", model, seed=0, sample=sample)
+    factors = list(peftc.parameters(model).values())
+    assert len(factors) == 8
+    torch.testing.assert_close(model(**sample), base(**sample))
+    with torch.no_grad():
+        for factor in factors:
+            factor.add_(torch.randn_like(factor))
+        weights = [p for name, p in base.named_parameters() if "mlp" in name and name.endswith("weight")]
+        for weight, down, up in zip(weights, factors[::2], factors[1::2], strict=True):
+            weight.add_(up @ down)
+    torch.testing.assert_close(model(**sample), base(**sample))
+    peftc.fold(model)
+    torch.testing.assert_close(model(**sample), base(**sample))
+
+
+def test_a_copy_that_calls_the_modules_of_its_original_is_refused(tmp_path: Path) -> None:
+    model, sample = MinModel(), {"x": torch.randn(2, 5, D)}
+    peftc.compile("peft 1  edit e at **.linear { h += lora(x, r=2) }", model, seed=0, sample=sample)
+    for factor in peftc.parameters(model).values():
+        nn.init.normal_(factor)
+    want = model(**sample)
+    other = copy.deepcopy(model)
+    for operation in (lambda: other(**sample), lambda: peftc.fold(other)):
+        with pytest.raises(peftc.PeftcError, match=r"P452.*`blocks\.0\.mlpf`"):
+            operation()
+    peftc.save(model, tmp_path)
+    second = peftc.load(tmp_path, MinModel(), sample=sample)  # what the message proposes
+    assert torch.equal(second(**sample), want)
+    with peftc.disabled(second):
+        assert torch.equal(second(**sample), MinModel()(**sample))

@@ -333,12 +333,6 @@ class AsAttribute(OnlyHidden):
         return alias(z)  # HIDE
 
 
-class OnlyCallsHidden(Hides):
-    """Its `down` has no other call."""
-
-    forward = OnlyHidden.forward
-
-
 class OnlyCallsInDefault(InDefault):
     forward = OnlyHidden.forward
 
@@ -347,7 +341,7 @@ class OnlyCallsInGlobal(InGlobal):
     forward = OnlyHidden.forward
 
 
-@pytest.mark.parametrize("block", [OnlyCallsHidden, OnlyCallsInDefault, OnlyCallsInGlobal])
+@pytest.mark.parametrize("block", [OnlyCallsInDefault, OnlyCallsInGlobal])
 def test_a_child_that_a_function_or_a_global_calls_is_no_child_that_nothing_calls(block: type[Block]) -> None:
     model = Net(block, block)
     with pytest.raises(peftc.PeftcError, match="P205") as refusal:
