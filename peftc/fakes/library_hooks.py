@@ -55,9 +55,12 @@ def copy_functions(modules: Iterable[nn.Module], memo: dict[int, Any]) -> None:
     Seen in: minGPT (`self.mlpf = lambda x: m.c_proj(m.act(m.c_fc(x)))`)
     """
     for module in modules:
+        new = vars(memo[id(module)])
         for name, value in vars(module).items():
-            if type(value) is FunctionType and value.__closure__ and isinstance(held_part(value), nn.Module):
-                vars(memo[id(module)])[name] = _copy_if_possible(value, memo) or value
+            if type(value) is not FunctionType or not value.__closure__ or new.get(name) is not value:
+                continue  # a copy has no instance's `forward`
+            if isinstance(held_part(value), nn.Module):
+                new[name] = _copy_if_possible(value, memo) or value
 
 
 def _libraries(model: nn.Module) -> frozenset[str]:

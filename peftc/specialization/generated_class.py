@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-from peftc.concurrency.context import ALL, CHOICE, NO_EDITS, ChoiceVar, preserve_choices
+from peftc.concurrency.context import ALL, CHOICE, NO_CHOICE, NO_EDITS, ChoiceVar, preserve_choices
 from peftc.concurrency.interrupts import Deferral, shielded
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.diagnostic import printable
@@ -350,7 +350,8 @@ def make_class(kind: GeneratedClass) -> type[nn.Module]:
         "__setattr__": __setattr__,
         "__reduce_ex__": reduce,
         "_replicate_for_data_parallel": replicate,
-        CHOICE: ChoiceVar(NO_EDITS),  # of what others derive from the class, and construct
+        # Of modules that others construct, of classes that they derive from this one.
+        CHOICE: ChoiceVar(NO_EDITS if kind.edits else NO_CHOICE),
         "_peftc_kind": kind,
         **child_members(kind.base),
         **parallel_members(kind.base),

@@ -10,7 +10,6 @@ from torch import nn
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.model_line import definition_line
-from peftc.modules.walk import submodule
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OWN = ("peftc.", "torch.")
@@ -22,7 +21,11 @@ def check_hooks(module: nn.Module, names: Iterable[str]) -> None:
     Raises: P426 for one that has got a hook since.
     """
     for name in names:
-        child = submodule(module, name)
+        child: nn.Module | None = module
+        for part in name.split("."):
+            child = None if child is None else vars(child)["_modules"].get(part)
+        if child is None:  # modules of one class may lack some of their children
+            continue
         hooked = any(getattr(child, table, None) for table in _HOOKS)  # in the terms of `torch.compile`
         if hooked and (hook := bypassed_hook(child)) is not None:
             raise PeftcError(bypass_error(name, hook))
