@@ -191,14 +191,17 @@ def _leads_to_edits(model: nn.Module, name: str, record: Installation) -> bool:
 
 
 def _function_of_another(model: nn.Module) -> str | None:
-    """The name of an attribute that is a function which holds an edited module of another model."""
+    """The name of an attribute that is a function which holds an edited module of another model, of
+    a class that edited modules of this one have: those of a copy and its original have the same.
+    """
     modules = all_named_modules(model)
     own = {id(module) for _, module in modules}
+    edited = {type(module) for _, module in modules if CHOICE in vars(module)}
     for name, module in modules:
         for attribute, value in vars(module).items():
             held = held_part(value) if type(value) is types.FunctionType and value.__closure__ else None
             others = modules_in(held) if isinstance(held, nn.Module) and id(held) not in own else []
-            if any(CHOICE in vars(other) for other in others):
+            if any(CHOICE in vars(other) and type(other) in edited for other in others):
                 return f"{name}.{attribute}".lstrip(".")
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -146,3 +146,11 @@ def test_a_copy_that_calls_the_modules_of_its_original_is_refused(tmp_path: Path
     assert torch.equal(second(**sample), want)
     with peftc.disabled(second):
         assert torch.equal(second(**sample), MinModel()(**sample))
+
+
+def test_a_function_may_call_another_compiled_model() -> None:
+    teacher, model, sample = Block(), MinModel(), {"x": torch.randn(2, 5, D)}
+    peftc.compile("peft 1  edit e at **.linear { h += lora(x, r=3) }", teacher, seed=0, sample=sample)
+    cast("Any", model).teach = lambda x: teacher(x)
+    peftc.compile("peft 1  edit e at **.linear { h += lora(x, r=2) }", model, seed=0, sample=sample)
+    assert model(**sample).isfinite().all()
