@@ -11,13 +11,18 @@ import torch
 from torch import nn
 
 
-def function_parts(function: FunctionType) -> Iterator[Any]:
-    """What a function of Python has besides its arguments: a closure and defaults."""
+def closure_parts(function: FunctionType) -> Iterator[Any]:
+    """The objects in the closure of a function of Python."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
         except ValueError:  # it is not filled yet
             continue
+
+
+def function_parts(function: FunctionType) -> Iterator[Any]:
+    """What a function of Python has besides its arguments: a closure and defaults."""
+    yield from closure_parts(function)
     yield from function.__defaults__ or ()
     defaults: Mapping[str, Any] = function.__kwdefaults__ or {}
     yield from defaults.values()

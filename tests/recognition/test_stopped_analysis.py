@@ -207,13 +207,21 @@ class Calls(nn.Module):
         return self.function(x)
 
 
-class InClosures(Block):
+class InDefaults(Block):
     def __init__(self) -> None:
         super().__init__()
-        self.add = Calls(lambda x: x + self.down(torch.relu(self.up(x))))
+        self.add = Calls(lambda x, block=self: x + block.down(torch.relu(block.up(x))))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.add(x)
+
+
+class InClosures(InDefaults):
+    """Its function is copied with the modules that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add = Calls(lambda x: x + self.down(torch.relu(self.up(x))))
 
 
 @torch.library.custom_op("peftc_tests::doubled", mutates_args=())
@@ -238,14 +246,20 @@ def test_an_autograd_function_that_calls_modules_is_named() -> None:
     ("model", "line"),
     [
         (InList, "`layers` of InList is a list, and PyTorch does not know the modules in it: `nn.ModuleList`"),
-        (lambda: Net(InClosures, InClosures), "`layers.0.add.function` of Calls is a function that holds a module"),
+        (lambda: Net(InDefaults, InDefaults), "`layers.0.add.function` of Calls is a function that holds a module"),
     ],
-    ids=["list", "closure"],
+    ids=["list", "default"],
 )
 def test_modules_that_pytorch_does_not_know_are_named(model: Callable[[], nn.Module], line: str) -> None:
     with pytest.raises(peftc.PeftcError, match="P201") as refusal:
         peftc.plan(LORA.format("layer[*].ffn.up"), model(), sample={"x": X})
     assert line in str(refusal.value)
+
+
+def test_a_function_with_the_modules_in_its_closure_is_no_reason() -> None:
+    table = peftc.sites(Net(InClosures, InClosures), sample={"x": X})
+    assert {module.name for module in table.modules if module.called} >= {"layers.0.up", "layers.1.down"}
+    assert not any("is a function" in warning for warning in table.warnings)
 
 
 class Hides(Block):

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from peftc.modules.function_parts import function_parts
+from peftc.modules.function_parts import closure_parts, function_parts
 from peftc.modules.walk import outline
 
 _MOST = 3  # lines
@@ -34,7 +34,10 @@ def hidden_module_lines(model: nn.Module) -> list[str]:
 
 def _line(value: Any, known: Collection[int]) -> str | None:
     """What a line says of the value of an attribute. `known`: the children, by `id`."""
-    if isinstance(value, FunctionType) and any(isinstance(part, nn.Module) for part in function_parts(value)):
+    if isinstance(value, FunctionType):
+        copied = {id(part) for part in closure_parts(value)}.intersection(known)  # `copy_functions`
+        if all(id(part) in copied for part in function_parts(value) if isinstance(part, nn.Module)):
+            return None
         return "a function that holds a module of the model: a copy of the model would call the same module"
     if all(id(part) in known for part in _parts(value) if isinstance(part, nn.Module)):
         return None
