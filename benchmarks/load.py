@@ -6,9 +6,10 @@ PEFT's `PeftModel.from_pretrained` of the same adapter.
 Both read their own files onto a base in memory and return a model that computes: that is what a
 user calls, and in both it covers the edit of the model, the reading and the checks (peftc also
 compares the base's weights and the files' hashes with what was saved). Making the base and imports
-are not measured. CPU time is. Each process loads an adapter once, and then onto further models of
-the type; contenders take turns. Processes come in pairs: one with an empty cache of peftc, and one
-with what that has kept. Printed are medians, and the medians of the ratios of runs side by side.
+are not measured. CPU time is. Each process belongs to one of the two, so that both pay for what the
+first load of a process does in torch. It loads an adapter once, and then onto further models of the
+type. Contenders take turns; a process of peftc with an empty cache is followed by one with what that
+has kept. Printed are medians, and the medians of the ratios of processes side by side.
 Exits with 1 where a cached or a later load takes peftc longer than PEFT.
 """
 
@@ -75,48 +76,53 @@ def timed(load: Load) -> float:
     return time.process_time() - start
 
 
-def measured(folder: Path, later: int) -> dict[str, list[float]]:
-    """In a fresh process: seconds of the first load and of later ones."""
+def measured(name: str, folder: Path, later: int) -> list[float]:
+    """In a fresh process: seconds of the first load by one library, and of later ones."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    contenders = loads(folder)
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(1 + later):
-        for name, load in contenders.items():
-            seconds[name].append(timed(load))
-    return seconds
+    load = loads(folder)[name]
+    return [timed(load) for _ in range(1 + later)]
+
+
+def in_process(name: str, folder: str, later: int, cache: str) -> list[float]:
+    command = [sys.executable, "-m", "benchmarks.load", "--one", name, folder, "--later", str(later)]
+    environment = {**os.environ, "PEFTC_CACHE": str(Path(folder) / cache)}
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=5)
     parser.add_argument("--later", type=int, default=5, help="loads in a process after the first")
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # what a process of this benchmark loads
+    parser.add_argument("--one", nargs=2, metavar=("LIBRARY", "FOLDER"), help=argparse.SUPPRESS)
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args(arguments)
-    if options.folder is not None:
-        print(json.dumps(measured(options.folder, options.later)))
+    if options.one is not None:
+        name, folder = options.one
+        print(json.dumps(measured(name, Path(folder), options.later)))
         return 0
     torch.set_num_threads(1)  # as each process does
+    runs: dict[str, list[list[float]]] = {"peftc": [], "peftc, cached": [], "PEFT": []}
     with TemporaryDirectory() as folder:
         save_both(Path(folder))
-        command = [sys.executable, "-m", "benchmarks.load", "--folder", folder, "--later", str(options.later)]
-        runs: list[dict[str, list[float]]] = []
-        for i in range(2 * options.processes):
-            env = {**os.environ, "PEFTC_CACHE": str(Path(folder) / f"cache {i // 2}")}
-            done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-            runs.append(json.loads(done.stdout.splitlines()[-1]))
+        for i in range(options.processes):
+            for name, seconds in runs.items():
+                seconds.append(in_process(name.partition(",")[0], folder, options.later, f"cache {i}"))
+    first = {name: [seconds[0] for seconds in rows] for name, rows in runs.items()}
+    again = {name: [median(seconds[1:]) for seconds in rows] for name, rows in runs.items()}
     rows = {
-        "first": {name: [run[name][0] for run in runs[::2]] for name in ("peftc", "PEFT")},
-        "first, cached": {name: [run[name][0] for run in runs[1::2]] for name in ("peftc", "PEFT")},
-        "later": {name: [second for run in runs for second in run[name][1:]] for name in ("peftc", "PEFT")},
+        "first": (first["peftc"], first["PEFT"]),
+        "first, cached": (first["peftc, cached"], first["PEFT"]),
+        "later": (again["peftc"], again["PEFT"]),
     }
     results = {
         when: {
-            **{name: median(values) for name, values in seconds.items()},
-            "ratio": median(a / b for a, b in zip(seconds["peftc"], seconds["PEFT"], strict=True)),
+            "peftc": median(own),
+            "PEFT": median(others),
+            "ratio": median(a / b for a, b in zip(own, others, strict=True)),
         }
-        for when, seconds in rows.items()
+        for when, (own, others) in rows.items()
     }
     lines = [
         [when, f"{1e3 * one['peftc']:.0f} ms", f"{1e3 * one['PEFT']:.0f} ms", f"{one['ratio']:.2f}"]
