@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.forms.form import Args, Dims, FirstValue, Form, ModulePath, Parameter
 from peftc.forms.registry import is_built_in
-from peftc.modules.new_modules import as_parameter, module_with, uninitialised_like
+from peftc.modules.new_modules import module_with, uninitialised_like
 from peftc.modules.torch_attributes import TABLES, copied_tables, drop_empty_tables
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class FormModule(nn.Module):
         def copy() -> FormModule:
             attributes = common | {name: kind() for name, kind in tables}
             attributes["form_args"] = args.copy()
-            attributes["_parameters"] = {n: None if make is None else as_parameter(make()) for n, make in parameters}
+            attributes["_parameters"] = {n: None if make is None else make() for n, make in parameters}
             return module_with(cls, attributes)
 
         return copy

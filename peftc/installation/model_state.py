@@ -11,7 +11,7 @@ one: other code may change without a trace.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -97,12 +97,6 @@ def own_modules(model: nn.Module) -> Named:
     return [pair for pair in modules if not pair[0].startswith(SHARED) or pair[0].split(".")[0] != SHARED]
 
 
-def _tensors_of(own: dict[str, Any]) -> Iterable[tuple[str, Tensor | None]]:
-    """The parameters and buffers of a module itself."""
-    parameters, buffers = own["_parameters"], own["_buffers"]
-    return [*parameters.items(), *buffers.items()] if buffers else parameters.items()
-
-
 def class_without_edits(cls: type[Any]) -> type[Any]:
     """The class that a module had before it got a generated one, or an overlay."""
     while (own := vars(cls)).keys() & {"_peftc_under", "_peftc_kind"}:
@@ -169,60 +163,64 @@ class _Reader:
 
     def node(self, module: nn.Module, without: tuple[str, ...] = (CONTAINER,)) -> int:
         """The number of the node of a module that is new. `without`: children that are skipped."""
-        objects = self.objects
+        objects, own, cls = self.objects, module.__dict__, type(module)
         objects[id(module)] = first = len(objects)
-        own, children = module.__dict__, module.__dict__["_modules"]
-        before = (len(self.tensors), self.references) if children else (0, 0)
-        every = tuple(own)
-        if (attributes := self.names.get(every)) is None:
-            attributes = self.names[every] = _Attributes.of(len(self.names), every)
+        every, children = tuple(own), own["_modules"]
+        attributes = self.names.get(every) or self.new_attributes(every)
         if any(attributes.hooks(own)):
             raise NotComparable
-        if (number := self.classes.get(type(module))) is None:
-            cls = class_without_edits(type(module))
-            if hasattr(cls, "_peftc_kind"):  # P451
-                raise NotComparable
-            self.is_plain &= cls is type(module)
-            self.classes[type(module)] = number = self.values[cls]
-            self.codes.setdefault(cls, reachable_code(cls))
-        row = [number, *self.attributes(attributes, own)]
-        if own["_parameters"] or own["_buffers"]:
-            row.append(self.layout(own))
-        if children:
-            names: list[Any] = []
-            for name, child in children.items():
-                if child is None:
-                    names += (name, None)
-                elif name in without:
-                    self.is_plain = False
-                elif (seen := objects.get(id(child))) is None:
-                    names += (name, self.node(child))
-                else:
-                    self.references += 1
-                    names += (name, (seen,))
-            if names:
-                row.append(("children", *names))
-        number = self.nodes[tuple(row)]
-        if children:
-            spans = slice(first, len(objects)), slice(before[0], len(self.tensors))
-            self.spans[id(module)] = Span(number, *spans, self.references > before[1])
-        return number
-
-    def attributes(self, attributes: _Attributes, own: dict[str, Any]) -> tuple[Any, ...]:
-        """The number of their names and types, and the values: simple ones, or numbers."""
+        if (number := self.classes.get(cls)) is None:
+            number = self.new_class(cls)
         values = attributes.values(own)
         key = (attributes.number, *map(type, values))
-        if (kind := self.kinds.get(key)) is None:
-            others = tuple(i for i, value in enumerate(values) if type(value) not in _SIMPLE)
-            kind = self.kinds[key] = self.values[attributes.names, *key[1:]], others
-            self.kind_names[kind[0]] = attributes
-        number, others = kind
+        kind, others = self.kinds.get(key) or self.new_kind(key, attributes)
         if others:
-            numbers = list(values)
+            values = [*values]
             for i in others:
-                numbers[i] = self.value(values[i])
-            return (number, *numbers)
-        return (number, *values)
+                values[i] = self.value(values[i])
+        if not children:
+            if own["_parameters"] or own["_buffers"]:
+                return self.nodes[number, kind, *values, self.layout(own)]
+            return self.nodes[number, kind, *values]
+        tensors, references = len(self.tensors), self.references
+        layout = (self.layout(own),) if own["_parameters"] or own["_buffers"] else ()
+        names: list[Any] = []
+        for name, child in children.items():
+            if child is None:
+                names += (name, None)
+            elif name in without:
+                self.is_plain = False
+            elif (seen := objects.get(id(child))) is None:
+                names += (name, self.node(child))
+            else:
+                self.references += 1
+                names += (name, (seen,))
+        row = (number, kind, *values, *layout)
+        number = self.nodes[(*row, ("children", *names)) if names else row]
+        spans = slice(first, len(objects)), slice(tensors, len(self.tensors))
+        self.spans[id(module)] = Span(number, *spans, self.references > references)
+        return number
+
+    def new_attributes(self, every: tuple[str, ...]) -> _Attributes:
+        self.names[every] = attributes = _Attributes.of(len(self.names), every)
+        return attributes
+
+    def new_class(self, module_class: type) -> int:
+        """The number of a class without edits."""
+        cls = class_without_edits(module_class)
+        if hasattr(cls, "_peftc_kind"):  # P451
+            raise NotComparable
+        self.is_plain &= cls is module_class
+        self.classes[module_class] = number = self.values[cls]
+        self.codes.setdefault(cls, reachable_code(cls))
+        return number
+
+    def new_kind(self, key: tuple[Any, ...], attributes: _Attributes) -> tuple[int, tuple[int, ...]]:
+        """The number of names and types of attributes; the places of values that are not simple."""
+        others = tuple(i for i, cls in enumerate(key[1:]) if cls not in _SIMPLE)
+        self.kinds[key] = kind = self.values[attributes.names, *key[1:]], others
+        self.kind_names[kind[0]] = attributes
+        return kind
 
     def value(self, value: Any) -> int:
         """The number of what is no simple value."""
@@ -236,19 +234,22 @@ class _Reader:
 
     def layout(self, own: dict[str, Any]) -> tuple[Any, ...]:
         """Of each tensor its name, layout and, if it or its memory is not new, their numbers."""
-        row: list[Any] = ["tensors", len(own["_parameters"])]
-        if own["_buffers"]:
+        parameters, buffers = own["_parameters"], own["_buffers"]
+        row: list[Any] = ["tensors", len(parameters)]
+        if buffers:
             row.append(tuple(sorted(own.get("_non_persistent_buffers_set", ()))))
-        objects, memories, layouts, tensors = self.objects, self.memories, self.layouts, self.tensors
-        for name, tensor in _tensors_of(own):
+        objects, memories = self.objects, self.memories
+        for name, tensor in [*parameters.items(), *buffers.items()] if buffers else parameters.items():
+            row.append(name)
             if tensor is None:
-                row += (name, None)
+                row.append(None)
                 continue
-            if type(tensor) not in _TENSORS or tensor.layout is not torch.strided:
+            cls, number = type(tensor), id(tensor)
+            if cls not in _TENSORS or tensor.layout is not torch.strided:
                 raise NotComparable
             sizes = tensor.shape, tensor.stride(), tensor.storage_offset()
-            row += (name, layouts[type(tensor), *sizes, tensor.dtype, tensor.device])
-            number, memory = id(tensor), storage_of(tensor)
+            row.append(self.layouts[cls, *sizes, tensor.dtype, tensor.device])
+            memory = storage_of(tensor)
             if number in objects or memory in memories:
                 row.append((objects.get(number), memories.get(memory)))
                 self.references += 1
@@ -256,7 +257,7 @@ class _Reader:
                 memories.setdefault(memory, len(memories))
             else:
                 objects[number], memories[memory] = len(objects), len(memories)
-            tensors.append(tensor)
+            self.tensors.append(tensor)
         return tuple(row)
 
 

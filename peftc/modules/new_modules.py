@@ -12,7 +12,6 @@ from torch import Tensor, nn
 M = TypeVar("M", bound=nn.Module)
 
 _set_attribute = object.__setattr__  # that of modules compares each value with all kinds of members
-_make_parameter: Any = Tensor._make_subclass  # pyright: ignore[reportPrivateUsage]  # as `nn.Parameter` does
 
 
 def module_with(cls: type[M], attributes: dict[str, Any]) -> M:
@@ -27,15 +26,17 @@ def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
     _set_attribute(module, "__class__", cls)
 
 
-def uninitialised_like(parameter: nn.Parameter) -> Callable[[], Tensor]:
-    """A function that makes the values of parameters of the dtype, the device and the sizes of a
-    dense one, for `as_parameter`.
-    """
+def uninitialised_like(parameter: nn.Parameter) -> Callable[[], nn.Parameter]:
+    """A function that makes parameters of the dtype, the device and the sizes of a dense one."""
     size, dtype, device = tuple(parameter.shape), parameter.dtype, parameter.device
     # Faster than `empty`.
-    return partial(torch.empty_strided, size, parameter.stride(), dtype=dtype, device=device)
+    values = partial(torch.empty_strided, size, parameter.stride(), dtype=dtype, device=device, requires_grad=True)
 
+    def make() -> nn.Parameter:
+        tensor: Any = values()
+        if type(tensor) is not Tensor:  # a mode has made it
+            return nn.Parameter(tensor.detach())
+        tensor.__class__ = nn.Parameter  # half the time of a second tensor, which `nn.Parameter` makes
+        return tensor
 
-def as_parameter(data: Tensor) -> nn.Parameter:
-    """`nn.Parameter(data)`."""
-    return _make_parameter(nn.Parameter, data, True) if type(data) is Tensor else nn.Parameter(data)
+    return make
