@@ -29,7 +29,14 @@ from peftc.tracing.operations import attention, autograd_function, enter_context
 from peftc.tracing.proxy import concrete_values, contains_proxy, is_proxy
 from peftc.tracing.region_trace import TraceError
 from peftc.tracing.tensor_provenance import RecordedCall
-from peftc.tracing.tracer_base import TracerBase, current_tracer, intercept, patch_attribute
+from peftc.tracing.tracer_base import (
+    TracerBase,
+    check_transforms,
+    current_tracer,
+    intercept,
+    patch_attribute,
+    reject_transform,
+)
 
 FACTORIES = ("arange", "zeros", "ones", "full", "empty", "eye", "tensor", "linspace", "rand", "randn")
 TAKE_SIZES = ("reshape", "broadcast_to", "tile", "narrow", "split")  # torch converts sizes in the arguments to numbers
@@ -46,7 +53,7 @@ TRANSFORMS: tuple[tuple[Any, str], ...] = (
     (eager_transforms, "_wrap_all_tensors_to_functional"),
     (forward_ad, "make_dual"),
     (proxy_tensor._MakefxTracer, "trace"),  # pyright: ignore[reportPrivateUsage]
-    (autograd_functional, "_grad_preprocess"),
+    (autograd_functional, "_as_tuple"),
 )
 FUNCTION_BASE: Any = torch.autograd.Function.__mro__[1]  # Function.apply calls the `apply` of this class
 DTYPE: Any = torch.Tensor.dtype
@@ -175,7 +182,7 @@ def patch_libraries(tracer: TracerBase) -> Generator[None]:
         (torch.jit.ScriptFunction, "__call__", intercept(_record_script_function, contains_proxy)),
         (FUNCTION_BASE, "apply", _recording_apply),
         (functorch, "unwrap_dead_wrappers", intercept(_without_wrappers, contains_proxy)),
-        *((owner, name, intercept(_reject_transform, contains_proxy)) for owner, name in TRANSFORMS),
+        *((owner, name, intercept(reject_transform, contains_proxy)) for owner, name in TRANSFORMS),
         (checkpoint, "_checkpoint_without_reentrant_generator", intercept(_skip_checkpoint, contains_proxy)),
         (nn.functional, "multi_head_attention_forward", intercept(_trace_attention, contains_proxy)),
         *((manager, name, intercept(partial(record, manager))) for manager in MANAGERS for name, record in block),
@@ -207,6 +214,7 @@ class ProvenanceMode(TorchFunctionMode):
         call = RecordedCall.of(func, args, kwargs, tracer.graph) if tracer.recording else None
         if call is None:
             return func(*args, **kwargs)
+        check_transforms()
         if contains_proxy((call.args, call.kwargs)):
             return tracer.record(call.kind, call.target, call.args, call.kwargs)
         tensors = [t for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -268,12 +276,6 @@ def _recording_apply(_: Any) -> Any:
 def _without_wrappers(tracer: TracerBase, unwrap: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """`Function.apply` asks C code about each tensor; proxies are none."""
     return args
-
-
-def _reject_transform(tracer: TracerBase, transform: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Raises: TraceError for `torch.vmap`, `torch.func.grad`, `torch.autograd.functional`."""
-    # Seen in: no transformers model, but layers that train a part of themselves on each input
-    raise TraceError("a graph cannot hold a transform of a function, such as `torch.vmap`")
 
 
 def _skip_checkpoint(tracer: TracerBase, generator: Any, /, *args: Any, **kwargs: Any) -> Generator[None]:

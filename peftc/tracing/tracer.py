@@ -37,7 +37,7 @@ from peftc.tracing.record_nodes import RecordNodes
 from peftc.tracing.records import identities, is_named_tuple, is_record, mutable_parts, structure_of
 from peftc.tracing.region_trace import ModuleCall, RegionTrace, TraceError, getitem_root
 from peftc.tracing.tensor_caches import without_cached_tensors
-from peftc.tracing.tracer_base import TracerBase, patch_attribute
+from peftc.tracing.tracer_base import TracerBase, check_transforms, patch_attribute
 
 UNKNOWN_MODULE = "a module that is no child of its modules"
 CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, str, int, float, complex, bool)
@@ -91,6 +91,7 @@ class RegionTracer(TracerBase):
     def create_proxy(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None = None
     ) -> Any:
+        check_transforms()
         if target is operator.getitem and is_proxy(args[0]):  # what Python takes an item of is not None
             source = args[0].node
             if source.target is operator.getitem and source.args[1] != 0:

@@ -21,6 +21,19 @@ from peftc.tracing.tensor_provenance import TensorProvenance
 
 MOST_OUTCOMES = 1 << 10  # of branches on tensor values: more experts than a model has
 _active = threading.local()
+_transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
+
+
+def reject_transform(*_: Any, **__: Any) -> Any:
+    """Raises: TraceError for `torch.vmap`, `torch.func.grad`, `torch.autograd.functional`."""
+    # Seen in: no transformers model, but layers that train a part of themselves on each input
+    raise TraceError("a graph cannot hold a transform of a function, such as `torch.vmap`")
+
+
+def check_transforms() -> None:
+    """Raises: TraceError inside a transform, whose C code takes proxies for tensors."""
+    if _transform() is not None:
+        reject_transform()
 
 
 class TracerBase(fx.Tracer):

@@ -43,6 +43,16 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "functionalize": lambda x: x + torch.func.functionalize(energy)(x),
     "jacobian": lambda x: torch.autograd.functional.jacobian(energy, x),
 }
+# Those of functions that hold the input, at values that are no part of it.
+HOLDING: dict[str, Callable[[Tensor], Any]] = {
+    "vmap of a holder": lambda x: torch.vmap(lambda v: x * v)(torch.ones(3)).mean(0),
+    "grad of a holder": lambda x: x + torch.func.grad(lambda v: (x * v).sum())(torch.ones(D)),
+    "vjp of a holder": lambda x: x + torch.func.vjp(lambda v: x * v, torch.ones(D))[0],
+    "jacrev of a holder": lambda x: torch.func.jacrev(lambda v: (x * v).sum((0, 1)))(torch.ones(D))[:1] + x,
+    "functionalize of a holder": lambda x: x + torch.func.functionalize(lambda v: x * v)(torch.ones(D)),
+    "jacobian of a holder": lambda x: x + torch.autograd.functional.jacobian(lambda v: (x * v).sum(), torch.ones(D)),
+}
+FUNCTIONS |= HOLDING
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # PyTorch's own, of `jvp`
