@@ -127,8 +127,10 @@ def move_numbers(node: fx.Node, sources: list[fx.Node], numbers: Mapping[fx.Node
         return numbers[sources[0]]
     if any(source not in node.all_input_nodes for source in sources):
         return None  # one of several results of a leaf
+    if name_of(node) == "pad":
+        return _padded_numbers(node, numbers[sources[0]])
     joins = op_of(node) is Op.JOIN and all(n in numbers for n in node.all_input_nodes if is_tensor(n))
-    if not joins and not _is_layout(node):
+    if not joins and not _is_layout(node) and not _cuts_windows(node):
         return None
     args = fx.map_arg(node.args, lambda n: numbers.get(n, example(n)))
     kwargs = fx.map_arg(node.kwargs, lambda n: numbers.get(n, example(n)))
@@ -140,6 +142,19 @@ def move_numbers(node: fx.Node, sources: list[fx.Node], numbers: Mapping[fx.Node
             contiguous = partial(tree_map_only, torch.Tensor, torch.Tensor.contiguous)
             moved = rerun(node, contiguous(args), contiguous(kwargs))
     return None if any(isinstance(m, FakeTensor) for m in tensors_in(moved)) else moved
+
+
+def _padded_numbers(node: fx.Node, numbers: Any) -> torch.Tensor | None:
+    """The numbers of a tensor after positions are put around it; None where features are."""
+    # Seen in: no transformers model, but HaloNet, whose keys and values are of overlapping windows
+    if not isinstance(numbers, torch.Tensor) or numbers.ndim != len(shape(node)):
+        return None
+    for dim, size in enumerate(shape(node)):
+        if size != numbers.shape[dim]:
+            if varies(numbers, dim):
+                return None
+            numbers = numbers.narrow(dim, 0, 1)
+    return numbers.expand(shape(node))
 
 
 def follow_numbers(node: fx.Node, source: fx.Node, numbers: Mapping[fx.Node, Any]) -> Any:
@@ -193,6 +208,11 @@ def _numbers_of(linear: fx.Node, layer: LayerGraph) -> dict[fx.Node, Any]:
 
 def _is_layout(node: fx.Node) -> bool:
     return op_of(node) in LAYOUT or op_of(node) is Op.ITEM or name_of(node) == "contiguous"
+
+
+def _cuts_windows(node: fx.Node) -> bool:
+    """Whether a node is a view of a tensor as windows, which may overlap."""
+    return name_of(node) == "unfold" and node.target is not torch.nn.functional.unfold
 
 
 def _keeps_entries(node: fx.Node, source: fx.Node) -> bool:
