@@ -6,7 +6,7 @@ the list. A layer with a list of experts, or of feed-forward networks, has an at
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 
 from torch import nn
@@ -96,7 +96,12 @@ def _blocks_in(children: nn.Module) -> list[str]:
     blocks = {n: c for n, c in elements.items() if _matrices(c) >= 2 and is_callable(c)}
     classes = Counter(map(type, blocks.values()))
     repeats = len(blocks) == len(elements) and len(classes) == 1
-    return list(blocks) if repeats or max(classes.values(), default=0) > 1 else []
+    if repeats or max(classes.values(), default=0) > 1:
+        return list(blocks)
+    # Seen in: no transformers model, but EfficientFormer, whose last block alone attends
+    convolutions = Counter(type(c) for n, c in elements.items() if n not in blocks and _has_convolving_parts(c))
+    nested = [name for name, block in blocks.items() if _is_nested(block)]
+    return nested if max(convolutions.values(), default=0) > 1 else []
 
 
 def numbered_blocks(model: nn.Module) -> list[str]:
@@ -174,22 +179,26 @@ def refined(blocks: list[str], subs: Mapping[str, Sequence[SubLayer]], model: nn
     for members in lists.values():
         pairs = [(subs[name], outline_module(model, name)) for name in members if name in subs]
         kinds = {(id(own), id(block)): (own, block) for own, block in pairs}
-        stages = are_stages([*kinds.values()])
-        inner = _blocks_in_each([outline_module(model, name) for name in members]) if stages else [[]] * len(members)
-        for name, listed in zip(members, inner, strict=True):
-            names += [f"{name}.{one}" for one in listed] or [name]
+        if not are_stages([*kinds.values()]):
+            names += members
+            continue
+        blocks_of = _blocks_in_each([(subs.get(name, ()), outline_module(model, name)) for name in members])
+        for name, listed in zip(members, blocks_of, strict=True):
+            parts = [*_parts_beside(subs.get(name, ()), listed), *listed]
+            names += [f"{name}.{part}" for part in parts] or [name]
     return names
 
 
 def are_stages(blocks: Sequence[tuple[Sequence[SubLayer], nn.Module]]) -> bool:
     """Whether all sub-layers of the blocks of one list are those of blocks listed in them; where
     they have none, whether what is listed in them has parts. A block whose list holds one
-    sub-layer each, of several kinds, is a layer. Beside listed layers, a stage may have mixers.
+    sub-layer each, of several kinds, is a layer. Beside listed layers, a stage may have mixers, and
+    parts with sub-layers of their own.
     """
-    # Seen in: ALBERT, CvT, Donut, Swin V2; with mixers GCViT of timm
+    # Seen in: ALBERT, CvT, Donut, Swin V2; with mixers GCViT of timm, with such parts LeViT
     with_subs = [(subs, block) for subs, block in blocks if subs]
     owners_of_lists = with_subs or blocks
-    inner = _blocks_in_each([block for _, block in owners_of_lists])
+    inner = _blocks_in_each(owners_of_lists)
     listed = [(subs, block, names) for (subs, block), names in zip(owners_of_lists, inner, strict=True)]
     if not blocks or not all(inside for _, _, inside in listed):
         return False
@@ -201,7 +210,8 @@ def are_stages(blocks: Sequence[tuple[Sequence[SubLayer], nn.Module]]) -> bool:
         # of several mixers of a stage, the last may be called its feed-forward part
         alike = all(_are_alike(block, {n for n, _ in own}) for (_, block, _), own in zip(listed, owners, strict=True))
         outside = {kind for block in owners for name, kind in block if name is None}
-        return (are_layers and outside <= {"mixer"}) or ((one_kind or alike) and not outside)
+        apart = outside <= {"mixer"} or all("" not in _parts_beside(subs, inside) for subs, _, inside in listed)
+        return (are_layers and apart) or ((one_kind or alike) and not outside)
     return all(_is_nested(outline_module(block, name)) for _, block, inside in listed for name in inside)
 
 
@@ -224,20 +234,45 @@ def _is_nested(block: nn.Module) -> bool:
     return any(p.ndim >= 2 for part in parts for p in part.parameters())
 
 
-def _blocks_in_each(blocks: Sequence[nn.Module]) -> list[list[str]]:
+def _parts_beside(subs: Sequence[SubLayer], blocks: Collection[str]) -> list[str]:
+    """The children of a stage, beside the lists of its blocks, whose code adds an attention or a
+    feed-forward part to a stream; an empty name where code of the stage itself does.
+    """
+    # Seen in: no transformers model, but LeViT, whose stages begin with another attention
+    others = [sub for sub in subs if sub.kind != "mixer" and not any(_owners(sub, blocks))]
+    heads = dict.fromkeys(module_path(sub.add).partition(".")[0] for sub in others)
+    return ["" if any(f"{block}.".startswith(f"{head}.") for block in blocks) else head for head in heads]
+
+
+def _blocks_in_each(stages: Sequence[tuple[Sequence[SubLayer], nn.Module]]) -> list[list[str]]:
     """The blocks listed in each of some modules. A list may have several classes of blocks if that
-    of the same name in another module has one.
+    of the same name in another module has one, or if one of them has parts of several kinds.
     """
     # Seen in: with several classes no transformers model, but the stages of EdgeNeXt
-    listed = [_listed_blocks(block) for block in blocks]
+    listed = [_listed_blocks(block) or _listed_layers(subs, block) for subs, block in stages]
     lists = {name.rpartition(".")[0] for names in listed for name in names}
-    mixed = (names or _listed_blocks(block, False) for names, block in zip(listed, blocks, strict=True))
+    mixed = (names or _listed_blocks(block, False) for names, (_, block) in zip(listed, stages, strict=True))
     return [[name for name in names if name.rpartition(".")[0] in lists] for names in mixed]
+
+
+def _listed_layers(subs: Sequence[SubLayer], block: nn.Module) -> list[str]:
+    """The elements of lists, of several classes, of which one adds sub-layers of several kinds."""
+    # Seen in: no transformers model, but EfficientViT, whose stages begin with a convolution
+    listed = _elements(outline(block), lambda module: _has_matrices(module) or not _has_parameters(module), False)
+    names = [name for name in listed if _has_parameters(outline_module(block, name))]
+    kinds: dict[str | None, set[str]] = {}
+    for sub in subs:
+        kinds.setdefault(next(_owners(sub, names), None), set()).add(sub.kind)
+    return names if any(len(kinds.get(name, ())) > 1 for name in names) else []
 
 
 def _listed_blocks(block: nn.Module, one_class: bool = True) -> list[str]:
     """The elements of the lists in a block, itself perhaps one, of modules with matrices."""
     return _elements(outline(block), _has_matrices, one_class)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def _has_matrices(module: nn.Module) -> bool:
@@ -271,12 +306,12 @@ def _is_around_or_in(name: str, layers: Iterable[str]) -> bool:
 def convolutional_blocks(model: nn.Module) -> list[str]:
     """The elements of lists of modules with parts that hold convolutions."""
     # Seen in: BiT, EfficientNet, ResNet, RegNet
+    return _elements(outline(model), _has_convolving_parts)
 
-    def convolves(module: nn.Module) -> bool:
-        has_parts = next(module.children(), None) is not None
-        return has_parts and any(isinstance(m, _CONVOLUTIONS) for m in module.modules())
 
-    return _elements(outline(model), convolves)
+def _has_convolving_parts(module: nn.Module) -> bool:
+    has_parts = next(module.children(), None) is not None
+    return has_parts and any(isinstance(m, _CONVOLUTIONS) for m in module.modules())
 
 
 def _elements(
