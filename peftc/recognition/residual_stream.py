@@ -171,9 +171,21 @@ class Stream:
             operands = list(filter(self.reaches, operands))
         pairs = list(permutations(operands, 2)) if len(operands) == 2 else []
         if self.layer.op(add) is not Op.SUB:
-            return pairs
+            return [(res, h) for res, h in pairs if not self._is_inner(add, res, h)]
         # a norm subtracts a mean of the stream
         return [pair for pair in pairs[:1] if any(map(self.layer.is_linear, self.body(pair[1])))]
+
+    def _is_inner(self, add: fx.Node, res: fx.Node, h: fx.Node) -> bool:
+        """Whether a sum of a norm of the stream and what does not attend is a part of what a later
+        sum adds to the stream without this norm.
+        """
+        # Seen in: no transformers model, but FastViT: branches of a convolution, one of them a norm
+        start = self.layer.without_norms(res)
+        if start is self.layer.stripped(res) or any(op_of(n) in (Op.ATTENTION, Op.SOFTMAX) for n in self.body(h)):
+            return False
+        later = (n for n in self.layer.graph.nodes if n > add and self.layer.op(n) is Op.ADD)
+        pairs = (pair for n in later for pair in permutations(operands_of_sum(n), 2))
+        return any(self.layer.stripped(one) is start and reaches(add, other) for one, other in pairs if is_tensor(one))
 
     def end_of_step(self, h: fx.Node) -> fx.Node:
         """Of a step `w * (y - x)` from the stream x towards y: y, as of `x.lerp(y, w)`."""

@@ -140,3 +140,26 @@ def test_one_attending_block_behind_convolutional_ones() -> None:
     ups = {f"stages.{i}.blocks.{j}.up" for i in (0, 1) for j in (0, 1)} | {"stages.1.blocks.3.mlp.up"}
     assert modules(model, x, "ffn.up") == ups
     check(model, x, "ffn", [name.replace(".up", ".down") if "mlp" not in name else name[:-3] for name in ups])
+
+
+class Branches(nn.Module):
+    """FastViT: a convolution as a sum of branches, one of which is a norm alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.identity, self.norm = nn.BatchNorm2d(D), nn.BatchNorm2d(D)
+        self.small, self.large = (nn.Conv2d(D, D, k, padding=k // 2, groups=D) for k in (1, 3))
+        self.mixed, self.up, self.down = nn.Conv2d(D, D, 1), nn.Conv2d(D, 2 * D, 1), nn.Conv2d(2 * D, D, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mixed(self.small(x) + self.identity(x) + self.large(x))
+        x = x + (y - self.norm(x))
+        return x + self.down(self.up(x).relu())
+
+
+def test_a_sum_of_branches_is_no_residual_sum() -> None:
+    """The sum of the branches was the stream, and the network behind it had no site."""
+    model, x = Stages(Blocks(Branches(), Branches()), Blocks(Branches())).double().eval(), torch.randn(2, D, 4, 4)
+    x, blocks = x.double(), ["stages.0.blocks.0", "stages.0.blocks.1", "stages.1.blocks.0"]
+    assert modules(model, x, "ffn.up") == {f"{name}.up" for name in blocks}
+    check(model, x, "ffn", [f"{name}.down" for name in blocks])
