@@ -253,6 +253,26 @@ def test_packed_sequences_ask_for_data() -> None:
     assert any("_pack_padded_sequence" in note for note in error.notes)
 
 
+def test_a_model_that_checks_a_mask_is_told_that_the_analysis_has_no_data() -> None:
+    class Checked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            if mask.nonzero(as_tuple=True)[0].numel() != 7:
+                raise ValueError("the mask marks other tokens")
+            return x + self.linear(x)
+
+    sample = {"x": torch.randn(1, 9, 4), "mask": torch.arange(9)[None] < 7}
+    model = Checked()
+    assert model(**sample).shape == (1, 9, 4)
+    diagnostic = refused("P509", lambda: peftc.sites(model, sample=sample))
+    assert any("the mask marks other tokens" in note for note in diagnostic.notes)
+    assert diagnostic.help is not None
+    assert "tensors without data" in diagnostic.help
+
+
 def test_a_model_without_layers_has_modules() -> None:
     class Plain(nn.Module):
         def __init__(self) -> None:

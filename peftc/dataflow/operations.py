@@ -218,7 +218,10 @@ def is_in_place(node: fx.Node) -> bool:
 @cache
 def _writes_first(target: object) -> bool:
     name = str(getattr(target, "__name__", target))
-    return name in ("setitem", "setattr") or target in AUGMENTED or (name.endswith("_") and not name.endswith("__"))
+    if name in ("setitem", "setattr") or target in AUGMENTED:
+        return True
+    is_operator = getattr(operator, name, None) is target  # `and_`, `or_`: the underscore is for Python's words
+    return name.endswith("_") and not name.endswith("__") and not is_operator
 
 
 def has_side_effects(node: fx.Node) -> bool:

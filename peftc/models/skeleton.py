@@ -192,7 +192,9 @@ def check_runs(source: ModelSource, sample: Mapping[str, Any] | None) -> None:
         return
     except Exception as error:  # whatever the model's own code raises
         notes = (*stop_notes(error), forward_arguments(fake))
-        diagnostic = Diagnostic("P509", f"{source.id} does not run on the given sample", notes=notes)
+        help_ = "if the model itself runs on it, its code asks what is in a tensor, such as a mask: the analysis has "
+        help_ += "tensors without data"
+        diagnostic = Diagnostic("P509", f"{source.id} does not run on the given sample", notes=notes, help=help_)
         if needs_data(error):
             message = f"{source.id} cannot be analysed: its code asks for the data of tensors"
             help_ = "the analysis runs on tensors without data: make an operation of this code, and give it a fake "

@@ -131,13 +131,13 @@ def is_only_in(norm: fx.Node, body: Collection[fx.Node], res: fx.Node, h: fx.Nod
     return not any(norm in upstream(result, lambda n: n is h) for result in results)
 
 
-def normalized_role(node: fx.Node, attention: Attention | None, layer: LayerGraph) -> str:
+def normalized_role(node: fx.Node, attention: Attention, layer: LayerGraph) -> str:
     """`q` or `k` for a norm of queries or keys inside an attention, else empty."""
 
     def projects(node: fx.Node) -> bool:  # Seen in: ScalableViT, whose keys are strided convolutions
         return layer.is_linear(node) or layer.op(node) is Op.CONVOLUTION
 
-    for role, value in () if attention is None else (("q", attention.q), ("k", attention.k)):
+    for role, value in (("q", attention.q), ("k", attention.k)):
         if node in upstream(value, projects) and any(map(projects, upstream(node, projects))):
             return role
     return ""

@@ -153,11 +153,19 @@ class Stream:
                 return None
 
     def body(self, h: fx.Node) -> set[fx.Node]:
-        """Everything that `h` is computed from, back to the stream (that included)."""
+        """Everything that `h` is computed from, back to the stream (that included), and to masks
+        and indices that do not depend on it: earlier sub-layers may have computed these.
+        """
         if h not in self._bodies:
             streams = (self, *self.beside)
-            self._bodies[h] = frozenset(upstream(h, lambda n: any(stream.holds(n) for stream in streams)))
+            nodes = upstream(h, lambda n: any(stream.holds(n) for stream in streams) or self._is_earlier_mask(n))
+            self._bodies[h] = frozenset(nodes)
         return set(self._bodies[h])
+
+    def _is_earlier_mask(self, node: fx.Node) -> bool:
+        """Whether a mask or indices do not depend on the last value of the stream."""
+        # Seen in: no transformers model, but attentions that drop tokens for the layers behind them
+        return is_tensor(node) and not gives_states(node) and not reaches(self.values[-1], node)
 
     def is_own(self, node: fx.Node) -> bool:
         """Whether a value depends on no other stream of the layer but through this one."""

@@ -196,7 +196,8 @@ class LayerSites:
             yield self.norm(steps + inner + (("norm", index),), node, group)
 
     def norm_owner(self, node: fx.Node, sub: SubLayer) -> str:
-        return "" if node is sub.output_norm else normalized_role(node, sub.attention, self.graph)
+        roles = (normalized_role(node, attention, self.graph) for attention in sub.attentions)
+        return "" if node is sub.output_norm else next(filter(None, roles), "")
 
     def norm(self, steps: Steps, node: fx.Node, group: str) -> Site:
         """A norm: a module, or code of the layer that scales by a parameter."""

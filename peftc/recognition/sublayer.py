@@ -76,7 +76,10 @@ def set_attention_roles(sub: SubLayer, stream: Stream, earlier: Collection[fx.No
     query, key = sub.projections.get("q"), sub.projections.get("k")
     sub.x = sub.context = sub.x if query is None else stream.read_by(query.node, sub.x)
     if key is not None:
-        sub.context = layer.input_of(key.node) if sub.variant == "cross" else stream.read_by(key.node, sub.x)
+        contexts = {layer.input_of(roles["k"].node) for roles in (sub.projections, *sub.heads) if "k" in roles}
+        sub.context = stream.read_by(key.node, sub.x)
+        if sub.variant == "cross":  # a state has one value: none of several contexts is `c`
+            sub.context = contexts.pop() if len(contexts) == 1 else None
 
 
 def set_ffn_roles(sub: SubLayer, stream: Stream) -> None:

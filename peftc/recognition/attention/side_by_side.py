@@ -20,7 +20,8 @@ Roles = Mapping[str, Projection]
 
 def heads_beside(attentions: Sequence[Attention], roles: Roles, layer: LayerGraph) -> list[dict[str, Projection]]:
     """The roles of each further attention, if all are heads of one: each has Linears of its own, as
-    wide as those of the first, and reads what the first reads. `roles`: of the first.
+    wide as those of the first, and reads what the first reads. Or all have the same queries, and
+    keys and values of contexts of their own. `roles`: of the first.
     """
     # Seen in: no transformers model, but heads in an `nn.ModuleList`
     first, *others = attentions
@@ -28,6 +29,8 @@ def heads_beside(attentions: Sequence[Attention], roles: Roles, layer: LayerGrap
         return []
     heads = [_roles_of(attention, layer) for attention in others]
     nodes = {p.node for head in (roles, *heads) for p in head.values()}
+    if all(_has_queries_of(head, roles) for head in heads) and len(nodes) == 1 + 2 * len(attentions):
+        return [{role: one for role, one in head.items() if role != "q"} for head in heads]
     are_alike = all(_is_like(head, roles, layer) for head in heads)
     return heads if are_alike and len(nodes) == 3 * len(attentions) else []
 
@@ -36,6 +39,14 @@ def _roles_of(attention: Attention, layer: LayerGraph) -> dict[str, Projection]:
     values = {"q": attention.q, "k": attention.k, "v": attention.v}
     sources = {role: source_linears(layer, value) for role, value in values.items()}
     return {role: Projection(*linears[0]) for role, linears in sources.items() if len(linears) == 1}
+
+
+def _has_queries_of(head: Roles, first: Roles) -> bool:
+    """Whether two attentions have the same queries, and keys and values of the same widths."""
+    # Seen in: no transformers model, but an image beside the text in Wan, and IP-Adapter
+    if set(head) != set(first) or head["q"] != first["q"]:
+        return False
+    return all(shape(head[role].node)[-1:] == shape(first[role].node)[-1:] for role in ("k", "v"))
 
 
 def _is_like(head: Roles, first: Roles, layer: LayerGraph) -> bool:
