@@ -44,7 +44,7 @@ REJECT_SIZES = ("expand", "new_zeros", "new_ones", "new_empty")  # methods that 
 CRASH = ("where",)  # ends the process when its second argument only looks like a tensor and the third is a number
 PLAIN = frozenset({bool, int, float, str, tuple, list, type(None)})  # attributes that decisions may rest on
 MANAGERS: tuple[Any, ...] = (torch.autocast, torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
-GRADIENT_QUERIES = ("is_grad_enabled",)
+GRADIENT_QUERIES = ("is_grad_enabled", "is_inference_mode_enabled")
 AUTOCAST_QUERIES = ("is_autocast_enabled", "get_autocast_dtype", "is_autocast_cache_enabled")
 # Their C code takes proxies for tensors and ends the process, or they ask examples for gradients.
 TRANSFORMS: tuple[tuple[Any, str], ...] = (
@@ -55,6 +55,7 @@ TRANSFORMS: tuple[tuple[Any, str], ...] = (
     (proxy_tensor._MakefxTracer, "trace"),  # pyright: ignore[reportPrivateUsage]
     (autograd_functional, "_as_tuple"),
 )
+SEEDS = ("manual_seed", "seed", "initial_seed", "get_rng_state", "set_rng_state")
 FUNCTION_BASE: Any = torch.autograd.Function.__mro__[1]  # Function.apply calls the `apply` of this class
 DTYPE: Any = torch.Tensor.dtype
 _ARGUMENTS, _CALL = "_peftc_arguments", "_peftc_call"  # attributes of context managers that a trace makes
@@ -147,13 +148,19 @@ def instrument(cls: type) -> type:
         tracer = current_tracer()
         return value if tracer is None else tracer.read_attribute(self, name, value)
 
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        tracer = current_tracer()
+        if tracer is not None and type(value) in PLAIN:
+            tracer.write_attribute(self, name, value)
+        parent.__setattr__(self, name, value)
+
     def __getattr__(self: Any, name: str) -> Any:
         value = parent.__getattr__(self, name)
         if isinstance(value, torch.Tensor) and (tracer := current_tracer()) is not None:
             tracer.read_tensor(self, name, value)
         return value
 
-    members = {f.__name__: f for f in (__call__, forward, __getattribute__, __getattr__)}
+    members = {f.__name__: f for f in (__call__, forward, __getattribute__, __getattr__, __setattr__)}
     return subclass(cls, members)
 
 
@@ -183,6 +190,7 @@ def patch_libraries(tracer: TracerBase) -> Generator[None]:
         (FUNCTION_BASE, "apply", _recording_apply),
         (functorch, "unwrap_dead_wrappers", intercept(_without_wrappers, contains_proxy)),
         *((owner, name, intercept(reject_transform, contains_proxy)) for owner, name in TRANSFORMS),
+        *((torch, name, intercept(_reject_seed)) for name in SEEDS),
         (checkpoint, "_checkpoint_without_reentrant_generator", intercept(_skip_checkpoint, contains_proxy)),
         (nn.functional, "multi_head_attention_forward", intercept(_trace_attention, contains_proxy)),
         *((manager, name, intercept(partial(record, manager))) for manager in MANAGERS for name, record in block),
@@ -276,6 +284,10 @@ def _recording_apply(_: Any) -> Any:
 def _without_wrappers(tracer: TracerBase, unwrap: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """`Function.apply` asks C code about each tensor; proxies are none."""
     return args
+
+
+def _reject_seed(tracer: TracerBase, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    raise TraceError(f"its code calls `torch.{function.__name__}`, and a graph has no state of random numbers")
 
 
 def _skip_checkpoint(tracer: TracerBase, generator: Any, /, *args: Any, **kwargs: Any) -> Generator[None]:

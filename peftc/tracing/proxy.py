@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
 from peftc.tracing.in_place import AUGMENTED, Binding, leaves, version
 from peftc.tracing.ragged_loops import RaggedSizes, Segments
@@ -44,7 +44,7 @@ class ConcreteProxy(fx.Proxy):
         if isinstance(value, (tuple, list, dict)) and is_called_by_library(1):
             return ConcreteProxy  # one value, of which torch.fx has a node
         self.tracer.guard_type(self.node, type(value))
-        return type(value)
+        return class_of(value)
 
     def __bool__(self) -> bool:
         try:
@@ -62,13 +62,17 @@ class ConcreteProxy(fx.Proxy):
         return self.tracer.guard(self.node, "float", float(self._value))
 
     def __format__(self, spec: str) -> str:
-        return self.tracer.format_value(self._value, spec)
+        return self.tracer.format_value(self._guarded_number() if self._is_number() else self._value, spec)
 
     def __str__(self) -> str:
         """Of a device or a size the text, which code compares, or has as a key."""
         if isinstance(self._value, (torch.device, int, float)) and self.tracer.recording:
             return self.tracer.record("call_function", str, (self,))
         return super().__str__()
+
+    def __repr__(self) -> str:
+        """Of a size in a tuple whose text is asked for."""
+        return repr(self._guarded_number()) if self._is_number() else super().__repr__()
 
     def __len__(self) -> int:
         if isinstance(self._value, torch.Tensor):
@@ -83,8 +87,23 @@ class ConcreteProxy(fx.Proxy):
             return key in value
         return self.tracer.guard(self.tracer.record_node(operator.contains, (self, key)), "bool", key in value)
 
+    def __eq__(self, other: object) -> Any:
+        if not self.tracer.recording or (is_proxy(other) and other.tracer is not self.tracer):  # pyright: ignore
+            return self is other  # a key that a cache of the code has kept since another trace
+        return super().__eq__(other)
+
     def __hash__(self) -> int:
-        return id(self)
+        """Of a size or a device that is a key: the hash of its value."""
+        if isinstance(self._value, torch.device) and self.tracer.recording:
+            str(self)  # guards it
+            return hash(self._value)
+        return hash(self._guarded_number()) if self._is_number() else id(self)
+
+    def _is_number(self) -> bool:
+        return type(self._value) in (int, float) and self.tracer.recording
+
+    def _guarded_number(self) -> int | float:
+        return self.__float__() if type(self._value) is float else self.__index__()
 
     def __getitem__(self, key: Any) -> Any:
         key = key.for_tensor(self._value) if type(key) is MaskIndices else key
@@ -163,6 +182,22 @@ class ConcreteProxy(fx.Proxy):
     def __add__(self, other: Any) -> Any:
         return (*self, *other) if _are_tuples(self, other) else super().__add__(other)  # pyright: ignore
 
+    def __mul__(self, other: Any) -> Any:
+        return other * self.__index__() if self._repeats(other) else super().__mul__(other)  # pyright: ignore
+
+    def __rmul__(self, other: Any) -> Any:
+        return other * self.__index__() if self._repeats(other) else super().__rmul__(other)  # pyright: ignore
+
+    def _repeats(self, other: Any) -> bool:
+        """Whether a product with a sequence of the code's own is the sequence, several times."""
+        return isinstance(other, list | tuple) and self._is_number()
+
+    def __round__(self, *digits: int) -> Any:
+        return self.tracer.record("call_function", round, (self, *digits))
+
+    def __divmod__(self, other: Any) -> tuple[Any, Any]:
+        return self // other, self % other
+
     def __radd__(self, other: Any) -> Any:
         return (*other, *self) if _are_tuples(self, other) else super().__radd__(other)  # pyright: ignore
 
@@ -179,6 +214,11 @@ def _augmented_assignment(function: Callable[..., Any]) -> Callable[..., Any]:
 
 for _function in AUGMENTED:
     setattr(ConcreteProxy, f"__{_function.__name__}__", _augmented_assignment(_function))
+
+
+def class_of(value: object) -> type:
+    """The class that a value has in a call."""
+    return torch.Tensor if isinstance(value, FakeTensor) else type(value)
 
 
 def is_proxy(value: object) -> bool:

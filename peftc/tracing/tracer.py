@@ -32,6 +32,7 @@ from peftc.tracing.proxy import (
     mask_of_indices,
     nested_nodes,
 )
+from peftc.tracing.python_state import no_random_numbers, unchanged_collections, value_types
 from peftc.tracing.ragged_loops import ragged_result
 from peftc.tracing.record_nodes import RecordNodes
 from peftc.tracing.records import identities, is_named_tuple, is_record, mutable_parts, structure_of
@@ -51,17 +52,37 @@ class RegionTracer(TracerBase):
         self.inline = inline
         self.optional_results = set[Origin]()  # parts of results that Python gets as None where they are None
         self.records = RecordNodes(self)
+        self.reads, self.writes = set[tuple[str, str]](), set[tuple[str, str]]()  # of attributes, by Python
 
     def read_attribute(self, module: nn.Module, name: str, value: Any) -> Any:
         owner = self.module_names.get(id(module))
         if owner is None or name.startswith("_"):
             return value
+        if self.recording:
+            self.reads.add((owner, name))
+            if (owner, name) in self.writes:
+                self.reject_write(name)
         if type(value) is bool and name != "training":
             self.attribute_guards[owner, name] = value
             return value
         return (
             attribute_proxy(value, f"{owner}.{name}".lstrip("."), self) if type(value) in (bool, int, float) else value
         )
+
+    def write_attribute(self, module: nn.Module, name: str, value: Any) -> None:
+        owner, old = self.module_names.get(id(module)), vars(module).get(name, nn.Module)
+        if owner is None or not self.recording:
+            return
+        if name == "training":  # another call may find another value
+            self.reject_write(name)
+        if (type(old), old) != (type(value), value):
+            self.writes.add((owner, name))
+            if (owner, name) in self.reads:
+                self.reject_write(name)
+
+    def reject_write(self, name: str) -> None:
+        """Raises: TraceError for a counter, or a flag that says what an earlier call has done."""
+        raise TraceError(f"its code sets `{name}`, which it depends on, and a graph sets no attributes")
 
     def guard_implementation(self, call: fx.Node) -> None:
         """Guards which attention implementation runs, as only some return attention weights."""
@@ -231,9 +252,12 @@ class RegionTracer(TracerBase):
         gradients = torch.set_grad_enabled(torch.is_grad_enabled())  # restores the mode, whatever the code does
         with (
             gradients,
+            no_random_numbers(),
             no_data_answers(),
             fake_tensor_patches(),
             without_cached_tensors(root),
+            unchanged_collections(root),
+            value_types(root),
             instrument_modules(root),
             patch_libraries(self),
         ):

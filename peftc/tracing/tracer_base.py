@@ -125,6 +125,9 @@ class TracerBase(fx.Tracer):
         """What Python gets for `module.name`: `value`. Subclasses may return a proxy of it."""
         return value
 
+    def write_attribute(self, module: nn.Module, name: str, value: Any) -> None:
+        """Called when Python sets an attribute of `module` to a number, a text or the like."""
+
     def read_tensor(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
         """Called when Python reads a parameter or buffer of `module`."""
 

@@ -1,0 +1,142 @@
+"""Layers that ask Python itself: sizes as keys and texts, `type`, counters, random numbers.
+Edits that change nothing leave each call as it was, or the layer is refused.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import peftc
+from tests.layers import Layers
+
+D = 8
+X = torch.randn(2, 5, D, generator=torch.Generator().manual_seed(0))
+SITES = ("layer[*].ffn", "layer[*].ffn.hidden", "layer[*]")
+CALLS: list[Any] = []
+
+
+class Layer(nn.Module):
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 3 * D), nn.Linear(3 * D, D)
+        self.function = function
+        self.steps, self.started, self.table, self.seen = 0, False, {"n": 0}, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.function(self, x)
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+@lru_cache
+def places(n: int) -> Tensor:
+    return torch.arange(n, dtype=torch.float32)[:, None]
+
+
+def cached(layer: Any, x: Tensor) -> Tensor:
+    if x.shape[1] > layer.seen:
+        layer.seen = x.shape[1]
+        layer.places = torch.arange(x.shape[1], dtype=torch.float32)[:, None]
+    return x + layer.places[: x.shape[1]]
+
+
+def count(layer: Any, x: Tensor) -> Tensor:
+    layer.steps += 1
+    return x * layer.steps
+
+
+def start(layer: Any, x: Tensor) -> Tensor:
+    if not layer.started:
+        layer.started = True
+        return 2 * x
+    return x
+
+
+def count_in_dictionary(layer: Any, x: Tensor) -> Tensor:
+    layer.table["n"] += 1
+    return x * layer.table["n"]
+
+
+def count_in_global(layer: Any, x: Tensor) -> Tensor:
+    CALLS.append(1)
+    return x * len(CALLS)
+
+
+def stay_in_eval(layer: Any, x: Tensor) -> Tensor:
+    layer.eval()
+    return nn.functional.dropout(x, 0.5, layer.training)
+
+
+def seeded(layer: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(x.shape[1])
+    return x + torch.rand_like(x)
+
+
+KEPT: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a size as a key": lambda _, x: x * {5: 2, 4: 3}.get(x.shape[1], 7),
+    "sizes as a key": lambda _, x: x * {(2, 5): 2, (2, 4): 3}.get(tuple(x.shape[:2]), 7),
+    "a size in a set": lambda _, x: x * (2 if x.shape[1] in {5, 6} else 3),
+    "a device as a key": lambda _, x: x * {torch.device("cpu"): 2}.get(x.device, 7),
+    "a text of a size": lambda _, x: x * {"5": 2, "4": 3}.get(f"{x.shape[1]}", 7),
+    "a text of sizes": lambda _, x: x * len(str(tuple(x.shape[:1] * (x.shape[1] - 3)))),
+    "a list, repeated": lambda _, x: x * len([1] * x.shape[1]),
+    "type of a tensor": lambda _, x: x * (2 if type(x) is Tensor else 3),
+    "type of a size": lambda _, x: x * (2 if type(x.shape[1]) is int else 3),
+    "class of a tensor": lambda _, x: x * (2 if x.__class__ is Tensor else 3),
+    "round": lambda _, x: x * round(x.shape[1] / 3),
+    "divmod": lambda _, x: x * divmod(x.shape[1], 3)[0],
+    "inference": lambda _, x: x * (2 if torch.is_inference_mode_enabled() else 3),
+    "a table of a cache": lambda _, x: x + places(x.shape[1]),
+    "a table of an attribute": cached,
+}
+REFUSED: dict[str, tuple[str, Callable[[Any, Tensor], Tensor]]] = {
+    "counter": ("sets `steps`", count),
+    "flag": ("sets `started`", start),
+    "counter in a dictionary": ("changes `table`", count_in_dictionary),
+    "counter in a global list": ("changes `CALLS`", count_in_global),
+    "mode": ("sets `training`", stay_in_eval),
+    "random": ("draws from Python's `random`", lambda _, x: x * random.random()),
+    "NumPy's random": ("draws from `numpy.random`", lambda _, x: x * float(np.random.rand())),
+    "seed": ("calls `torch.manual_seed`", seeded),
+    "seed, read": ("calls `torch.initial_seed`", lambda _, x: x * (torch.initial_seed() % 2)),
+}
+
+
+def outputs(model: nn.Module) -> list[Tensor]:
+    calls = [X, X, X[:, :4], X[:1], 2 * X]
+    with torch.no_grad():
+        results = [model(x) for x in calls]
+    with torch.inference_mode():
+        return [*results, model(X).clone()]
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_code_that_asks_python_for_sizes_and_classes_is_kept(name: str) -> None:
+    torch.manual_seed(0)
+    model = Layers(Layer(KEPT[name]), Layer(KEPT[name])).eval()
+    base = outputs(model)
+    for site in SITES:
+        peftc.compile(f"peft 1  edit e at {site} {{ h += 0 * adapter(x, r=2) }}", model, seed=0, sample={"x": X})
+        for expected, value in zip(base, outputs(model), strict=True):
+            torch.testing.assert_close(value, expected)
+        peftc.remove(model)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_code_that_depends_on_earlier_calls_is_refused(name: str) -> None:
+    reason, function = REFUSED[name]
+    model = Layers(Layer(function), Layer(function)).eval()
+    untraced = peftc.sites(model, sample={"x": X}).untraced
+    assert reason in untraced[-1].reason
+    for site in SITES:
+        with pytest.raises(peftc.PeftcError, match="P214"):
+            peftc.compile(f"peft 1  edit e at {site} {{ h += 0 * adapter(x, r=2) }}", model, sample={"x": X})
+    peftc.compile('peft 1  edit e at "layers.*.up" { h += lora(x, r=1) }', model, seed=0, sample={"x": X})
+    model(X[:, :3])
