@@ -379,7 +379,7 @@ class _Finder:
             sub.kind = "untraced"
         else:
             set_ffn_roles(sub, self.stream)
-        sub.set_linears(self.layer)
+        sub.set_linears(self.layer, *self.earlier)
         return sub
 
 

@@ -1,4 +1,4 @@
-"""Masks and indices that an attention computes for the layers behind it."""
+"""Masks, indices and scores that an attention computes for the layers behind it."""
 
 from __future__ import annotations
 
@@ -62,6 +62,38 @@ def test_each_layer_has_the_projections_of_its_own_attention(keeps: str) -> None
         assert modules[f"layer[{i}].ffn.up"] == f"layers.{i}.1.1"
     assert not table.unplaced
     assert not table.untraced
+
+
+class Scores(nn.Module):
+    """Adds its scores to those of the attentions behind it (RealFormer)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.q, self.k, self.v, self.o = nn.LayerNorm(D), *(nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x: Tensor, scores: Tensor | float) -> tuple[Tensor, Tensor]:
+        y = self.norm(x)
+        scores = scores + self.q(y) @ self.k(y).transpose(-1, -2)
+        return self.o(scores.softmax(-1) @ self.v(y)), scores
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([Scores(), nn.LayerNorm(D)]) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor | float = 0.0
+        for attention, norm in self.layers:  # pyright: ignore[reportGeneralTypeIssues]
+            out, scores = attention(x, scores)
+            x = norm(x + out)
+        return x
+
+
+def test_linears_of_earlier_scores_are_no_sites_of_a_later_layer() -> None:
+    table = peftc.sites(Residual(), sample={"x": torch.randn(2, T, D)})
+    own = {(site.path.partition("[")[2][0], site.module.split(".")[1]) for site in table.sites if ".attn." in site.path}
+    assert own == {("0", "0"), ("1", "1"), ("2", "2")}
 
 
 @pytest.mark.parametrize(("function", "writes"), [(operator.and_, False), (operator.or_, False), (operator.iand, True)])
