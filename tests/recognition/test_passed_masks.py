@@ -71,9 +71,9 @@ class Scores(nn.Module):
         super().__init__()
         self.norm, self.q, self.k, self.v, self.o = nn.LayerNorm(D), *(nn.Linear(D, D) for _ in range(4))
 
-    def forward(self, x: Tensor, scores: Tensor | float) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, earlier: Tensor | float) -> tuple[Tensor, Tensor]:
         y = self.norm(x)
-        scores = scores + self.q(y) @ self.k(y).transpose(-1, -2)
+        scores = self.q(y) @ self.k(y).transpose(-1, -2) + earlier
         return self.o(scores.softmax(-1) @ self.v(y)), scores
 
 
