@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from peftc.diagnostics import PeftcError
+from peftc.models.samples import copy_sample
 from peftc.models.skeleton import BATCH, TOKENS, floating_dtype, sample_inputs, token_ids
 
 SIDE = 4  # patches along each side of an image that comes as patches
@@ -182,9 +183,11 @@ class TowerCall:
 def run_on_sample(
     model: nn.Module, sample: Mapping[str, Any] | None, run: Callable[[Mapping[str, Any]], R]
 ) -> tuple[Mapping[str, Any], R]:
-    """Runs on `sample`, else on inputs made for the model. Raises: the error of the plain ones."""
+    """Runs on a copy of `sample`, else on inputs made for the model. Returns the arguments and the
+    result. Raises: the error of the plain inputs.
+    """
     if sample is not None:
-        return sample, run(sample)
+        return copy_sample(sample), run(copy_sample(sample))
     plain: Mapping[str, Any] = {}
     try:
         plain = sample_inputs(model)

@@ -1,7 +1,12 @@
 """Samples: the arguments of the forwards that an analysis observes."""
 
+import copy
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
 
 from peftc.diagnostics import Diagnostic, PeftcError
 
@@ -34,6 +39,17 @@ def joint_sample(sample: Sample | None, samples: Sequence[Sample] | None) -> Sam
 
 def further_samples(sample: Sample | None) -> tuple[Sample, ...]:
     return sample.others if isinstance(sample, Samples) else ()
+
+
+def copy_sample(sample: Sample) -> dict[str, Any]:
+    """A sample with tensors and objects of its own: a model may write into its arguments."""
+    arguments = dict(sample)
+    tensors = (leaf for leaf in tree_leaves(arguments) if type(leaf) is torch.Tensor)
+    memo: dict[int, Any] = {id(t): t.detach().clone().requires_grad_(t.requires_grad) for t in tensors}
+    for name, value in sample.items():
+        with suppress(Exception):  # an object that has no copy stays
+            arguments[name] = copy.deepcopy(value, memo)
+    return arguments
 
 
 def is_same_sample(one: Sample | None, other: Sample | None) -> bool:

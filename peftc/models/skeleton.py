@@ -23,7 +23,7 @@ from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.lazy_layers import lazy_copy
 from peftc.fakes.tensors import fake_copy, fake_mode, make_fake
 from peftc.models.names import error_summary
-from peftc.models.samples import further_samples, joint_sample
+from peftc.models.samples import copy_sample, further_samples, joint_sample
 from peftc.models.sources import ModelSource
 
 BATCH, TOKENS, DECODER_TOKENS = 2, 5, 4
@@ -187,7 +187,7 @@ def check_runs(source: ModelSource, sample: Mapping[str, Any] | None) -> None:
     try:
         for inputs in (sample_inputs(fake) if sample is None else sample, *further_samples(sample)):
             with fake_mode(fake), fake_data_answers(), torch.no_grad():
-                fake(**inputs)
+                fake(**copy_sample(inputs))
     except PeftcError:
         return
     except Exception as error:  # whatever the model's own code raises

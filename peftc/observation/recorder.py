@@ -16,7 +16,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.data_answers import fake_data_answers, truth_answers, truth_questions
 from peftc.fakes.tensors import fake_copy
 from peftc.models.media import run_on_sample, tower_calls
-from peftc.models.samples import further_samples
+from peftc.models.samples import copy_sample, further_samples
 from peftc.modules.lazy_children import lazy_children, prototype_of
 from peftc.modules.walk import Named, modules_outside, named_modules, submodule
 from peftc.observation.call_arguments import BoundCall, CallArguments
@@ -43,7 +43,7 @@ def observe(
     inputs, record = run_on_sample(model, sample, lambda inputs: record_of(lambda: model(**inputs)))
     record.sample = inputs
     for other in further_samples(sample):
-        record.extend(record_of(lambda other=other: model(**other)))
+        record.extend(record_of(lambda other=other: model(**copy_sample(other))))
 
     def has_unreached_layers(name: str) -> bool:
         return any(layer.startswith(f"{name}.") for layer in record.unreached_layers)

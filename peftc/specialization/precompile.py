@@ -15,7 +15,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.data_answers import fake_data_answers
 from peftc.fakes.tensors import fake_copy, fake_mode
 from peftc.models.media import run_on_sample, tower_calls
-from peftc.models.samples import further_samples
+from peftc.models.samples import copy_sample, further_samples
 from peftc.observation.sample_forward import skip_repeated
 from peftc.recognition.layer_candidates import repeated_blocks
 from peftc.specialization.generated_class import specializing_both_modes
@@ -42,7 +42,7 @@ def precompile(model: nn.Module, sample: Mapping[str, Any] | None = None) -> Non
         raise PeftcError(Diagnostic("P409", message, notes=(str(error).partition("\n")[0],))) from error
     for other in further_samples(sample):
         with contextlib.suppress(Exception):  # its variants are made when such a call comes up
-            run(fake, lambda other=other: fake(**other), reached)
+            run(fake, lambda other=other: fake(**copy_sample(other)), reached)
     for calls, training in ((ordinary_calls, True), (static_cache_calls, False)):
         for call in calls(fake, dict(inputs), out):
             with contextlib.suppress(Exception):  # not every model takes each of these calls

@@ -15,6 +15,7 @@ from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import PeftcError
 from peftc.folding import fold
 from peftc.installation.disable import disabled
+from peftc.models.samples import copy_sample
 from peftc.planning import ir
 from peftc.verification.comparison import (
     Batch,
@@ -85,17 +86,17 @@ def check_base(comparison: Comparison, original: nn.Module | None, results: Chec
     """Disabled and removed edits leave the base, bit for bit."""
     compiled, name = comparison.compiled, "disabled equals the base"
     with torch.no_grad():
-        base = model_outputs(comparison.base(**comparison.batch))
+        base = model_outputs(comparison.base(**copy_sample(comparison.batch)))
         with results.attempt(name, "P607"), disabled(compiled):
             with comparison.own_errors(EVALUATION):
-                outputs = model_outputs(compiled(**comparison.batch))
+                outputs = model_outputs(compiled(**copy_sample(comparison.batch)))
             results.compare(name, "P607", "inside `peftc.disabled`", first_difference(base, outputs, 0))
         if original is None:
             return
         name = "removed equals the base"
         with results.attempt(name, "P608"), training_mode(original, False):
             with unavailable_on_error("it does not run: "):
-                outputs = model_outputs(original(**comparison.batch))
+                outputs = model_outputs(original(**copy_sample(comparison.batch)))
             difference = first_difference(outputs, base, 0) or state_difference(original, comparison.base)
             results.compare(name, "P608", "after `peftc.remove`", difference)
 
@@ -140,7 +141,7 @@ def check_mode(comparison: Comparison, mode: ForwardMode, results: CheckResults)
         # A function that is compiled at its first call is not compiled under a torch function mode.
         compiled = comparison.compiled
         with comparison.selected_task(), training_mode(compiled, True), torch.no_grad(), comparison.own_errors(mode):
-            compiled(**comparison.batch)
+            compiled(**copy_sample(comparison.batch))
     expected = comparison.run_reference(mode)
     actual = comparison.run_compiled(mode)
     difference = first_difference(expected.outputs, actual.outputs)
@@ -196,7 +197,7 @@ def check_fold(comparison: Comparison, results: CheckResults) -> None:
             results.skip(name, "no edit folds")
             return
         with comparison.own_errors(EVALUATION), torch.no_grad():
-            after = model_outputs(comparison.compiled(**comparison.batch))
+            after = model_outputs(comparison.compiled(**copy_sample(comparison.batch)))
         edits = ", ".join(f"`{entry.edit}`" for entry in report.folded)
         results.compare(name, "P609", f"after folding {edits}", first_difference(before, after, FOLD_FACTOR))
 

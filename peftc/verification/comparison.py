@@ -14,6 +14,7 @@ from peftc.forms.module import seeded
 from peftc.installation.contents import parameters
 from peftc.installation.record import installation_of
 from peftc.models.names import error_summary
+from peftc.models.samples import copy_sample
 from peftc.planning import ir
 from peftc.training.tasks import task
 from peftc.verification.forward_modes import EVALUATION, ForwardMode, training_mode, without_checkpointing
@@ -104,12 +105,12 @@ class Comparison:
             if recorder is not None:
                 stack.enter_context(recorder.recording(self.compiled, self.module_names))
             stack.enter_context(self.own_errors(mode))
-            return self._result(model_outputs(self.compiled(**self.batch)), mode)
+            return self._result(model_outputs(self.compiled(**copy_sample(self.batch))), mode)
 
     def own_errors(self, mode: ForwardMode) -> AbstractContextManager[None]:
         def call_base() -> None:
             with unavailable_on_error("the model without its edits does not run: "), mode.applied_to(self.base):
-                self.base(**self.batch)
+                self.base(**copy_sample(self.batch))
 
         return compiled_model_errors(call_base)
 
@@ -127,7 +128,7 @@ class Comparison:
             else:
                 stack.enter_context(self.reference.active(recorder.record_edit))
                 stack.enter_context(recorder.recording(self.base, self.module_names))
-            prompts = Prompts(self.base, self.reference.prompts, self.reference.interpreter, self.batch)
+            prompts = Prompts(self.base, self.reference.prompts, self.reference.interpreter, copy_sample(self.batch))
             with unavailable_on_error():
                 outputs = prompts.without_prompt_rows(model_outputs(self.base(**prompts.arguments)))
             return self._result(outputs, mode)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from peftc.addressing.sites import Site, Slice
+from peftc.models.samples import copy_sample
 from peftc.planning import ir
 from peftc.verification.checks import CheckResults
 from peftc.verification.comparison import CallResult, Comparison, unavailable_on_error
@@ -167,5 +168,5 @@ def attention_operands(
         if noisy is not None:
             stack.callback(base.get_submodule(noisy[0].module).register_forward_hook(add_noise).remove)
         stack.enter_context(reference.active())
-        base(**comparison.batch)
+        base(**copy_sample(comparison.batch))
     return operands

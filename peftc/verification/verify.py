@@ -20,7 +20,7 @@ from peftc.forms.module import has_values
 from peftc.installation.contents import parameters, states
 from peftc.installation.record import installation_of, is_installed, refuse_passes
 from peftc.models.media import run_on_sample
-from peftc.models.samples import check_sample
+from peftc.models.samples import check_sample, copy_sample
 from peftc.models.skeleton import sample_inputs
 from peftc.modules.sharded_tensors import is_sharded
 from peftc.training.calibration import calibrate
@@ -200,7 +200,7 @@ def require_runnable(base: nn.Module, batch: Batch) -> None:
     """Raises: P509 if a model does not run on a batch, or returns nothing but NaN."""
     try:
         with torch.no_grad():
-            outputs = model_outputs(base(**batch))
+            outputs = model_outputs(base(**copy_sample(batch)))
     except Exception as error:  # the model's own code may raise anything
         message = f"this {type(base).__name__} does not run on the batch"
         raise PeftcError(Diagnostic("P509", message, notes=(f"{type(error).__name__}: {error}",))) from error
@@ -218,7 +218,7 @@ def sample_batch(model: nn.Module, sample: Mapping[str, Any] | None = None) -> d
     try:
         batch = {name: _random_like(value, model, generator) for name, value in sample_inputs(fake).items()}
         with torch.no_grad():
-            model(**batch)
+            model(**copy_sample(batch))
         return batch
     except (MemoryError, torch.OutOfMemoryError):
         raise
@@ -272,7 +272,7 @@ def fill_forms(model: nn.Module, batch: Batch) -> None:
 def _training_refusal(model: nn.Module, batch: Batch) -> str | None:
     try:
         with training_mode(model, True), torch.no_grad():
-            model(**batch)
+            model(**copy_sample(batch))
     except PeftcError as error:
         if error.diagnostics[0].code in (UNSELECTED, UNFILLED):
             return error.diagnostics[0].code
@@ -285,7 +285,7 @@ def _training_refusal(model: nn.Module, batch: Batch) -> str | None:
 
 
 def _loss(model: nn.Module, batch: Any) -> Tensor:
-    loss = random_projection(model_outputs(model(**batch)))
+    loss = random_projection(model_outputs(model(**copy_sample(batch))))
     assert loss is not None
     return loss
 

@@ -1,5 +1,7 @@
 """Sample inputs, derived from the model's own forward and configuration."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -55,3 +57,36 @@ def test_a_sample_has_the_dtype_of_its_model(dtype: torch.dtype) -> None:
     base = model(**sample)
     peftc.compile('peft 1  edit a at "down" { h += lora(x, r=2) }', model, sample=sample)
     assert torch.equal(model(**sample), base)
+
+
+class WritesIntoItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+@pytest.mark.parametrize("site", ["layer[*].ffn", "layer[*].ffn.up", '"layers.*.up"'])
+def test_a_sample_stays_as_it_is_where_the_model_writes_into_it(site: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([WritesIntoItsInput(), WritesIntoItsInput()])
+
+        def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            seen.append(x)
+            return x
+
+    x, model = torch.randn(2, 5, 8), Model().eval()
+    sample: dict[str, Any] = {"x": x.clone(), "seen": []}
+    peftc.sites(model, sample=sample)
+    peftc.compile(f"peft 1  edit e at {site} {{ h += lora(x, r=1) }}", model, samples=[sample, sample], seed=0)
+    report = peftc.verify(model, sample)
+    assert report.ok, str(report)
+    assert torch.equal(sample["x"], x)
+    assert not sample["seen"]
