@@ -59,6 +59,7 @@ SEEDS = ("manual_seed", "seed", "initial_seed", "get_rng_state", "set_rng_state"
 FUNCTION_BASE: Any = torch.autograd.Function.__mro__[1]  # Function.apply calls the `apply` of this class
 DTYPE: Any = torch.Tensor.dtype
 _ARGUMENTS, _CALL = "_peftc_arguments", "_peftc_call"  # attributes of context managers that a trace makes
+INSTRUMENTED = "_peftc_instrumented"  # of a class that reports to a tracer: the class of the model
 patching_lock = threading.RLock()  # reentrant: a leaf that runs while examples are computed may be traced itself
 
 
@@ -149,8 +150,8 @@ def instrument(cls: type) -> type:
         return value if tracer is None else tracer.read_attribute(self, name, value)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
-        tracer = current_tracer()
-        if tracer is not None and type(value) in PLAIN:
+        own, tracer = vars(self), current_tracer()
+        if tracer is not None and (type(value) in PLAIN or name in own["_buffers"] or name in own["_parameters"]):
             tracer.write_attribute(self, name, value)
         parent.__setattr__(self, name, value)
 
@@ -160,8 +161,8 @@ def instrument(cls: type) -> type:
             tracer.read_tensor(self, name, value)
         return value
 
-    members = {f.__name__: f for f in (__call__, forward, __getattribute__, __getattr__, __setattr__)}
-    return subclass(cls, members)
+    members: dict[str, Any] = {f.__name__: f for f in (__call__, forward, __getattribute__, __getattr__, __setattr__)}
+    return subclass(cls, members | {INSTRUMENTED: cls})
 
 
 @shielded

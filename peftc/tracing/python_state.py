@@ -15,6 +15,7 @@ from torch import nn
 
 from peftc.concurrency.interrupts import shielded
 from peftc.modules.torch_attributes import TABLES
+from peftc.tracing.patches import INSTRUMENTED
 from peftc.tracing.proxy import Attribute, class_of, concrete_values, is_proxy
 from peftc.tracing.region_trace import TraceError
 
@@ -30,11 +31,10 @@ class _Meta(type):
         (value,) = args
         if is_proxy(value) and value.tracer.recording:
             value.tracer.guard_type(value.node, builtins.type(concrete_values(value)))
-        return (
-            class_of(concrete_values(value))
-            if is_proxy(value) or isinstance(value, Attribute)
-            else builtins.type(value)
-        )
+        if is_proxy(value) or isinstance(value, Attribute):
+            return class_of(concrete_values(value))
+        own = builtins.type(value)
+        return vars(own).get(INSTRUMENTED, own)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, builtins.type)
@@ -44,7 +44,7 @@ class _Meta(type):
 
 
 class ValueType(type, metaclass=_Meta):
-    """The built-in `type`, but for proxies."""
+    """The built-in `type`, but for proxies and modules that a trace instruments."""
 
 
 def _global_variables(root: nn.Module) -> list[dict[str, Any]]:

@@ -56,12 +56,14 @@ class RegionTracer(TracerBase):
 
     def read_attribute(self, module: nn.Module, name: str, value: Any) -> Any:
         owner = self.module_names.get(id(module))
-        if owner is None or name.startswith("_"):
+        if owner is None:
             return value
         if self.recording:
             self.reads.add((owner, name))
             if (owner, name) in self.writes:
                 self.reject_write(name)
+        if name.startswith("_"):
+            return value
         if type(value) is bool and name != "training":
             self.attribute_guards[owner, name] = value
             return value
@@ -73,7 +75,8 @@ class RegionTracer(TracerBase):
         owner, old = self.module_names.get(id(module)), vars(module).get(name, nn.Module)
         if owner is None or not self.recording:
             return
-        if name == "training":  # another call may find another value
+        is_tensor = name not in vars(module)
+        if name == "training" or (is_tensor and isinstance(value, torch.Tensor)):  # another call may find another value
             self.reject_write(name)
         if (type(old), old) != (type(value), value):
             self.writes.add((owner, name))

@@ -29,6 +29,9 @@ class Layer(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 3 * D), nn.Linear(3 * D, D)
         self.function = function
         self.steps, self.started, self.table, self.seen = 0, False, {"n": 0}, 0
+        self._steps = 0
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.function(self, x)
@@ -50,6 +53,11 @@ def cached(layer: Any, x: Tensor) -> Tensor:
 def count(layer: Any, x: Tensor) -> Tensor:
     layer.steps += 1
     return x * layer.steps
+
+
+def count_privately(layer: Any, x: Tensor) -> Tensor:
+    layer._steps += 1
+    return x * layer._steps
 
 
 def start(layer: Any, x: Tensor) -> Tensor:
@@ -74,6 +82,11 @@ def stay_in_eval(layer: Any, x: Tensor) -> Tensor:
     return nn.functional.dropout(x, 0.5, layer.training)
 
 
+def count_in_buffer(layer: Any, x: Tensor) -> Tensor:
+    layer.calls = layer.calls + 1
+    return x * layer.calls
+
+
 def seeded(layer: Any, x: Tensor) -> Tensor:
     torch.manual_seed(x.shape[1])
     return x + torch.rand_like(x)
@@ -81,7 +94,7 @@ def seeded(layer: Any, x: Tensor) -> Tensor:
 
 KEPT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a size as a key": lambda _, x: x * {5: 2, 4: 3}.get(x.shape[1], 7),
-    "sizes as a key": lambda _, x: x * {(2, 5): 2, (2, 4): 3}.get(tuple(x.shape[:2]), 7),
+    "sizes as a key": lambda _, x: x * {(2, 5): 2, (2, 4): 3}.get((x.shape[0], x.shape[1]), 7),
     "a size in a set": lambda _, x: x * (2 if x.shape[1] in {5, 6} else 3),
     "a device as a key": lambda _, x: x * {torch.device("cpu"): 2}.get(x.device, 7),
     "a text of a size": lambda _, x: x * {"5": 2, "4": 3}.get(f"{x.shape[1]}", 7),
@@ -90,6 +103,7 @@ KEPT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "type of a tensor": lambda _, x: x * (2 if type(x) is Tensor else 3),
     "type of a size": lambda _, x: x * (2 if type(x.shape[1]) is int else 3),
     "class of a tensor": lambda _, x: x * (2 if x.__class__ is Tensor else 3),
+    "type of a module": lambda layer, x: x * (2 if type(layer.up) is nn.Linear else 3),
     "round": lambda _, x: x * round(x.shape[1] / 3),
     "divmod": lambda _, x: x * divmod(x.shape[1], 3)[0],
     "inference": lambda _, x: x * (2 if torch.is_inference_mode_enabled() else 3),
@@ -99,6 +113,8 @@ KEPT: dict[str, Callable[[Any, Tensor], Tensor]] = {
 REFUSED: dict[str, tuple[str, Callable[[Any, Tensor], Tensor]]] = {
     "counter": ("sets `steps`", count),
     "flag": ("sets `started`", start),
+    "private counter": ("sets `_steps`", count_privately),
+    "counter in a buffer": ("sets `calls`", count_in_buffer),
     "counter in a dictionary": ("changes `table`", count_in_dictionary),
     "counter in a global list": ("changes `CALLS`", count_in_global),
     "mode": ("sets `training`", stay_in_eval),
