@@ -185,9 +185,9 @@ def check_runs(source: ModelSource, sample: Mapping[str, Any] | None) -> None:
         message = f"{source.id} has no parameters and no buffers, so there is nothing to edit"
         raise PeftcError(Diagnostic("P509", message, help="give the model itself, not one of its functions"))
     try:
-        for inputs in (sample_inputs(fake) if sample is None else sample, *further_samples(sample)):
+        for inputs in map(copy_sample, (sample_inputs(fake) if sample is None else sample, *further_samples(sample))):
             with fake_mode(fake), fake_data_answers(), torch.no_grad():
-                fake(**copy_sample(inputs))
+                fake(**inputs)
     except PeftcError:
         return
     except Exception as error:  # whatever the model's own code raises

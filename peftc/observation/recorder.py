@@ -42,8 +42,8 @@ def observe(
     record_of = partial(record_call, model, mode=mode, candidates=candidates, others=others)
     inputs, record = run_on_sample(model, sample, lambda inputs: record_of(lambda: model(**inputs)))
     record.sample = inputs
-    for other in further_samples(sample):
-        record.extend(record_of(lambda other=other: model(**copy_sample(other))))
+    for other in map(copy_sample, further_samples(sample)):
+        record.extend(record_of(lambda other=other: model(**other)))
 
     def has_unreached_layers(name: str) -> bool:
         return any(layer.startswith(f"{name}.") for layer in record.unreached_layers)

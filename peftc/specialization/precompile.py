@@ -40,9 +40,9 @@ def precompile(model: nn.Module, sample: Mapping[str, Any] | None = None) -> Non
     except Exception as error:  # whatever the model's own code raises
         message = f"the edited {type(model).__name__} does not run: {type(error).__name__}"
         raise PeftcError(Diagnostic("P409", message, notes=(str(error).partition("\n")[0],))) from error
-    for other in further_samples(sample):
+    for other in map(copy_sample, further_samples(sample)):
         with contextlib.suppress(Exception):  # its variants are made when such a call comes up
-            run(fake, lambda other=other: fake(**copy_sample(other)), reached)
+            run(fake, lambda other=other: fake(**other), reached)
     for calls, training in ((ordinary_calls, True), (static_cache_calls, False)):
         for call in calls(fake, dict(inputs), out):
             with contextlib.suppress(Exception):  # not every model takes each of these calls

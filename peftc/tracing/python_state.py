@@ -15,9 +15,11 @@ from torch import nn
 
 from peftc.concurrency.interrupts import shielded
 from peftc.modules.torch_attributes import TABLES
+from peftc.tracing.operations import model_function
 from peftc.tracing.patches import INSTRUMENTED
 from peftc.tracing.proxy import Attribute, class_of, concrete_values, is_proxy
 from peftc.tracing.region_trace import TraceError
+from peftc.tracing.tracer_base import TracerBase
 
 _COLLECTIONS = frozenset({list, dict, set})
 _SIMPLE = frozenset({bool, int, float, str, type(None)})
@@ -47,9 +49,9 @@ class ValueType(type, metaclass=_Meta):
     """The built-in `type`, but for proxies and modules that a trace instruments."""
 
 
-def _global_variables(root: nn.Module) -> list[dict[str, Any]]:
-    """Those of the files that define the classes of `root` and its modules."""
-    names = {cls.__module__ for module in root.modules() for cls in type(module).__mro__}
+def _global_variables(*roots: nn.Module) -> list[dict[str, Any]]:
+    """Those of the files that define the classes of modules and of those in them."""
+    names = {cls.__module__ for root in roots for module in root.modules() for cls in type(module).__mro__}
     return [vars(sys.modules[n]) for n in names if n in sys.modules and n.partition(".")[0] not in _LIBRARIES]
 
 
@@ -93,15 +95,22 @@ def _entries(collection: Any) -> set[tuple[Any, ...]]:
 
 
 @shielded
-def unchanged_collections(root: nn.Module) -> Generator[None]:
+def unchanged_collections(tracer: TracerBase, root: nn.Module) -> Generator[None]:
     """Raises: TraceError if the code inside puts numbers or texts into global variables, or into
     collections that are global or attributes: it counts, or remembers something for later calls.
+    What the graph calls may do so.
     """
-    variables = _global_variables(root)
-    members = [(n, v) for own in (*map(vars, root.modules()), *variables) for n, v in own.items()]
-    collections = [(n, v) for n, v in members if type(v) in _COLLECTIONS and n not in TABLES and n[:2] != "__"]
-    before = [(name, value, _entries(value)) for name, value in (*collections, *(("", own) for own in variables))]
+    variables, owners = _global_variables(root), [(id(module), vars(module)) for module in root.modules()]
+    members = [(owner, n, v) for owner, own in (*owners, *((0, own) for own in variables)) for n, v in own.items()]
+    collections = [
+        one for one in members if type(one[2]) in _COLLECTIONS and one[1] not in TABLES and one[1][:2] != "__"
+    ]
+    before = [(*one, _entries(one[2])) for one in (*collections, *((0, "", own) for own in variables))]
     yield
-    for name, value, entries in before:
-        if new := _entries(value) - entries:
+    targets = {str(node.target) for node in tracer.graph.nodes if node.op == "call_module"}
+    called = [part for name, module in root.named_modules() if name in targets for part in module.modules()]
+    if any(node.target is model_function for node in tracer.graph.nodes) or _global_variables(*called):
+        before = [one for one in before if one[0]]
+    for owner, name, value, entries in before:
+        if owner not in set(map(id, called)) and (new := _entries(value) - entries):
             raise TraceError(f"its code changes `{name or min(new)[0]}`, and a graph changes nothing of Python's")

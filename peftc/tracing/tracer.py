@@ -259,7 +259,7 @@ class RegionTracer(TracerBase):
             no_data_answers(),
             fake_tensor_patches(),
             without_cached_tensors(root),
-            unchanged_collections(root),
+            unchanged_collections(self, root),
             value_types(root),
             instrument_modules(root),
             patch_libraries(self),
