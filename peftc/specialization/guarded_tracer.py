@@ -28,7 +28,7 @@ from peftc.specialization.symbolic_sizes import SymbolicSizes
 from peftc.tracing.bytecode import Origin
 from peftc.tracing.in_place import storage_id
 from peftc.tracing.module_calls import is_constant
-from peftc.tracing.proxy import Attribute, ConcreteProxy, attribute_proxy, is_proxy
+from peftc.tracing.proxy import Attribute, ConcreteProxy, attribute_proxy, concrete_values, is_proxy
 from peftc.tracing.region_trace import RegionTrace, TraceError, is_input
 from peftc.tracing.tracer import RegionTracer
 from peftc.tracing.tracer_base import current_tracer
@@ -197,9 +197,9 @@ class GuardedTracer(RegionTracer):
             trace = super().trace_region(root, arguments)
         reads = {node.target for node in trace.graph.nodes if node.op == "get_attr"}
         for path, value in _states(root).items():
-            before = states.get(path)
-            is_read = path in states and (before is None or path in reads)
-            if is_read and is_proxy(value) and not _have_one_memory(before, value._value):
+            before, after = states.get(path), concrete_values(value)
+            is_read = path in states and (is_proxy(value) if before is None else path in reads)
+            if is_read and after is not before and not _have_one_memory(before, after):
                 raise TraceError(f"the code replaces `{path}`, which a later call reads")
         return trace
 

@@ -150,8 +150,8 @@ def instrument(cls: type) -> type:
         return value if tracer is None else tracer.read_attribute(self, name, value)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
-        own, tracer = vars(self), current_tracer()
-        if tracer is not None and (type(value) in PLAIN or name in own["_buffers"] or name in own["_parameters"]):
+        tracer = current_tracer()
+        if tracer is not None and type(value) in PLAIN:
             tracer.write_attribute(self, name, value)
         parent.__setattr__(self, name, value)
 

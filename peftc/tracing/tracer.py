@@ -75,8 +75,7 @@ class RegionTracer(TracerBase):
         owner, old = self.module_names.get(id(module)), vars(module).get(name, nn.Module)
         if owner is None or not self.recording:
             return
-        is_tensor = name not in vars(module)
-        if name == "training" or (is_tensor and isinstance(value, torch.Tensor)):  # another call may find another value
+        if name == "training":  # another call may find another value
             self.reject_write(name)
         if (type(old), old) != (type(value), value):
             self.writes.add((owner, name))

@@ -126,9 +126,7 @@ class TracerBase(fx.Tracer):
         return value
 
     def write_attribute(self, module: nn.Module, name: str, value: Any) -> None:
-        """Called when Python sets an attribute of `module` to a number, a text or the like, or puts
-        another tensor in the place of a parameter or a buffer.
-        """
+        """Called when Python sets an attribute of `module` to a number, a text or the like."""
 
     def read_tensor(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
         """Called when Python reads a parameter or buffer of `module`."""

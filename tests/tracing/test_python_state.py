@@ -114,7 +114,6 @@ REFUSED: dict[str, tuple[str, Callable[[Any, Tensor], Tensor]]] = {
     "counter": ("sets `steps`", count),
     "flag": ("sets `started`", start),
     "private counter": ("sets `_steps`", count_privately),
-    "counter in a buffer": ("sets `calls`", count_in_buffer),
     "counter in a dictionary": ("changes `table`", count_in_dictionary),
     "counter in a global list": ("changes `CALLS`", count_in_global),
     "mode": ("sets `training`", stay_in_eval),
@@ -156,3 +155,9 @@ def test_code_that_depends_on_earlier_calls_is_refused(name: str) -> None:
             peftc.compile(f"peft 1  edit e at {site} {{ h += 0 * adapter(x, r=2) }}", model, sample={"x": X})
     peftc.compile('peft 1  edit e at "layers.*.up" { h += lora(x, r=1) }', model, seed=0, sample={"x": X})
     model(X[:, :3])
+
+
+def test_a_counter_in_a_buffer_that_is_assigned_is_not_entered() -> None:
+    model = Layers(Layer(count_in_buffer), Layer(count_in_buffer)).eval()
+    with pytest.raises(peftc.PeftcError, match="replaces `calls`, which a later call reads"):
+        peftc.compile("peft 1  edit e at layer[*].ffn { h += 0 * adapter(x, r=2) }", model, sample={"x": X})
