@@ -6,10 +6,10 @@ PEFT's `PeftModel.from_pretrained` of the same adapter.
 Both read their own files onto a base in memory and return a model that computes: that is what a
 user calls, and in both it covers the edit of the model, the reading and the checks (peftc also
 compares the base's weights and the files' hashes with what was saved). Making the base and imports
-are not measured. CPU time is. Each process belongs to one of the two, so that both pay for what the
-first load of a process does in torch. It loads an adapter once, and then onto further models of the
-type. Contenders take turns; a process of peftc with an empty cache is followed by one with what that
-has kept. Printed are medians, and the medians of the ratios of processes side by side.
+are not measured. CPU time is. Each process belongs to one of the two, so that both pay for what
+the first load of a process does in torch. It loads an adapter once, and then onto further models of
+the type. Contenders take turns; a process of peftc with an empty cache is followed by one with what
+that has kept. Printed are medians, and the medians of the ratios of processes side by side.
 Exits with 1 where a cached or a later load takes peftc longer than PEFT.
 """
 

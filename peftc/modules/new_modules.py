@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,6 @@ def uninitialised_like(parameter: nn.Parameter) -> Callable[[], nn.Parameter]:
         if type(tensor) is not Tensor:  # a mode has made it
             return nn.Parameter(tensor.detach())
         tensor.__class__ = nn.Parameter  # half the time of a second tensor, which `nn.Parameter` makes
-        return tensor
+        return cast("nn.Parameter", tensor)
 
     return make
