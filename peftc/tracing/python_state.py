@@ -108,9 +108,10 @@ def unchanged_collections(tracer: TracerBase, root: nn.Module) -> Generator[None
     before = [(*one, _entries(one[2])) for one in (*collections, *((0, "", own) for own in variables))]
     yield
     targets = {str(node.target) for node in tracer.graph.nodes if node.op == "call_module"}
-    called = [part for name, module in root.named_modules() if name in targets for part in module.modules()]
-    if any(node.target is model_function for node in tracer.graph.nodes) or _global_variables(*called):
+    named = root.named_modules(remove_duplicate=False)
+    called = {id(part): part for name, module in named if name in targets for part in module.modules()}
+    if any(node.target is model_function for node in tracer.graph.nodes) or _global_variables(*called.values()):
         before = [one for one in before if one[0]]
     for owner, name, value, entries in before:
-        if owner not in set(map(id, called)) and (new := _entries(value) - entries):
+        if owner not in called and (new := _entries(value) - entries):
             raise TraceError(f"its code changes `{name or min(new)[0]}`, and a graph changes nothing of Python's")

@@ -12,18 +12,9 @@ from torch import Tensor, nn
 
 import peftc
 from tests.layers import Attention, Network
+from tests.recognition.test_pyramids import Attending, Pooled
 
 D = 8
-
-
-class Attending(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn, self.mlp, self.norm = Attention(D), Network(D), nn.LayerNorm(D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm(x))
-        return x + self.mlp(x)
 
 
 class Reducing(nn.Module):
@@ -57,18 +48,6 @@ class Convolving(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.pointwise(self.mixed(x.transpose(1, 2)).relu()).transpose(1, 2)
-
-
-class Pooled(nn.Module):
-    """EfficientFormer: tokens are pooled, and the network has convolutions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool, self.up, self.down = nn.AvgPool2d(3, 1, 1), nn.Conv2d(D, 2 * D, 1), nn.Conv2d(2 * D, D, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.pool(x)
-        return x + self.down(self.up(x).relu())
 
 
 class Flat(nn.Module):
