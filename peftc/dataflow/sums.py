@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Sequence
+from itertools import permutations
 from typing import Any
 
 from torch import fx
@@ -12,6 +13,7 @@ from torch import fx
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_tensor
 from peftc.dataflow.operations import Op, name_of, op_of
+from peftc.dataflow.values import reaches
 
 SUMS = frozenset({Op.ADD, Op.BLEND, Op.ACCUMULATE})
 
@@ -30,6 +32,12 @@ def operands_of_sum(node: fx.Node) -> list[fx.Node]:
     else:
         operands = [*node.args[:2]][:: -1 if name == "rsub" else 1]
     return [operand for operand in operands if isinstance(operand, fx.Node)]
+
+
+def is_residual_sum(node: fx.Node) -> bool:
+    """Whether a node is the sum of a value and what depends on it."""
+    terms = operands_of_sum(node) if op_of(node) is Op.ADD else []
+    return any(reaches(one, other) for one, other in permutations(terms, 2))
 
 
 def differences(layer: LayerGraph, sums: Sequence[fx.Node]) -> list[fx.Node]:

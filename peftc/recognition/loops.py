@@ -253,7 +253,8 @@ def _sub_layers_from(
     """The sub-layers of a stream in the iterations, without any that shares Linears with others.
     Those before the loop may compute what all iterations read.
     """
-    groups = sub_layers_by_body(bodies, sub_layers(layer, opaque, start), layer)
+    # Seen in: no transformers model, but U-Nets, whose second loop reads what the first computes
+    groups = sub_layers_by_body(bodies, sub_layers(layer, opaque, start, {sub.add for sub in known}), layer)
     used = {name for sub in known for name in weights_of(sub, layer) if any(_in_body(name, body) for body in bodies)}
     return [sub for group in groups for sub in group if used.isdisjoint(weights_of(sub, layer))]
 

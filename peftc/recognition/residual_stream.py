@@ -69,12 +69,18 @@ class Stream:
         values: the layer's input and the sums so far.
         opaque: modules of the layer whose code could not be traced.
         beside: other streams of the layer.
+        ends: sums of other layers in one graph with it.
     """
 
     def __init__(
-        self, first: fx.Node, layer: LayerGraph, opaque: Collection[str] = (), beside: Sequence[Stream] = ()
+        self,
+        first: fx.Node,
+        layer: LayerGraph,
+        opaque: Collection[str] = (),
+        beside: Sequence[Stream] = (),
+        ends: Collection[fx.Node] = (),
     ) -> None:
-        self.values, self.layer, self.opaque, self.beside = [first], layer, opaque, beside
+        self.values, self.layer, self.opaque, self.beside, self.ends = [first], layer, opaque, beside, ends
         self._holds: dict[fx.Node, bool] = {}
         self._reaches: dict[fx.Node, bool] = {}
         self._bodies: dict[fx.Node, frozenset[fx.Node]] = {}
@@ -87,7 +93,7 @@ class Stream:
 
     def starting_at(self, first: fx.Node) -> Stream:
         """The stream of the same layer that begins with another value."""
-        return Stream(first, self.layer, self.opaque, self.beside)
+        return Stream(first, self.layer, self.opaque, self.beside, self.ends)
 
     def hides(self, node: fx.Node) -> bool:
         """Whether a node calls an opaque module that turns the stream into other hidden states."""
@@ -153,13 +159,17 @@ class Stream:
                 return None
 
     def body(self, h: fx.Node) -> set[fx.Node]:
-        """Everything that `h` is computed from, back to the stream (that included), and to masks
-        and indices that do not depend on it: earlier sub-layers may have computed these.
+        """Everything that `h` is computed from, back to the stream (that included), to the sums of
+        other layers, and to masks and indices that do not depend on the stream: earlier sub-layers
+        may have computed these.
         """
         if h not in self._bodies:
             streams = (self, *self.beside)
-            nodes = upstream(h, lambda n: any(stream.holds(n) for stream in streams) or self._is_earlier_mask(n))
-            self._bodies[h] = frozenset(nodes)
+
+            def is_start(node: fx.Node) -> bool:
+                return any(s.holds(node) for s in streams) or node in self.ends or self._is_earlier_mask(node)
+
+            self._bodies[h] = frozenset(upstream(h, is_start))
         return set(self._bodies[h])
 
     def _is_earlier_mask(self, node: fx.Node) -> bool:

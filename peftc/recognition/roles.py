@@ -15,7 +15,7 @@ from torch import fx
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_tensor, nodes_in, output_of, shape
 from peftc.dataflow.operations import SCALE, Op, dim_of
-from peftc.dataflow.sums import SUMS, differences, operands_of_sum
+from peftc.dataflow.sums import SUMS, differences, is_residual_sum, operands_of_sum
 from peftc.dataflow.values import reaches, upstream, value_operands, without_gates
 from peftc.recognition.attention.linear_attention import all_attentions
 from peftc.recognition.attention.patterns import Attention, has_softmax_mixture
@@ -45,17 +45,19 @@ from peftc.recognition.token_mixing import (
 )
 
 
-def sub_layers(layer: LayerGraph, opaque: Collection[str] = (), first: fx.Node | None = None) -> list[SubLayer]:
+def sub_layers(
+    layer: LayerGraph, opaque: Collection[str] = (), first: fx.Node | None = None, ends: Collection[fx.Node] = ()
+) -> list[SubLayer]:
     """The sub-layers in the order of the residual stream. `opaque`: modules not traced. `first`:
-    the stream, if it is not the input of the layer.
+    the stream, if it is not the input of the layer. `ends`: sums of other layers in its graph.
     """
     if (first := first or stream_input(layer.graph)) is None:
         return []
-    finder, subs = _main_stream(Stream(first, layer, opaque))
+    finder, subs = _main_stream(Stream(first, layer, opaque, ends=ends))
     sides = _side_streams(finder, first) if subs else []
     subs += [] if sides else finder.left_to_next_layer()
     if sides:  # again, and what another stream has added belongs to no body
-        finder, subs = _main_stream(Stream(first, layer, opaque, sides), finder.attentions)
+        finder, subs = _main_stream(Stream(first, layer, opaque, sides, ends), finder.attentions)
     if not any(sub.kind == "ffn" for sub in subs):
         for sub, behind in itertools.zip_longest(subs[1:], subs[2:]):
             if sub.kind == "mixer" and (behind is None or behind.kind == "attn"):
@@ -66,7 +68,7 @@ def sub_layers(layer: LayerGraph, opaque: Collection[str] = (), first: fx.Node |
     apart: list[Stream] = []  # streams with sub-layers of their own
     for side in sides:
         others = [finder.stream, *(other for other in sides if other is not side)]
-        more = _Finder(layer, Stream(side.values[0], layer, opaque, others), finder.attentions).along_stream()
+        more = _Finder(layer, Stream(side.values[0], layer, opaque, others, ends), finder.attentions).along_stream()
         # code that runs the same Linears for both has one set of roles
         if linear_modules(sub.projections for sub in subs).isdisjoint(linear_modules(sub.projections for sub in more)):
             subs += more
@@ -124,7 +126,7 @@ class _Finder:
 
     def added_to_replacement(self, add: fx.Node) -> list[SubLayer]:
         """The sub-layers that a sum adds to what convolutions compute of the stream, in its place:
-        no later sum is one with the stream before them.
+        no later sum is one with the stream before them, and they end in none of another stream.
         """
         # Seen in: no transformers model, but TinyViT
         later = (operand for node in self.sums if node >= add for operand in operands_of_sum(node))
@@ -135,6 +137,7 @@ class _Finder:
                 continue
             body = self.stream.body(start)
             is_local = mixes(body, self.stream) and mixes_neighbours(body, self.stream) and self.is_computed(start)
+            is_local = is_local and not is_residual_sum(start)
             if is_local and not any(map(self.stream.holds, upstream(other, lambda n, start=start: n is start))):
                 self.stream.extend(start)
                 return self.added_by(add)
@@ -254,7 +257,7 @@ class _Finder:
             operands = [a for a in operands_of_sum(add) if shape(a) == shape(add)]
             start = [a for a in operands if not reaches(call, a)]
             if len(operands) == 2 and len(start) == 1:
-                stream = Stream(start[0], self.layer, self.stream.opaque)
+                stream = Stream(start[0], self.layer, self.stream.opaque, ends=self.stream.ends)
                 stream.extend(*self.stream.values)
                 inner = _Finder(self.layer, stream, self.attentions)
                 for node in (n for n in sums if n >= add):
@@ -319,8 +322,7 @@ class _Finder:
             total = self.layer.stripped(total.all_input_nodes[0])
         operands = operands_of_sum(total) if self.layer.op(total) is Op.ADD else []
         if len(operands) == 2 and all(map(self.is_computed, operands)):
-            bodies = [self.stream.body(o) for o in operands]
-            attends = [any(a.call in body for a in self.attentions) for body in bodies]
+            attends = [self._attends(o) > 0 for o in operands]
             if attends[0] != attends[1]:
                 return operands
         branches = summands(total, self.stream)
@@ -332,21 +334,20 @@ class _Finder:
         """
         # Seen in: ConvNeXt, Zamba, Zamba 2; with the stream beside it LoFTR; not in LocalViT
         body = self.stream.body(h)
-        outputs = (self.layer.consumer_linear(a.out, body) for a in self.attentions if a.call in body)
-        out = next(outputs, None)
+        out = next((self.layer.consumer_linear(a.out, body) for a in self.attentions if a.call in body), None)
         if out is None and mixes_neighbours(body, self.stream):
             mixing = (n for n in body if not self.stream.holds(n) and mixes_tokens(n, self.layer))
             out = max(mixing, default=None)
             out = next((n for n in body if out is not None and self._joins_parts(n, out)), out)
         joins = {n for n in body if out is not None and self._joins_features(n, out)}
-        behind = set(upstream(h, lambda n: n is out or n in joins)) - {out}
+        behind = body.intersection(upstream(h, lambda n: n is out or n in joins)) - {out}
         if out is None or any(map(self.stream.holds, behind)):
             return None
         is_attention = any(out in (a.out, self.layer.consumer_linear(a.out, body)) for a in self.attentions)
-        if not is_attention and any(not mixes_tokens(n, self.layer) for n in self.layer.linears(self.stream.body(out))):
-            return None
+        inner = (n for n in self.layer.linears(self.stream.body(out)) if not self.stream.holds(n))
+        is_alone = is_attention or all(mixes_tokens(n, self.layer) for n in inner)
         linears = [n for n in self.layer.linears(set(without_gates(h, out))) if reaches(out, n)]
-        return out if len(linears) > 1 else None
+        return out if is_alone and len(linears) > 1 else None
 
     def _joins_features(self, node: fx.Node, out: fx.Node) -> bool:
         """Whether a value is features of the stream and those computed from `out`, side by side."""
@@ -392,7 +393,7 @@ def _side_streams(main: _Finder, first: fx.Node) -> list[Stream]:
     results = [n for n in nodes_in(output_of(layer.graph).args) if not main.stream.holds(n)]
     starts = other_streams(layer.graph, first) if results else ()
     for start in (n for n in starts if not main.stream.holds(n)):
-        finder = _Finder(layer, Stream(start, layer, main.stream.opaque), main.attentions)
+        finder = _Finder(layer, Stream(start, layer, main.stream.opaque, ends=main.stream.ends), main.attentions)
         subs = finder.along_stream()
         if subs and any(finder.stream.holds(node) for node in results):
             streams.append(finder.stream)
