@@ -7,6 +7,7 @@ from operator import attrgetter
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd  # pyright: ignore[reportPrivateUsage]
 from torch.nn.utils.parametrize import is_parametrized
 
 from peftc.addressing.module_infos import ModuleBlock, ModuleInfos, ModuleTemplate
@@ -195,14 +196,18 @@ def _stack_before(norm: str, structure: ModelStructure) -> Stack | None:
 
 
 def heads(structure: ModelStructure) -> Iterator[Site]:
-    """The model's output Linear: its output embeddings, else the last Linear that runs."""
+    """The model's output Linear: its output embeddings, else the last Linear that runs behind the
+    layers, unless a convolution runs behind it.
+    """
+    # Seen in: U-Nets, whose last Linear is that of a block's time embedding
     model, order = structure.model, list(structure.seen.calls)
     own = getattr(model, "get_output_embeddings", lambda: None)()
     outside = [n for n in _outside_layers(structure) if n]
     names = [n for n in outside if submodule(model, n) is own]
     if not names and structure.stacks:
         last = max(last_call(s.modules, structure.seen) for s in structure.stacks)
-        names = [n for n in outside if order.index(n) > last and isinstance(submodule(model, n), nn.Linear)][-1:]
+        ends = [n for n in outside if order.index(n) > last and isinstance(submodule(model, n), (nn.Linear, _ConvNd))]
+        names = [n for n in ends[-1:] if isinstance(submodule(model, n), nn.Linear)]
     for name in names:
         yield _module_site(name, (("head", None),), structure)
 

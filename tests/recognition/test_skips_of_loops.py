@@ -92,3 +92,20 @@ def test_edits() -> None:
 
         block[0].down.register_forward_hook(adapt)  # pyright: ignore[reportIndexIssue]
     torch.testing.assert_close(model(**inputs()), plain(**inputs()))
+
+
+class Denoiser(UNet):
+    """A Linear of the time is the last that runs; the result is that of a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time, self.out = nn.Linear(1, D), nn.Conv2d(D, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time = self.time(x.mean((1, 2, 3))[:, None])
+        return self.out(super().forward(x) + time[:, :, None, None])
+
+
+def test_no_head() -> None:
+    model = Denoiser().double().eval()
+    assert not any(site.path == "head" for site in peftc.sites(model, sample=inputs()).sites)
