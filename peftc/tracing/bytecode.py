@@ -57,18 +57,36 @@ class FunctionCode:
 
     def callee(self, call: dis.Instruction, instructions: Sequence[dis.Instruction]) -> FunctionType | None:
         """The global or method of `self` that is called; None for torch's, and where unknown."""
+        value = self.called(call, instructions)
+        in_torch = str(getattr(value, "__module__", "")).startswith("torch")
+        return value if isinstance(value, FunctionType) and not in_torch else None
+
+    def called(self, call: dis.Instruction, instructions: Sequence[dis.Instruction]) -> Any:
+        """The global or attribute of the class of `self` that is called; None where unknown."""
         if not call.opname.startswith("CALL") or call.positions is None:
             return None
         loads = [i for i in _loads_of(call, instructions) if i.offset < call.offset]
         names = [str(i.argval) for i in loads]
         if len(loads) == 1 and loads[0].opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            value = self.names.get(names[0], getattr(builtins, names[0], None))
-        elif len(loads) == 2 and names[0] == "self" and self.owner is not None:
-            value = getattr(self.owner, names[1], None)
-        else:
-            return None
-        in_torch = str(getattr(value, "__module__", "")).startswith("torch")
-        return value if isinstance(value, FunctionType) and not in_torch else None
+            return self.names.get(names[0], getattr(builtins, names[0], None))
+        if len(loads) == 2 and names[0] == "self" and self.owner is not None:
+            return getattr(self.owner, names[1], None)
+        return None
+
+
+def is_cached_call(frame: FrameType) -> bool:
+    """Whether the running instruction calls a function that `functools.lru_cache` wraps."""
+    instructions = _instructions(frame.f_code)
+    call = next((i for i in instructions if i.offset == frame.f_lasti), None)
+    called = FunctionCode.running_in(frame).called(call, instructions) if call is not None else None
+    return hasattr(called, "cache_parameters") and hasattr(called, "__wrapped__")
+
+
+def is_raised(frame: FrameType) -> bool:
+    """Whether the running instruction is part of a `raise`, or of an `assert` that fails."""
+    after = (i.opname for i in _instructions(frame.f_code) if i.offset >= frame.f_lasti)
+    ends = (name for name in after if name.startswith(("RAISE", "STORE", "POP", "RETURN", "JUMP")) or "_IF_" in name)
+    return next(ends, "").startswith("RAISE")
 
 
 @cache

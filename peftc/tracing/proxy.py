@@ -1,14 +1,17 @@
 """Proxies with the values of one call: ordinary Python runs on them and records a graph."""
 
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
+from peftc.tracing.bytecode import is_cached_call, is_raised
 from peftc.tracing.in_place import AUGMENTED, Binding, leaves, version
 from peftc.tracing.ragged_loops import RaggedSizes, Segments
 from peftc.tracing.records import contents, converted, is_named_tuple, is_record
@@ -62,7 +65,8 @@ class ConcreteProxy(fx.Proxy):
         return self.tracer.guard(self.node, "float", float(self._value))
 
     def __format__(self, spec: str) -> str:
-        return self.tracer.format_value(self._guarded_number() if self._is_number() else self._value, spec)
+        value = self._value if self._is_in_error(sys._getframe(1)) else self._guarded_number()  # pyright: ignore
+        return self.tracer.format_value(value, spec)
 
     def __str__(self) -> str:
         """Of a device or a size the text, which code compares, or has as a key."""
@@ -72,7 +76,9 @@ class ConcreteProxy(fx.Proxy):
 
     def __repr__(self) -> str:
         """Of a size in a tuple whose text is asked for."""
-        return repr(self._guarded_number()) if self._is_number() else super().__repr__()
+        if not self._is_number():
+            return super().__repr__()
+        return repr(self._value if self._is_in_error(sys._getframe(1)) else self._guarded_number())  # pyright: ignore
 
     def __len__(self) -> int:
         if isinstance(self._value, torch.Tensor):
@@ -90,14 +96,29 @@ class ConcreteProxy(fx.Proxy):
     def __eq__(self, other: object) -> Any:
         if not self.tracer.recording or (is_proxy(other) and other.tracer is not self.tracer):  # pyright: ignore
             return self is other  # a key that a cache of the code has kept since another trace
+        if self._is_key() and (type(other) in (int, float) or (is_proxy(other) and other._is_key())):  # pyright: ignore
+            return self._value == concrete_values(other)  # its value is guarded: keys are always or never equal
         return super().__eq__(other)
 
     def __hash__(self) -> int:
-        """Of a size or a device that is a key: the hash of its value."""
+        """Of a size or a device that is a key: the hash of its value. A function that remembers its
+        results has none for a proxy: it computes them in the graph, for all sizes.
+        """
         if isinstance(self._value, torch.device) and self.tracer.recording:
             str(self)  # guards it
             return hash(self._value)
-        return hash(self._guarded_number()) if self._is_number() else id(self)
+        if not self._is_number() or is_cached_call(sys._getframe(1)):  # pyright: ignore[reportPrivateUsage]
+            return id(self)
+        self.tracer.number_keys.add(self.node)
+        return hash(self._guarded_number())
+
+    def _is_in_error(self, frame: FrameType) -> bool:
+        """Whether a text that code makes of a number is that of an error, or it is no number."""
+        # Seen in: no transformers model, but einops, whose messages have the shapes
+        return not self._is_number() or self.tracer.handles_error() or is_raised(frame)
+
+    def _is_key(self) -> bool:
+        return self._is_number() and self.node in self.tracer.number_keys
 
     def _is_number(self) -> bool:
         return type(self._value) in (int, float) and self.tracer.recording

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import operator
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -46,6 +47,8 @@ class TracerBase(fx.Tracer):
         super().__init__()
         self.path_prefix = path_prefix
         self.recording = False
+        self.handled: BaseException | None = None  # by code around the trace
+        self.number_keys = set[fx.Node]()  # numbers that code has used as keys
         self.guards: list[Guard] = []
         self.attribute_guards: dict[tuple[str, str], Any] = {}
         self.global_state: dict[tuple[str, tuple[Any, ...]], Any] = {}  # what queries of torch returned
@@ -170,11 +173,15 @@ class TracerBase(fx.Tracer):
     def activate(self) -> Generator[None]:
         """Inside, this is the current tracer of the thread."""
         outer = getattr(_active, "tracer", None)
-        _active.tracer, self.recording = self, True
+        _active.tracer, self.recording, self.handled = self, True, sys.exc_info()[1]
         try:
             yield
         finally:
             _active.tracer, self.recording = outer, False
+
+    def handles_error(self) -> bool:
+        """Whether the code that runs is an `except` block."""
+        return sys.exc_info()[1] is not self.handled
 
     @contextlib.contextmanager
     def pause(self) -> Generator[None]:

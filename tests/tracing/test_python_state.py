@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import peftc
 from tests.layers import Layers
+from tests.specialization.test_variants import kinds
 
 D = 8
 X = torch.randn(2, 5, D, generator=torch.Generator().manual_seed(0))
@@ -124,6 +125,21 @@ REFUSED: dict[str, tuple[str, Callable[[Any, Tensor], Tensor]]] = {
 }
 
 
+@lru_cache
+def cooked(pattern: str, sizes: tuple[int, ...], parts: int) -> list[int]:
+    """What einops remembers of a pattern and sizes."""
+    if sizes[-1] % parts != 0:
+        raise ValueError(f"{pattern}: {sizes[-1]} is not divisible by {parts}")
+    return [*sizes[:-1], parts, sizes[-1] // parts]
+
+
+def rearranged(_: Any, x: Tensor) -> Tensor:
+    try:
+        return x.reshape(cooked("b n (h d) -> b n h d", x.shape, 2)).flatten(2)
+    except ValueError as error:
+        raise RuntimeError(f"{error}, for an input of {tuple(x.shape)}") from None
+
+
 def outputs(model: nn.Module) -> list[Tensor]:
     calls = [X, X, X[:, :4], X[:1], 2 * X]
     with torch.no_grad():
@@ -161,3 +177,17 @@ def test_a_counter_in_a_buffer_that_is_assigned_is_not_entered() -> None:
     model = Layers(Layer(count_in_buffer), Layer(count_in_buffer)).eval()
     with pytest.raises(peftc.PeftcError, match="replaces `calls`, which a later call reads"):
         peftc.compile("peft 1  edit e at layer[*].ffn { h += 0 * adapter(x, r=2) }", model, sample={"x": X})
+
+
+def test_results_that_code_remembers_for_sizes_are_of_all_sizes() -> None:
+    model = Layers(Layer(rearranged), Layer(rearranged)).eval()
+    model(X[:1])
+    peftc.compile("peft 1  edit e at layer[*] { h += 0 * adapter(x, r=2) }", model, seed=0, sample={"x": X[:1]})
+    counts = list[int]()
+    for x in (X, X[:, :4], X[:, :3]):
+        model(x)
+        counts.append(sum(len(kind.variants) for kind in kinds(model)))
+    assert len({*counts}) == 1
+    for batch, length in ((1, 5), (2, 5), (2, 4)):
+        assert cooked("b n (h d) -> b n h d", (batch, length, D), 2) == [batch, length, 2, D // 2]
+        assert all(type(n) is int for n in cooked("b n (h d) -> b n h d", (batch, length, D), 2))
