@@ -17,11 +17,12 @@ from peftc.dataflow.nodes import is_tensor, nodes_in, output_of, shape
 from peftc.dataflow.operations import SCALE, Op, dim_of
 from peftc.dataflow.sums import SUMS, differences, is_residual_sum, operands_of_sum
 from peftc.dataflow.values import reaches, upstream, value_operands, without_gates
+from peftc.recognition.attention.common_linears import of_other_stream
 from peftc.recognition.attention.linear_attention import all_attentions
 from peftc.recognition.attention.patterns import Attention, has_softmax_mixture
 from peftc.recognition.attention.projections import reads_projections
-from peftc.recognition.attention.side_by_side import feed_forward_beside, joint_states
-from peftc.recognition.ffn import convolutions, linear_modules
+from peftc.recognition.attention.side_by_side import feed_forward_beside
+from peftc.recognition.ffn import convolutions
 from peftc.recognition.norms import NormFinder, is_of_scores, is_only_in
 from peftc.recognition.residual_stream import (
     Stream,
@@ -69,13 +70,9 @@ def sub_layers(
     for side in sides:
         others = [finder.stream, *(other for other in sides if other is not side)]
         more = _Finder(layer, Stream(side.values[0], layer, opaque, others, ends), finder.attentions).along_stream()
-        # code that runs the same Linears for both has one set of roles
-        if linear_modules(sub.projections for sub in subs).isdisjoint(linear_modules(sub.projections for sub in more)):
-            subs += more
-            apart.append(side)
-        else:
-            for sub, other in itertools.product(subs, more):
-                sub.x, sub.h = joint_states(sub.x, sub.h, other.h, sub.projections, other.projections, layer)
+        own, is_apart = of_other_stream(more, subs, layer)
+        subs += own
+        apart += [side] if is_apart else []
     norms, sums = set[fx.Node](), {first, *(sub.add for sub in subs), *(side.values[0] for side in sides)}
     for sub in subs:
         own = NormFinder(finder.stream, apart, sums)
@@ -209,6 +206,7 @@ class _Finder:
             if not parts and (out := self.serial_attention_output(h)) is not None:
                 first = self.sub_layer(add, res, out)
                 self.stream.extend(out)
+                self.earlier.update(p.node for p in first.projections.values())
                 return [first, self.sub_layer(add, res, self.layer.first_of_final_linears(h))]
             subs = [self.sub_layer(add, res, part) for part in parts or [h]]
             return [one for sub in subs for one in self.with_feed_forward_beside(sub)]

@@ -103,14 +103,13 @@ class LayerSites:
         attention, group = sub.attention, f"{self.stack}.{sub.variant}".removesuffix(".")
         states, module = self.sub_layer_states(sub, steps), self.module(sub)
         yield replace(self.site(steps, module, states, group), frozen_modules=self.functions(sub))
-        yield from self.routed_sites(sub, steps)
-        yield from self.linear_sites(sub, steps, group)
+        yield from () if sub.calls_again else (*self.routed_sites(sub, steps), *self.linear_sites(sub, steps, group))
         heads = attention_heads(attention) if attention is not None and "q" in states else None
         if heads is not None:
             h = State("h", shapes.Heads(*shape(heads)[2:]), ActivationRef(heads.name))
             yield self.site(steps + (("heads", None),), module, {"h": h, "q": states["q"]}, group=group)
         if sub.hidden is not None and self.is_called_again(str(sub.projections["down"].node.target)):
-            yield self.hidden_of_all_calls(sub, steps + (("hidden", None),))
+            yield from [] if sub.calls_again else [self.hidden_of_all_calls(sub, steps + (("hidden", None),))]
         elif sub.hidden is not None:
             hidden = {"h": self.input_of("h", sub.projections["down"])} | ({"x": states["x"]} if "x" in states else {})
             yield self.site(steps + (("hidden", None),), self.owner_of(sub.projections["down"].node), hidden)
@@ -189,7 +188,8 @@ class LayerSites:
             yield self.linear(steps + inner, Projection(node), group)
 
     def norm_sites(self, sub: SubLayer, steps: Steps, group: str) -> Iterator[Site]:
-        norms = list({self.graph.norm_name(n): n for n in reversed(sub.norms)}.values())[::-1]
+        named = {self.graph.norm_name(n): n for n in reversed(sub.norms)}
+        norms = [n for name, n in named.items() if not (sub.calls_again and self.calls[name] > 1)][::-1]
         owners = numbered([self.norm_owner(n, sub) for n in norms])
         for node, (owner, index) in zip(norms, owners, strict=True):
             inner = ((owner, None),) if owner else ()

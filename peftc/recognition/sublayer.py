@@ -11,7 +11,7 @@ from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.operations import Op
 from peftc.dataflow.values import upstream
 from peftc.recognition.attention.patterns import Attention
-from peftc.recognition.attention.projections import attention_projections, without_sorting
+from peftc.recognition.attention.projections import attention_projections, output_linear, without_sorting
 from peftc.recognition.attention.side_by_side import heads_beside, joined_beside
 from peftc.recognition.ffn import Projection, convolutions, input_projections, unpadded_input
 from peftc.recognition.moe.lists import Experts, Network
@@ -46,6 +46,7 @@ class SubLayer:
     shared: list[dict[str, Projection]] = field(default_factory=list[dict[str, Projection]])
     shared_in_leaf: list[Network] = field(default_factory=list["Network"])
     is_added_again: bool = False  # another sum of the layer has `h` as a term, too
+    calls_again: bool = False  # the Linears of an earlier sub-layer, at which these have their sites
 
     @property
     def attention(self) -> Attention | None:
@@ -68,7 +69,7 @@ def set_attention_roles(sub: SubLayer, stream: Stream, earlier: Collection[fx.No
     own = {n for n in sub.body if n not in earlier and stream.is_own(n)}
     roles = sub.attentions, sub.projections, layer
     sub.heads = heads_beside(*roles) or joined_beside(*roles, own)
-    out = layer.consumer_linear(attention.out, sub.body)
+    out = output_linear(attended, sub.body, layer)
     if out is not None and attention.out in sub.body:
         sub.projections["o"] = Projection(out)
     if not any(map(stream.holds, stream.body(attention.k))):
@@ -156,7 +157,9 @@ def _first_linear(up: Projection, body: Collection[fx.Node], stream: Stream) -> 
     x = layer.input_of(up.node)
     while x is not None and not (stream.holds(x) or stream.moves(x) or stream.shifts(x)):
         sources = source_linears(layer, x)
-        if len(sources) != 1 or sources[0][0] not in body or is_affine(x, sources[0][0], layer):
+        if len(sources) != 1 or sources[0][0] not in body or stream.holds(sources[0][0]):
+            break
+        if is_affine(x, sources[0][0], layer):
             break
         up = Projection(*sources[0])
         x = layer.input_of(up.node)

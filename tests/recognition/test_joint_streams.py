@@ -153,3 +153,65 @@ def test_layers_of_one_class_with_other_options_are_traced_each(values: tuple[An
     table = peftc.sites(nn.Sequential(*map(Option, values)), sample={"input": torch.randn(2, 3, D)})
     read = [site.states["x"].activation for site in table.sites if site.path.endswith("ffn.up")]
     assert [place and place.node for place in read] == ["x", "add"]
+
+
+class CalledForEach(nn.Module):
+    """LightGlue and CogView 4: the same modules run for one stream, then for the other."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.attention, self.up, self.down = Attention(), nn.Linear(2 * D, 16), nn.Linear(16, D)
+
+    def one(self, x: Tensor) -> Tensor:
+        message = self.attention(x, x, x)
+        return x + self.down(self.up(torch.cat([x, message], dim=-1)).relu())
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.one(x), self.one(y)
+
+
+class SharedQueries(nn.Module):
+    """LightGlue: the queries of one stream are the keys of the other."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.qk, self.v, self.o, self.up, self.down = (nn.Linear(D, D) for _ in range(5))
+
+    def both(self, f: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return f(x), f(y)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        (a, b), (v, w) = (self.both(f, x, y) for f in (self.qk, self.v))
+        m, n = self.both(self.o, (a @ b.transpose(1, 2)).softmax(-1) @ w, (b @ a.transpose(1, 2)).softmax(-1) @ v)
+        x, y = x + m, y + n
+        return x + self.down(self.up(x).relu()), y + self.down(self.up(y).relu())
+
+
+@pytest.mark.parametrize("layer", [CalledForEach, SharedQueries])
+@pytest.mark.parametrize("site", ["attn", "ffn"])
+def test_one_module_that_is_called_for_each_of_two_streams_is_edited_for_both(
+    layer: type[nn.Module], site: str
+) -> None:
+    model, inputs = Model(layer).double(), {name: value.double() for name, value in sample().items()}
+    base = model(**inputs)
+    peftc.compile(f"peft 1  edit e at layer[1].{site} {{ h *= vector(init=1) }}", model, seed=0, sample=inputs)
+    for vector in peftc.parameters(model).values():
+        nn.init.constant_(vector, 2.0)
+    assert not torch.isclose(model(**inputs), base).all(-1).any()
+    assert len(peftc.parameters(model)) == 2
+
+
+def test_the_linears_of_two_streams_have_one_site_and_act_for_both() -> None:
+    for layer, role in ((CalledForEach, "up"), (SharedQueries, "q"), (SharedQueries, "o")):
+        assert len(modules(layer, role)) == 2
+        model, inputs = Model(layer), sample()
+        base = model(**inputs)
+        place = "ffn.up" if role == "up" else f"attn.{role}"
+        peftc.compile(f"peft 1  edit e at layer[1].{place} {{ h *= vector(init=1) }}", model, seed=0, sample=inputs)
+        nn.init.normal_(*peftc.parameters(model).values(), std=9.0)
+        assert (model(**inputs) - base).abs().sum(-1).gt(1e-4).all()
+
+
+def test_features_beside_the_stream_are_no_hidden_ones() -> None:
+    assert list(modules(CalledForEach, "up").values()) == ["layers.0.up", "layers.1.up"]
+    assert list(modules(CalledForEach, "o").values()) == ["layers.0.attention.o", "layers.1.attention.o"]

@@ -84,3 +84,24 @@ def test_an_edit_of_a_role_acts_on_each_context(role: str) -> None:
                 linear = reference.blocks[layer].get_submodule(f"attention.{'' if number else 'image_'}{role}")
                 linear.weight += parameters[name.replace("lora.A", "lora.B")] @ a  # pyright: ignore
         torch.testing.assert_close(model(**SAMPLE), reference(**SAMPLE))
+
+
+class InARow(nn.Module):
+    """MotionBERT in series: joints attend, then frames, with the same Linear for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for dims in ((0, 1), (1, 0)):
+            q, k, v = self.qkv(y).chunk(3, dim=-1)
+            q, k, v = (part.transpose(*dims) for part in (q, k, v))
+            y = ((q @ k.transpose(-2, -1)).softmax(-1) @ v).transpose(*dims)
+        return x + self.o(y)
+
+
+def test_the_output_projection_of_attentions_in_a_row_is_the_last_one() -> None:
+    sites = peftc.sites(nn.Sequential(InARow(), InARow()), sample={"input": torch.randn(2, 5, D)}).sites
+    assert [s.module for s in sites if s.path.endswith(".o")] == ["0.o", "1.o"]

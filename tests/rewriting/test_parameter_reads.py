@@ -203,6 +203,23 @@ class Given(Layer):
         return self.by(self.fc, x)
 
 
+class InTurn(Layer):
+    """Calls its children under other names, one of them twice."""
+
+    def apply_to(self, f: nn.Module, x: Tensor) -> Tensor:
+        return f(x)
+
+    def inner(self, x: Tensor) -> Tensor:
+        for f, scale in zip((self.fc, self.fc), (1.0, 2.0), strict=True):
+            x = f(x) * scale
+        return self.apply_to(self.fc, x)
+
+
+class InTurnByWeight(InTurn):
+    def apply_to(self, f: nn.Module, x: Tensor) -> Tensor:
+        return f(x) if f.training else F.linear(x, f.weight, f.bias)
+
+
 @pytest.mark.parametrize(
     ("cls", "glob", "refusal"),
     [
@@ -215,6 +232,8 @@ class Given(Layer):
         (Lengths, "layers.*", True),
         (Lengths, "layers.*.fc", False),
         (lambda: Model(Given), "layers.*.fc", True),
+        (lambda: Model(InTurn), "layers.*.fc", False),
+        (lambda: Model(InTurnByWeight), "layers.*.fc", True),
     ],
 )
 def test_edits_around_such_a_module_are_refused(cls: Callable[[], nn.Module], glob: str, refusal: bool) -> None:

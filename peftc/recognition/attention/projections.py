@@ -60,6 +60,20 @@ def attention_projections(
     return projections
 
 
+def output_linear(attentions: list[Attention], body: set[fx.Node], layer: LayerGraph) -> fx.Node | None:
+    """The Linear that reads the result of attentions, and computes no queries, keys or values of
+    one behind it.
+    """
+    # Seen in: no transformers model, but MotionBERT: joints, then frames, with the same Linear
+    first, *others = attentions
+    out = layer.consumer_linear(first.out, body)
+    for other in sorted(others, key=lambda a: a.call):
+        operands = (other.q, other.k, other.v)
+        if out is not None and any(out in upstream(value, layer.is_linear) for value in operands):
+            out = layer.consumer_linear(other.out, body)
+    return out
+
+
 def patch_convolution(value: fx.Node, body: Collection[fx.Node], layer: LayerGraph) -> fx.Node | None:
     """The convolution by a kernel that alone computes a value, but for its layout."""
     # Seen in: no transformers model, but ScalableViT, whose keys are those of patches

@@ -15,12 +15,9 @@ Reads of metadata (`self.fc.weight.dtype`) do not count.
 
 import ast
 import inspect
-import linecache
-import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain
 from types import CodeType, FunctionType
 from typing import Any, cast
 
@@ -30,6 +27,7 @@ from peftc.diagnostics.model_line import ModelLine
 from peftc.modules.instance_forward import instance_forward
 from peftc.modules.walk import submodule
 from peftc.rewriting.edits import Region
+from peftc.rewriting.legality.syntax_trees import is_called, name_in_loop, parents_in, syntax_tree
 
 QUERY = "get_fastpath_enabled"
 ENTERED = frozenset({""})
@@ -155,7 +153,7 @@ def attributes_of(forward: FunctionType, cls: type[nn.Module], region: str) -> f
     return frozenset(
         name
         for function, first in reachable_functions(forward, cls)
-        for use in attribute_uses(function, first)
+        for use in attribute_uses(function, first, cls)
         if not use.is_text
         for i, name in enumerate(use.names)
         if matches(use.names[:i], path if use.from_self else path[len(path) - i :])
@@ -195,7 +193,7 @@ def reads_in(forward: FunctionType, cls: type[nn.Module], words: frozenset[str])
         names = set(names_in(function.__code__))
         if names & (words | ALL_PARAMETERS):
             mode_dependent = bool(names & MODE_QUERIES)
-            uses = attribute_uses(function, first)
+            uses = attribute_uses(function, first, cls)
             reads |= dict.fromkeys(read for use in uses for read in use.reads(words, mode_dependent))
     return tuple(reads)
 
@@ -258,41 +256,11 @@ class AttributeUse:
                 yield ParameterRead((*self.names, ANY), self.from_self, mode_dependent, line=self.line)
 
 
-def syntax_tree(function: FunctionType) -> ast.Module:
-    """Raises: OSError, TypeError, SyntaxError without source."""
-    code = function.__code__
-    lines = linecache.getlines(code.co_filename, function.__globals__)
-    source = "".join(lines[code.co_firstlineno - 1 : last_line(code)])
-    try:
-        # `inspect.getsource` reads tokens up to the end of the function, in ten times as long.
-        tree = ast.parse(textwrap.dedent(source))
-        if len(tree.body) == 1 and isinstance(tree.body[0], ast.FunctionDef | ast.AsyncFunctionDef):
-            return tree
-    except SyntaxError:  # the last statement goes on behind the last instruction
-        pass
-    return ast.parse(textwrap.dedent(inspect.getsource(function)))
-
-
-def parents_in(tree: ast.Module) -> dict[ast.AST, ast.AST]:
-    """The parent of each node but the root, in the order of `ast.walk`."""
-    parents: dict[ast.AST, ast.AST] = {}
-    nodes: list[ast.AST] = [tree]
-    for node in nodes:
-        for child in ast.iter_child_nodes(node):
-            parents[child] = node
-            nodes.append(child)
-    return parents
-
-
-def last_line(code: CodeType) -> int:
-    """The last line of a function that has instructions."""
-    inner = (last_line(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return max(chain((end or 0 for _, end, _, _ in code.co_positions()), inner), default=0)
-
-
 @cache
-def attribute_uses(function: FunctionType, root: str) -> tuple[AttributeUse, ...]:
-    """The attribute uses of a function; without source, it may read all parameters."""
+def attribute_uses(function: FunctionType, root: str, cls: type[nn.Module]) -> tuple[AttributeUse, ...]:
+    """The attribute uses of a function; without source, it may read all parameters. `root`: its
+    name for a module of class `cls`.
+    """
     try:
         tree = syntax_tree(function)
     except (OSError, TypeError, SyntaxError):
@@ -300,7 +268,7 @@ def attribute_uses(function: FunctionType, root: str) -> tuple[AttributeUse, ...
     parents = parents_in(tree)
     uses: list[AttributeUse] = []
     for node in parents:
-        if isinstance(node, ast.Attribute | ast.Subscript) and not is_metadata_read(node, parents, function):
+        if isinstance(node, ast.Attribute | ast.Subscript) and not is_metadata_read(node, parents, function, cls, root):
             names, base = list[str](), cast(Any, node)  # `self.layers[0].fc` has layers, *, fc
             while isinstance(base, ast.Attribute | ast.Subscript):
                 names.insert(0, base.attr if isinstance(base, ast.Attribute) else ANY)
@@ -319,30 +287,55 @@ def attribute_uses(function: FunctionType, root: str) -> tuple[AttributeUse, ...
     return tuple(dict.fromkeys(uses))
 
 
-def is_metadata_read(node: ast.AST, parents: Mapping[ast.AST, ast.AST], function: FunctionType) -> bool:
-    """Whether an expression of a function is used for its metadata only, or assigned to."""
+def is_metadata_read(
+    node: ast.AST,
+    parents: Mapping[ast.AST, ast.AST],
+    function: FunctionType,
+    cls: type[nn.Module] | None = None,
+    root: str = "",
+) -> bool:
+    """Whether an expression of a function is used for its metadata only, assigned to, or called
+    under another name. `root`: its name for a module of `cls`; without, no calls are followed.
+    """
     parent = parents.get(node)
     # `next(self.parameters()).dtype`
     if isinstance(parent, ast.Call) and parent.func is node and isinstance(call := parents.get(parent), ast.Call):
         is_first = isinstance(call.func, ast.Name) and call.func.id == "next" and call.args[:1] == [parent]
-        return is_first and is_metadata_read(call, parents, function)
+        return is_first and is_metadata_read(call, parents, function, cls, root)
     if isinstance(parent, ast.Attribute):
         return parent.attr in METADATA
     if isinstance(parent, ast.Compare):
         return all(isinstance(op, ast.Is | ast.IsNot) for op in parent.ops)
     if isinstance(parent, ast.Call) and node in parent.args:
-        if not isinstance(parent.func, ast.Name):
-            return False
-        callee = function.__globals__.get(parent.func.id)
         before = [type(argument) for argument in parent.args[: parent.args.index(cast(ast.expr, node))]]
-        is_inspected = ast.Starred not in before and inspects(callee, len(before))
-        return parent.func.id in INSPECTING or is_inspected
+        callee, first = (None, 0) if cls is None else function_of(parent.func, function, cls, root)
+        is_harmless = ast.Starred not in before and calls_or_inspects(callee, first + len(before))
+        return (isinstance(parent.func, ast.Name) and parent.func.id in INSPECTING) or is_harmless
+    if isinstance(parent, ast.Tuple | ast.List) and isinstance(getattr(parent, "ctx", None), ast.Load):
+        name = name_in_loop(parent, parents)
+        uses = [n for n in parents if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
+        passed = [use for use in uses if not is_called(use, parents)]
+        in_calls = all(isinstance(parents.get(use), ast.Call) for use in passed)
+        return bool(uses) and in_calls and all(is_metadata_read(use, parents, function, cls, root) for use in passed)
     return isinstance(getattr(node, "ctx", None), ast.Store)
 
 
+def function_of(
+    callee: ast.expr, function: FunctionType, cls: type[nn.Module], root: str
+) -> tuple[FunctionType | None, int]:
+    """The function that an expression names, and how many arguments it has got already."""
+    if isinstance(callee, ast.Name):
+        value = function.__globals__.get(callee.id)
+        return (value if isinstance(value, FunctionType) else None), 0
+    if isinstance(callee, ast.Attribute) and isinstance(callee.value, ast.Name) and callee.value.id == root != "":
+        method, has_self = resolve(callee.attr, function, cls)
+        return method, int(has_self)
+    return None, 0
+
+
 @cache
-def inspects(callee: object, position: int) -> bool:
-    """Whether a function uses an argument for its metadata only: `exists(self.head)`."""
+def calls_or_inspects(callee: object, position: int) -> bool:
+    """Whether a function calls an argument or uses its metadata, and nothing else."""
     # Seen in: no transformers model, but x-transformers and other code by lucidrains
     if not isinstance(callee, FunctionType) or position >= callee.__code__.co_argcount:
         return False
@@ -353,4 +346,4 @@ def inspects(callee: object, position: int) -> bool:
         return False
     parents = parents_in(tree)
     uses = [node for node in parents if isinstance(node, ast.Name) and node.id == name]
-    return all(is_metadata_read(use, parents, callee) for use in uses)
+    return all(is_called(use, parents) or is_metadata_read(use, parents, callee) for use in uses)
