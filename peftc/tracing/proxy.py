@@ -7,6 +7,7 @@ from functools import cached_property
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
@@ -18,6 +19,10 @@ from peftc.tracing.records import contents, converted, is_named_tuple, is_record
 from peftc.tracing.region_trace import TraceError, UnknownLength, is_input
 from peftc.tracing.tracer_base import TracerBase, is_called_by_library
 
+_OF_UFUNCS = {
+    **{"add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "divide": operator.truediv},
+    **{"power": operator.pow, "floor_divide": operator.floordiv},
+}
 # Independent of a tensor's values. Those of an argument may differ in another call.
 TENSOR_PROPERTIES = frozenset({"ndim", "layout", "requires_grad", "is_cuda", "is_nested", "is_sparse", "is_quantized"})
 
@@ -60,6 +65,15 @@ class ConcreteProxy(fx.Proxy):
         return self.tracer.guard(self.node, "int", int(self._value))
 
     __int__ = __index__
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """Of NumPy's functions `np.sqrt(x.shape[1])`; `np.float64(2) * x` is torch's product."""
+        inputs = tuple(one.item() if isinstance(one, np.generic) else one for one in inputs)
+        if method == "__call__" and not kwargs and (function := _OF_UFUNCS.get(ufunc.__name__)) is not None:
+            return function(*inputs)
+        if all(one._is_number() for one in inputs if is_proxy(one)):
+            return ufunc(*(one._guarded_number() if is_proxy(one) else one for one in inputs), **kwargs)
+        return NotImplemented
 
     def __float__(self) -> float:
         return self.tracer.guard(self.node, "float", float(self._value))

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 from transformers.integrations.moe import ExpertsInterface
@@ -197,6 +198,8 @@ class RegionTracer(TracerBase):
             return self.attribute_node(self.tensor_names[id(a)], a)
         if isinstance(a, torch.Tensor) and a in self.provenance:
             return self.provenance.node(a)
+        if isinstance(a, np.generic):
+            return a.item()
         if isinstance(a, CONSTANTS) or callable(a):
             return a
         if isinstance(a, nn.Parameter):

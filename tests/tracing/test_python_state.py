@@ -108,6 +108,11 @@ KEPT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "round": lambda _, x: x * round(x.shape[1] / 3),
     "divmod": lambda _, x: x * divmod(x.shape[1], 3)[0],
     "inference": lambda _, x: x * (2 if torch.is_inference_mode_enabled() else 3),
+    "a number of NumPy": lambda _, x: (
+        x.view(*x.shape[:2], int(x.size(-1) / -np.prod([2, -1])), 2).flatten(2) / np.sqrt(D)
+    ),
+    "a number of NumPy on the left": lambda _, x: np.float64(2) * x + np.float64(3) * x.shape[1],
+    "a root of a size": lambda _, x: x / np.sqrt(x.shape[1]) * np.log(x.size(1)),
     "a table of a cache": lambda _, x: x + places(x.shape[1]),
     "a table of an attribute": cached,
 }
