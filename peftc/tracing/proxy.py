@@ -19,10 +19,6 @@ from peftc.tracing.records import contents, converted, is_named_tuple, is_record
 from peftc.tracing.region_trace import TraceError, UnknownLength, is_input
 from peftc.tracing.tracer_base import TracerBase, is_called_by_library
 
-_OF_UFUNCS = {
-    **{"add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "divide": operator.truediv},
-    **{"power": operator.pow, "floor_divide": operator.floordiv},
-}
 # Independent of a tensor's values. Those of an argument may differ in another call.
 TENSOR_PROPERTIES = frozenset({"ndim", "layout", "requires_grad", "is_cuda", "is_nested", "is_sparse", "is_quantized"})
 
@@ -33,6 +29,7 @@ class ConcreteProxy(fx.Proxy):
     Each answer that may differ in another call becomes a guard. Sizes of tensors stay symbolic.
     """
 
+    __array_priority__ = torch.Tensor.__array_priority__  # `np.float64(2) * x` is torch's
     tracer: TracerBase  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, node: fx.Node, tracer: TracerBase, value: Any) -> None:
@@ -66,14 +63,11 @@ class ConcreteProxy(fx.Proxy):
 
     __int__ = __index__
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        """Of NumPy's functions `np.sqrt(x.shape[1])`; `np.float64(2) * x` is torch's product."""
-        inputs = tuple(one.item() if isinstance(one, np.generic) else one for one in inputs)
-        if method == "__call__" and not kwargs and (function := _OF_UFUNCS.get(ufunc.__name__)) is not None:
-            return function(*inputs)
-        if all(one._is_number() for one in inputs if is_proxy(one)):
-            return ufunc(*(one._guarded_number() if is_proxy(one) else one for one in inputs), **kwargs)
-        return NotImplemented
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Of a number that NumPy computes with: `np.sqrt(x.shape[1])`."""
+        if not self._is_number():
+            raise TraceError("a tensor is given to NumPy")
+        return np.asarray(self._guarded_number(), dtype)
 
     def __float__(self) -> float:
         return self.tracer.guard(self.node, "float", float(self._value))
