@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ from peftc.rewriting.states import (
 )
 from peftc.runtime.parameters import stacked_slice
 from peftc.tracing.bytecode import mutates_conditionally
+from peftc.tracing.in_place import leaves
+from peftc.tracing.region_trace import ModuleCall
 
 
 @dataclass(frozen=True)
@@ -327,7 +330,17 @@ class LayerRegions:
             if nearest is None:
                 return None
             anchors[name], inline = nearest[0], inline | nearest[1]
-        return _Placement(region, inline, anchors)
+        return _Placement(region, self.with_called_functions(region, inline), anchors)
+
+    def with_called_functions(self, region: str, inline: frozenset[str]) -> frozenset[str]:
+        """And the modules that entered code gives a function with a closure: as a leaf of the
+        graph, such a module would call a function of the trace.
+        """
+        # Seen in: no transformers model, but the Annotated Transformer (`sublayer(x, lambda x: …)`)
+        calls = [c for c in self.trace.calls if c.inlined and contains(region, c.name) and takes_closure(c)]
+        while new := {c.name for c in calls if c.caller in inline} - inline:
+            inline |= new
+        return inline
 
     def nearest_anchor(
         self, state: State, write: bool, region: str, site: Site
@@ -358,6 +371,11 @@ class LayerRegions:
             if mutates_conditionally(inspect.unwrap(cls.forward), cls, argument if name == region else ""):
                 result |= self.modules_between(region, name)
         return result
+
+
+def takes_closure(call: ModuleCall) -> bool:
+    """Whether a module is called with a function that has a closure."""
+    return any(isinstance(value, FunctionType) and value.__closure__ for value in leaves(call.arguments))
 
 
 def _feature_count(value: torch.Tensor, place: ActivationRef) -> int:

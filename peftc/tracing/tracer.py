@@ -124,6 +124,8 @@ class RegionTracer(TracerBase):
         if kind == "call_function":
             kind, target = python_target(target, args)
         args, kwargs = with_positional_tensors(kind, target, args, kwargs)
+        if target == "item" and len(args) == 1 and is_truth(concrete_values(args[0])):
+            return args[0]  # code asks `if mask.any().item()`
         if (mask := mask_of_indices(target, args, kwargs)) is not None:
             return MaskIndices(mask, lambda: self.create_call(kind, target, args, kwargs, name))
         return self.create_call(kind, target, args, kwargs, name)
@@ -340,6 +342,11 @@ class ApproximateTracer(RegionTracer):
     def compute(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
         with fake_data_answers():
             return super().compute(kind, target, args, kwargs)
+
+
+def is_truth(value: object) -> bool:
+    """Whether a value is a tensor of one truth value, of which Python may ask the outcome."""
+    return isinstance(value, torch.Tensor) and value.dtype == torch.bool and value.ndim == 0
 
 
 def approximate_trace(

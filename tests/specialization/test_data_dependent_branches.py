@@ -418,3 +418,24 @@ def test_every_read_of_a_weight_sees_the_edited_one() -> None:
         weight = weight + b @ a
         want = torch.nn.functional.linear(torch.nn.functional.linear(want, weight).relu(), weight)
     torch.testing.assert_close(model(x), want)
+
+
+class Asking(Deciding):
+    """Asks for a truth value as a number of Python, as the masks of GTrXL are asked."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        mask = y > 0.5
+        if mask.any().item():
+            y = y.masked_fill(mask, 0.0)
+        return y + 1 if not (y < 0).all().item() else 2 * y
+
+
+def test_code_may_ask_for_a_truth_value_as_a_number() -> None:
+    base, module = Asking(), Asking()
+    module.load_state_dict(base.state_dict())
+    rewritten(module)
+    for scale in (0.0, 1.0, 5.0):
+        x = scale * torch.randn(2, 3, 4)
+        assert torch.equal(module(x), base(x))
+    assert torch.equal(module.train()(x), base(x))
