@@ -304,7 +304,7 @@ def remove(
 
     Raises:
         PeftcError: P410 (not compiled), P413 (no spec of that name), P436 (an edited module was
-            replaced, and other specs stay), P529 (inside of `disabled`), P546 (no room for the
+            replaced, and other specs stay), P529 (switched off), P546 (no room for the
             values that `train` has changed). After an error or an interrupt the model is as it was.
     """
     active_installation(model, complete=False)

@@ -292,7 +292,7 @@ def adapter_tasks(adapter: Adapter, spec: ast.Spec) -> tuple[str, ...]:
 
     Args: `spec`: `expanded_spec` of the adapter.
     """
-    if not any(isinstance(s, ast.Edit) and s.per_task for s in spec.statements):
+    if not spec.per_task:
         return ()
     if len(adapter.tasks) > len(adapter.tensors):
         message = f"the adapter has {len(adapter.tensors):,} tensors for {len(adapter.tasks):,} tasks"

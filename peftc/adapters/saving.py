@@ -127,7 +127,7 @@ def describe(
         base=base,
         weights_digest=digest_of(base.tensors),
         seed=parts[0].seed,
-        tasks=record.task.names if all(part in record.specs for part in parts) else (),
+        tasks=record.task.names if stored.per_task and all(part in record.specs for part in parts) else (),
         tensors=listing(tensors),
         file=tensors_name(sha256),
         sha256=sha256,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from peftc.adapters.files import listed_tensors, path_of, read, read_description, require_module
-from peftc.adapters.loading import Fit, check_base, expanded_spec, notify_forms, own_fit
+from peftc.adapters.loading import Fit, adapter_tasks, check_base, expanded_spec, notify_forms, own_fit
 from peftc.adapters.metadata import Adapter
 from peftc.concurrency.garbage_collection import paused_gc
 from peftc.diagnostics import Diagnostic, PeftcError
@@ -162,7 +162,7 @@ def read_attachable(path: Path, compiled: CompiledModel, *, other_weights: bool,
         check_base(adapter, compiled.module, other_weights, strict)
         if adapter.passes:
             raise not_attachable("it has a pass, a function that no file holds")
-        if adapter.tasks:
+        if adapter_tasks(adapter, expanded_spec(adapter, path)):
             raise not_attachable("it has tasks of its own")
         fits.append(own_fit(path, compiled, False, None, adapter))
         require_attachable(fits[-1].planned)

@@ -12,12 +12,12 @@ from peftc.adapters.checkpoints import state_name
 from peftc.concurrency.context import ALL, NO_ADAPTER, Choice, ChoiceBlock
 from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.installation.completeness import ORIGINALS, acting_heads, complete_installation, require_calls
+from peftc.installation.completeness import acting_heads, complete_installation, require_calls
 from peftc.installation.contents import names_on_model
 from peftc.installation.disable import prepare_variants
 from peftc.installation.edited_classes import of_base
 from peftc.installation.record import Installation
-from peftc.modules.base_values import ADAPTERS
+from peftc.modules.base_values import ADAPTERS, BASE_VALUES
 from peftc.modules.instance_forward import FORWARD
 from peftc.modules.walk import modules_in
 from peftc.rewriting.edits import SHARED
@@ -154,11 +154,11 @@ class Reference(nn.Module):
 
 def values_that_act(module: nn.Module, keep_vars: bool) -> dict[str, Tensor]:
     """What parameters of the base that specs or adapters train are read as, by dotted name."""
-    owners = ((n, own) for n, own in module.named_modules(remove_duplicate=False) if ORIGINALS in vars(own))
+    owners = ((n, own) for n, own in module.named_modules(remove_duplicate=False) if BASE_VALUES in vars(own))
     values = {
         f"{n}.{attribute}".lstrip("."): getattr(own, attribute)
         for n, own in owners
-        for attribute in vars(own)[ORIGINALS]
+        for attribute in vars(own)[BASE_VALUES]
     }
     return values if keep_vars else {name: value.detach() for name, value in values.items()}
 

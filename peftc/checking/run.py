@@ -74,9 +74,8 @@ class Checker:
 
     def _check_on(self, targets: Sequence[Target], spec: ast.Spec, path: str) -> None:
         flat = expand(spec, {}, self.include)
-        per_task = any(isinstance(one, ast.Edit) and one.per_task for one in flat.statements)
         for target in targets:
-            target = target if per_task else replace(target, tasks=None)
+            target = target if flat.per_task else replace(target, tasks=None)
             if self.cache and self.observe is None and self._clean_on(target.model).has(flat, target.tasks):
                 note(f"{path} has no diagnostic on {target.model}, from the cache")
                 self.cases.append(Case(path, target.model, ()))

@@ -165,8 +165,7 @@ def _has_expectations(spec: ast.Spec) -> bool:
 
 
 def _plan_of_tasks(args: Namespace, model: str, tasks: tuple[str, ...], spec: ast.Spec) -> PlanResult:
-    is_per_task = any(isinstance(s, ast.Edit) and s.per_task for s in spec.statements)
-    names = (args.tasks or tasks or None) if is_per_task else None
+    names = (args.tasks or tasks or None) if spec.per_task else None
     return plan_of(spec, model, names, trust_remote_code=args.trust_remote_code, cache=args.cache)
 
 

@@ -19,12 +19,12 @@ from torch.compiler import is_dynamo_compiling
 from peftc.concurrency.context import CHOICE, Rows
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.installation.record import Installation, installation_of
+from peftc.modules.base_values import BASE_VALUES
 from peftc.modules.function_parts import held_part
 from peftc.modules.instance_forward import FORWARD
 from peftc.modules.walk import all_named_modules, modules_in
 from peftc.rewriting.edits import CONTAINER
 
-ORIGINALS = "peftc_originals"  # attribute of a module: the original values of what `train` changes
 COMPLETENESS = "peftc_completeness"  # attribute of a compiled model: its `Completeness`
 HELP = "put the edited module back, or take all edits out with `peftc.remove` and compile again"
 Link = tuple[dict[str, nn.Module | None], str, nn.Module]  # the children of a module, a name, the child of that name
@@ -123,7 +123,7 @@ def is_edited(module: nn.Module, record: Installation) -> bool:
     """Whether a module contains edits of this installation, or parameters that it trains."""
     own = vars(module)
     has_edits = CONTAINER in own["_modules"] and hasattr(type(module), "_peftc_kind")
-    return (has_edits or ORIGINALS in own) and own.get(CHOICE) is record.choice
+    return (has_edits or BASE_VALUES in own) and own.get(CHOICE) is record.choice
 
 
 def edited_modules(model: nn.Module, record: Installation) -> list[nn.Module]:

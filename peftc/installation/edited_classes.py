@@ -22,9 +22,9 @@ from torch.nn.modules.module import _IncompatibleKeys  # pyright: ignore[reportP
 
 from peftc.concurrency.context import CHOICE, ChoiceVar
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.installation.completeness import COMPLETENESS, ORIGINALS, Completeness, checked_call, edited_modules
+from peftc.installation.completeness import COMPLETENESS, Completeness, checked_call, edited_modules
 from peftc.installation.record import RECORD, Installation, installation_of, is_installed, place_of_values
-from peftc.modules.base_values import AttachedValues, BaseValue, OriginalValue, register_at
+from peftc.modules.base_values import BASE_VALUES, AttachedValues, BaseValue, OriginalValue, register_at
 from peftc.modules.instance_forward import FORWARD, rebind_forward, replace_base, unpatched_class
 from peftc.modules.new_modules import set_class
 from peftc.modules.quantizer import QUANTIZER, trainable_quantizer
@@ -49,7 +49,7 @@ def install_overlays(model: nn.Module, record: Installation, modules: Sequence[n
     for place, values in record.attached_values.items():
         register_at(model, place, values)
     for module, values in owners.items():
-        vars(module).update({CHOICE: record.choice, ORIGINALS: values})
+        vars(module).update({CHOICE: record.choice, BASE_VALUES: values})
     for module in (model, *(part for part in parts_with_files(modules) if has_edits(part))):
         owners.setdefault(module, {})
     for module, values in owners.items():
@@ -135,9 +135,9 @@ def _parameter(name: str) -> property:
         if name not in self._parameters and name not in attributes:
             raise AttributeError(name)
         own = self._parameters[name] if name in self._parameters else attributes[name]  # a plain one in replicas
-        if ORIGINALS not in attributes:  # a program has constructed the module, of a derived class
+        if BASE_VALUES not in attributes:  # a program has constructed the module, of a derived class
             return own
-        return attributes[ORIGINALS][name].read(own, attributes[CHOICE])
+        return attributes[BASE_VALUES][name].read(own, attributes[CHOICE])
 
     def set_(self: Any, value: Any) -> None:
         vars(self)[name] = value
@@ -296,7 +296,7 @@ def edits_in(module: nn.Module) -> dict[str, ChoiceVar]:
     for own in module.modules():
         kind: Any = getattr(type(own), "_peftc_kind", None)  # a wrapper has the attributes of its module
         names = [] if kind is None else [edit.edit for edit in kind.edits]
-        names += [edit for value in vars(own).get(ORIGINALS, {}).values() for edit in value.edits]
+        names += [edit for value in vars(own).get(BASE_VALUES, {}).values() for edit in value.edits]
         edits |= {name: vars(own)[CHOICE] for name in names if CHOICE in vars(own)}
     return edits
 
@@ -307,7 +307,7 @@ def of_base(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     for name, own in module.named_modules(remove_duplicate=False):
         if hasattr(type(own), "_peftc_kind"):
             places.append(f"{name}.{CONTAINER}.".lstrip("."))
-        for attribute, original in vars(own).get(ORIGINALS, {}).items():
+        for attribute, original in vars(own).get(BASE_VALUES, {}).items():
             value = original.of_base(vars(own)["_parameters"][attribute])
             values[f"{name}.{attribute}".lstrip(".")] = value
     return {key: values.get(key, value) for key, value in state.items() if not key.startswith(tuple(places))}
@@ -355,7 +355,7 @@ def remove_edits(model: nn.Module, modules: Iterable[EditedModule]) -> None:
     for module in model.modules():
         while (overlay := top_overlay(type(module))) is not None:
             module.__class__ = replace_base(type(module), overlay, vars(overlay)[_UNDER])
-        if vars(module).pop(ORIGINALS, None) is not None and not hasattr(type(module), "_peftc_kind"):
+        if vars(module).pop(BASE_VALUES, None) is not None and not hasattr(type(module), "_peftc_kind"):
             vars(module).pop(CHOICE, None)
     for module, generated, _ in modules:
         if generated.cls in type(module).__mro__:

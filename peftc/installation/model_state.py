@@ -23,6 +23,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from peftc.cache.environment import LIBRARIES, library_folders
 from peftc.concurrency.context import CHOICE
 from peftc.diagnostics import Diagnostic, PeftcError
+from peftc.modules.base_values import BASE_VALUES
 from peftc.modules.memory import storage_of
 from peftc.modules.module_rows import ModuleRows, Row, Span
 from peftc.modules.torch_attributes import ATTRIBUTES, getter
@@ -32,7 +33,7 @@ from peftc.tracing.bytecode import reachable_code
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, type)
 _HOOKS = frozenset(key for key in ATTRIBUTES if key.endswith(("_hooks", "_called", "_with_kwargs")))
-PEFTC = frozenset({"_peftc", CHOICE, "peftc_originals", "peftc_completeness"})
+PEFTC = frozenset({"_peftc", CHOICE, BASE_VALUES, "peftc_completeness"})
 _NO_ATTRIBUTES = ATTRIBUTES | PEFTC
 _SIMPLE = frozenset({bool, int, float, str, type(None)})
 _PRINTED = frozenset({*_SIMPLE, torch.Size, torch.dtype, torch.device})  # whose texts are equal for equal values

@@ -14,7 +14,7 @@ from peftc.forms.module import FormModule
 from peftc.installation.base_weights import refuse_quantised
 from peftc.installation.builder import InstallationBuilder
 from peftc.installation.compilations import Compilation
-from peftc.installation.completeness import ORIGINALS, active_installation, module_at
+from peftc.installation.completeness import active_installation, module_at
 from peftc.installation.edited_classes import (
     edited_parts,
     install_edits,
@@ -25,7 +25,7 @@ from peftc.installation.edited_classes import (
 )
 from peftc.installation.journal import Journal, transaction
 from peftc.installation.record import Installation, InstalledSpec, installation_of, is_installed, place_of_values
-from peftc.modules.base_values import common_rows, in_parts
+from peftc.modules.base_values import BASE_VALUES, common_rows, in_parts
 from peftc.modules.offload import offloaded_error, offloaded_parameters
 from peftc.modules.packed import repacking
 from peftc.modules.sharded_tensors import is_sharded, require_gathered
@@ -210,7 +210,7 @@ def uninstall(
 def is_trained(model: nn.Module, name: str) -> bool:
     """Whether `train` named a parameter of the module at this place: it may have been replaced."""
     module = module_at(model, name.rpartition(".")[0])
-    return module is not None and ORIGINALS in vars(module)
+    return module is not None and BASE_VALUES in vars(module)
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from peftc.concurrency.context import ChoiceVar, Rows
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.modules.sharded_tensors import is_sharded
 
+BASE_VALUES = "peftc_originals"  # attribute of a module: by the names of parameters, what they are read as
 ADAPTERS = "adapter-values"  # the child, of the modules that sites share, with values of attached adapters
 
 

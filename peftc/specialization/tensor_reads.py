@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx
 
+from peftc.modules.base_values import BASE_VALUES
 from peftc.modules.packed import is_stand_in, unpacked_weight
 
 READ = "_peftc_read"  # no model's code has a variable of this name
@@ -22,9 +23,13 @@ _PLACE = ("lineno", "col_offset", "end_lineno", "end_col_offset")
 
 
 def read(module: Any, name: str) -> Any:
-    """`module.name`. What replaces a parameter (a parametrization, a replica) removes its entry."""
+    """`module.name`. What replaces a parameter (a parametrization, a replica) removes its entry. A
+    module with base values has properties, which know what acts.
+    """
     parameters: dict[str, Any] = getattr(module, "_parameters", _NONE)
-    return parameters[name] if name in parameters else getattr(module, name)
+    if name in parameters and BASE_VALUES not in module.__dict__:
+        return parameters[name]
+    return getattr(module, name)
 
 
 def compile_reads(source: str, filename: str, reads: Set[str]) -> CodeType:

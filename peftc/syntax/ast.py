@@ -355,3 +355,8 @@ class Spec(Node):
     header_trailing: str | None = field(default=None, compare=False, repr=False)
     closing: tuple[str, ...] = field(default=(), compare=False, repr=False)  # comments after the last statement
     source: Source = field(default=Source("<text>", ""), compare=False, repr=False)
+
+    @property
+    def per_task(self) -> bool:
+        """Whether an edit of the text is `per task`; of an expanded one, whether any is."""
+        return any(isinstance(statement, Edit) and statement.per_task for statement in self.statements)

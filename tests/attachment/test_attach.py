@@ -288,6 +288,23 @@ def test_attached_adapters_act_beside_compiled_edits(tmp_path: Path) -> None:
     assert torch.equal(output("llama", peftc.load(tmp_path / "active", zoo.build("llama", torch.float64))), alone)
 
 
+def test_a_spec_without_tasks_is_attached_from_a_model_with_tasks(tmp_path: Path) -> None:
+    spec = "peft 2\nedit a at layer[*].attn.q { h += lora(x, r=2) }"
+    model = peftc.compile(spec, zoo.build("bert", torch.float64).eval(), seed=0, name="a")
+    peftc.compile(spec.replace("a at", "t at").replace(" {", " per task {"), model, name="t", tasks=["x", "y"])
+    disturb(model, 0)
+    peftc.set_task(model, "x")
+    with peftc.disabled(model, "t"):
+        want = output("bert", model)
+    assert peftc.inspect(peftc.save(model, tmp_path / "a", "a")).tasks == ()
+    assert peftc.inspect(peftc.save(model, tmp_path / "t", "t")).tasks == ("x", "y")
+    other = peftc.attach(tmp_path / "a", zoo.build("bert", torch.float64).eval())
+    peftc.activate(other, "a")
+    assert torch.equal(output("bert", other), want)
+    with pytest.raises(peftc.PeftcError, match="P549"):
+        peftc.attach(tmp_path / "t", other)
+
+
 def test_the_trainer_saves_and_resumes_the_active_adapter_alone(tmp_path: Path) -> None:
     def attached_pair() -> Any:
         model = zoo.build("llama")

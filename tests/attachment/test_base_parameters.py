@@ -16,7 +16,7 @@ import peftc
 from peftc.installation.record import installation_of
 from tests import zoo
 from tests.attachment.test_attach import code_of, output, saved
-from tests.laws.harness import close
+from tests.laws.harness import close, randomise
 
 LORA = "edit qv at layer[*].attn.{q, v} { h += lora(x, r=2) }"
 KINDS = {  # an architecture, what is trained, and what another adapter, of another spec, trains
@@ -45,6 +45,22 @@ def attached_model(kind: str, folder: Path, with_lora: bool = False) -> tuple[st
         peftc.attach(folder / adapter, model)
         assert torch.equal(output(name, model), alone[None]), "an adapter acts before it is chosen"
     return name, model, alone
+
+
+def test_values_are_read_in_modules_that_a_spec_edits(tmp_path: Path) -> None:
+    name, first, _ = KINDS["biases"]
+    model: Any = zoo.build(name, torch.float64).eval()
+    peftc.compile(f"peft 2\n{LORA}", model, seed=0)
+    randomise(peftc.parameters(model))
+    saved(name, f"peft 2\n{first}", tmp_path / "biases", 1)
+    want, base = copy.deepcopy(model), output(name, model)
+    peftc.attach(tmp_path / "biases", model)
+    for key, value in peftc.parameters(model, "biases").items():
+        want.get_parameter(key.partition("/")[2]).data.copy_(value)
+    assert torch.equal(output(name, model), base)
+    peftc.activate(model, "biases")
+    assert torch.equal(output(name, model), output(name, want))
+    assert not torch.equal(output(name, model), base)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -53,7 +53,7 @@ def test_one_of_several_edits_folds_only_if_it_acts_last(name: str) -> None:
     spec = "edit e at layer[*].ffn { z += lora(z, r=2) }\nedit f at layer[*].ffn.hidden { h += lora(h, r=2) }"
     model, _ = compiled(name, spec)
     want = logits(name, model)
-    with pytest.raises(peftc.PeftcError, match="`e`, which does not fold, stands between"):
+    with pytest.raises(peftc.PeftcError, match="`e`, which is not folded, stands between"):
         peftc.fold(model, only="f")
     peftc.fold(model, only="e")
     close(logits(name, model), want)

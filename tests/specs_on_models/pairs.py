@@ -53,13 +53,14 @@ PAIRS = (
     Pair("houlsby+norms", "houlsby", NORMS),
     Pair("gated+everything", "gated", "everything", commute=False),
     Pair("norms+scaled-states", NORMS, "scaled-states"),
+    Pair("biases+lora", "train e = [b] at layer[*].attn.q | layer[*].attn.v", "lora"),  # of the modules with edits
 )
 NAMES = ("bart", "bert", "t5", "gpt2", "llama", "mixtral")
 # Every pair, and every model.
 CASES = [
     (name, PAIRS[i])
     for name, selection in (
-        *(("bart", (4,)), ("bert", (2,)), ("t5", (3,))),
+        *(("bart", (4,)), ("bert", (2, 7)), ("t5", (3,))),
         *(("gpt2", (5,)), ("llama", (0, 6)), ("mixtral", (1,))),
     )
     for i in selection

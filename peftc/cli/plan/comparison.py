@@ -80,9 +80,8 @@ def _specs(args: Namespace, settings: Mapping[str, ast.Expr]) -> Iterator[tuple[
 def _cell(spec: ast.Spec | PeftcError, plans: ModelPlans, tasks: Sequence[str] | None) -> Cell:
     if isinstance(spec, PeftcError):
         return Cell(None, spec.diagnostics)
-    per_task = any(isinstance(one, ast.Edit) and one.per_task for one in spec.statements)
     try:
-        result = plans.plan(spec, tuple(tasks) if tasks is not None and per_task else None)
+        result = plans.plan(spec, tuple(tasks) if tasks is not None and spec.per_task else None)
     except PeftcError as error:
         return Cell(None, error.diagnostics)
     return Cell(result.plan, (*result.failed_expectations, *unsuppressed(result.warnings)))

@@ -160,7 +160,7 @@ def _blocked(folds: Sequence[Sequence[_SiteFold]]) -> dict[int, str]:
             module = fold.target.refs[0].module if fold.target and fold.target.refs else ""
             others = [*by_module[fold.site_edit.site.root], *by_module[module]]
             if (other := next((other for other in others if _between(other, fold)), None)) is not None:
-                blocked[order] = f"`{other.site_edit.edit}`, which does not fold, stands between it and the weight"
+                blocked[order] = f"`{other.site_edit.edit}`, which is not folded, stands between it and the weight"
                 break
     return blocked
 
