@@ -420,7 +420,7 @@ def test_every_read_of_a_weight_sees_the_edited_one() -> None:
     torch.testing.assert_close(model(x), want)
 
 
-class Asking(Deciding):
+class AskingNumbers(Deciding):
     """Asks for a truth value as a number of Python, as the masks of GTrXL are asked."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -432,7 +432,7 @@ class Asking(Deciding):
 
 
 def test_code_may_ask_for_a_truth_value_as_a_number() -> None:
-    base, module = Asking(), Asking()
+    base, module = AskingNumbers(), AskingNumbers()
     module.load_state_dict(base.state_dict())
     rewritten(module)
     for scale in (0.0, 1.0, 5.0):
