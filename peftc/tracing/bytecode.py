@@ -244,6 +244,25 @@ def _names(instruction: dis.Instruction) -> set[str]:
     return set(names) if isinstance(names, tuple) else {str(names)}
 
 
+def running_instruction(frames: int) -> tuple[CodeType, int]:
+    """The code that called the function so many frames above this one, and where it is."""
+    frame = sys._getframe(frames + 1)  # pyright: ignore[reportPrivateUsage]
+    return frame.f_code, frame.f_lasti
+
+
+@cache
+def asks_for_class(code: CodeType, offset: int) -> bool:
+    """Whether an instruction asks for the class of a value: `isinstance(x, …)`, `x.__class__` or a
+    pattern. A call of another function is one whose C code asks.
+    """
+    instructions = _instructions(code)
+    running = next((i for i in instructions if i.offset == offset), None)
+    if running is None or not running.opname.startswith("CALL") or _start(running) == (None, None):
+        return True
+    names = {i.argval for i in instructions if i.opname.startswith("LOAD_") and _start(i) == _start(running)}
+    return not names or "isinstance" in names
+
+
 class Occurrence(NamedTuple):
     """One of the operations of one kind: `number` counts those at the same `position`."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
-from peftc.tracing.bytecode import is_cached_call, is_raised
+from peftc.tracing.bytecode import asks_for_class, is_cached_call, is_raised, running_instruction
 from peftc.tracing.in_place import AUGMENTED, Binding, leaves, version
 from peftc.tracing.ragged_loops import RaggedSizes, Segments
 from peftc.tracing.records import contents, converted, is_named_tuple, is_record
@@ -48,6 +48,8 @@ class ConcreteProxy(fx.Proxy):
         value = object.__getattribute__(self, "_value")
         if isinstance(value, (tuple, list, dict)) and is_called_by_library(1):
             return ConcreteProxy  # one value, of which torch.fx has a node
+        if isinstance(value, torch.Tensor) and not value.ndim and not asks_for_class(*running_instruction(1)):
+            return ConcreteProxy  # C code that reads a number from what looks like a tensor ends the process
         self.tracer.guard_type(self.node, type(value))
         return class_of(value)
 
