@@ -203,7 +203,7 @@ def mixes_numbers(body: set[fx.Node], stream: Stream) -> bool:
             if _is_mixture(node, [numbers.get(n) for n in value_operands(node)], layer):
                 return True
             whole = [n for n in sources if shape(n) == shape(node)] or sources  # not a factor of each token
-            moved = move_numbers(node, whole[:1], numbers)
+            moved = _padded(node, tokens) if name_of(node) == "pad" else move_numbers(node, whole[:1], numbers)
             numbers |= {node: moved} if moved is not None else {}
         elif (left := _without_features(tokens, node, sources[0], layer)) is None:
             return True
@@ -212,15 +212,26 @@ def mixes_numbers(body: set[fx.Node], stream: Stream) -> bool:
     return False
 
 
+def _padded(node: fx.Node, numbers: torch.Tensor) -> torch.Tensor | None:
+    """The numbers of tokens with places around them, -1 there."""
+    # Seen in: no transformers model, but Swin MLP, whose shifted windows reach over the border
+    sizes = operand_of(node, 1, "pad")
+    if not isinstance(sizes, list | tuple) or not all(isinstance(n, int) for n in sizes):
+        return None
+    padded = nn.functional.pad(numbers, [*sizes], value=-1)
+    return padded if padded.shape == shape(node) else None
+
+
 def _numbered(node: fx.Node, stream: Stream) -> dict[fx.Node, Any]:
     """A number for each token of a value of the stream: (batch, tokens, d), or an image; and for
     those that it selects.
     """
-    if (whole := selected(node)) is not None:
+    sizes, features = shape(node), _features_dims(node, stream)
+    whole = selected(node) or (stream.layer.passes_through(node) if len(sizes) > 4 else None)  # windows of an image
+    if whole is not None:
         numbers = _numbered(whole, stream)
         moved = move_numbers(node, [whole], numbers) if numbers else None
         return {} if moved is None else {node: moved}
-    sizes, features = shape(node), _features_dims(node, stream)
     if len(sizes) not in (3, 4):
         return {}
     places = [dim for dim in range(1, len(sizes)) if features != {dim}]
@@ -265,6 +276,8 @@ def _is_mixture(node: fx.Node, values: list[Any], layer: LayerGraph) -> bool:
         dims = getattr(layer.module(node), "dim", dim_of(node))
         dims = [dims] if isinstance(dims, int) else dims or ()  # one number of all tokens is a scale
         return any(isinstance(d, int) and _varies(numbers[0], d) for d in dims)  # pyright: ignore
+    if op is Op.CONVOLUTION and numbers and layer.mixes_features(node):  # in groups: no Linear
+        return _varies(numbers[0], 1)
     if op is Op.MATMUL and len(values) == 2 and len(numbers) == 1 and not is_einsum(node):
         return _varies(numbers[0], -1 if numbers[0] is values[0] else -2)
     if op not in (Op.ADD, Op.SUB, Op.MUL, Op.BLEND):

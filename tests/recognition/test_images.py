@@ -135,3 +135,32 @@ def test_what_mixes_the_places_of_a_flattened_image_is_a_mixer() -> None:
     paths = {site.path.partition(".layer[0].")[2]: site.module for site in table.sites if "layer[0]." in site.path}
     roles = {"mixer.norm": "norm1", "ffn.up": "features.0", "ffn.down": "features.2", "ffn.norm": "norm2"}
     assert {path: paths.get(path) for path in roles} == {path: f"layers.0.{name}" for path, name in roles.items()}
+
+
+class SpatialMlp(nn.Module):
+    """Swin MLP: places of a window are mixed in groups of features, also over the border."""
+
+    def __init__(self, shift: int) -> None:
+        super().__init__()
+        self.shift = shift
+        self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.spatial, self.up, self.down = nn.Conv1d(8, 8, 1, groups=2), nn.Linear(D, 16), nn.Linear(16, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, d = x.shape
+        y = self.norm1(x).view(b, 4, 4, d)
+        y = nn.functional.pad(y, [0, 0, 1, 1, 1, 1]) if self.shift else y
+        side = y.shape[1]
+        windows = y.view(b, side // 2, 2, side // 2, 2, d).permute(0, 1, 3, 2, 4, 5).reshape(-1, 4, 2, d // 2)
+        mixed = self.spatial(windows.transpose(1, 2).reshape(-1, 8, d // 2)).view(-1, 2, 4, d // 2)
+        y = mixed.transpose(1, 2).reshape(b, side // 2, side // 2, 2, 2, d).permute(0, 1, 3, 2, 4, 5)
+        y = y.reshape(b, side, side, d)
+        y = y[:, 1:-1, 1:-1] if self.shift else y
+        x = x + y.reshape(b, n, d)
+        return x + self.down(self.up(self.norm2(x)).relu())
+
+
+def test_a_convolution_in_groups_over_the_places_of_windows_is_a_mixer() -> None:
+    model = nn.Sequential(SpatialMlp(0), SpatialMlp(1))
+    paths = {s.path.partition("].")[2] for s in peftc.sites(model, sample={"input": torch.randn(2, 16, D)}).sites}
+    assert {path for path in paths if "." not in path} == {"", "mixer", "ffn"}
