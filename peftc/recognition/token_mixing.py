@@ -213,10 +213,14 @@ def mixes_numbers(body: set[fx.Node], stream: Stream) -> bool:
 
 
 def _padded(node: fx.Node, numbers: torch.Tensor) -> torch.Tensor | None:
-    """The numbers of tokens with places around them, -1 there."""
+    """The numbers of tokens with places around them, -1 there; None for places on one side: code
+    shifts tokens by them.
+    """
     # Seen in: no transformers model, but Swin MLP, whose shifted windows reach over the border
-    sizes = operand_of(node, 1, "pad")
-    if not isinstance(sizes, list | tuple) or not all(isinstance(n, int) for n in sizes):
+    sizes: Any = operand_of(node, 1, "pad")
+    if not isinstance(sizes, list | tuple) or not all(type(n) is int and n >= 0 for n in sizes):
+        return None
+    if any((before == 0) != (after == 0) for before, after in zip(sizes[::2], sizes[1::2], strict=True)):
         return None
     padded = nn.functional.pad(numbers, [*sizes], value=-1)
     return padded if padded.shape == shape(node) else None
