@@ -150,7 +150,8 @@ class LayerGraph:
             return is_pointwise(module) and len(sizes) == module.weight.ndim and sizes[1] == module.out_channels
         if module is None or getattr(getattr(module, "weight", None), "ndim", 0) != 2:
             return False
-        if isinstance(module, nn.Embedding) or returns_other_features(node, module):
+        # Seen in: product-key memories, whose values are an EmbeddingBag
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or returns_other_features(node, module):
             return False
         if isinstance(module, nn.Linear):
             widths = shape(first_input(node))[-1:], shape(node)[-1:]

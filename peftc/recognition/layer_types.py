@@ -190,7 +190,7 @@ def _layer_type(
     else:
         subs = sub_layers_in_loop(bodies, traced, layer, opaque)
         stream = subs[0].res if subs else None
-    with_experts = find_experts(traced, subs, layer, mode)
+    with_experts = find_experts(traced, subs, layer, mode, () if bodies == WHOLE else bodies)
     opaque -= with_experts
     attending = attending_modules(opaque, layer, mode)
     parts = untraced_parts(layer, subs, reasons, {name: name in attending for name in opaque}, stream)

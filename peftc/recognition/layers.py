@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.operations import Op
 from peftc.modules.walk import outline_module, submodule
 from peftc.observation.recorder import observe
@@ -34,6 +33,7 @@ from peftc.recognition.loops import (
     find_loops,
     is_stage,
     may_hold_layers,
+    own_part,
     repeated_part,
     sub_layers_by_body,
     weights_of,
@@ -353,17 +353,11 @@ def _bodies(kind: LayerType, bodies: Sequence[tuple[str, ...]]) -> Iterator[Laye
     """The type of each iteration of a loop: its part of the graph."""
     groups = sub_layers_by_body(bodies, kind.subs, kind.layer)
     for body, members in zip(bodies, groups, strict=True):
-        subs = [_without_norms_outside(sub, body, kind.layer) for sub in members]
+        subs = [own_part(sub, body, bodies, kind.layer) for sub in members]
         untraced = [part for part in kind.untraced if any(contains_name(name, part.module) for name in body)]
         stream = subs[0].res if subs else kind.stream
         first = f"{kind.first}.{body[0]}".lstrip(".")
         yield replace(kind, subs=subs, untraced=untraced, stream=stream, first=first, parts=body)
-
-
-def _without_norms_outside(sub: SubLayer, body: Sequence[str], layer: LayerGraph) -> SubLayer:
-    """A sub-layer without a norm behind the loop, or of another iteration."""
-    norms = [norm for norm in sub.norms if any(contains_name(part, layer.norm_name(norm)) for part in body)]
-    return replace(sub, norms=norms, output_norm=sub.output_norm if sub.output_norm in norms else None)
 
 
 def _layers_around_loops(layers: Mapping[str, LayerType], structure: ModelStructure) -> set[str]:

@@ -11,7 +11,7 @@ code has the loop.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 
@@ -305,6 +305,25 @@ def sub_layers_by_body(
             groups[counts.most_common(1)[0][0]].append(sub)
         seen.add(weights)
     return groups
+
+
+def own_part(sub: SubLayer, body: Sequence[str], bodies: Sequence[Sequence[str]], layer: LayerGraph) -> SubLayer:
+    """A sub-layer without the Linears of other iterations, and without a norm behind the loop or of
+    another iteration.
+    """
+    # Seen in: no transformers model, but graph networks, whose global tokens earlier layers change
+    others = [part for other in bodies if other is not body for part in other if part not in body]
+
+    def is_own(linear: fx.Node) -> bool:
+        product = layer.product(linear)
+        name = str(linear.target) if product is None else product.weight.parameter
+        return not any(contains_name(part, name) for part in others)
+
+    roles, *heads = ({r: p for r, p in own.items() if is_own(p.node)} for own in (sub.projections, *sub.heads))
+    norms = [norm for norm in sub.norms if any(contains_name(part, layer.norm_name(norm)) for part in body)]
+    behind = sub.output_norm if sub.output_norm in norms else None
+    linears = list(filter(is_own, sub.linears))
+    return replace(sub, projections=roles, heads=heads, linears=linears, norms=norms, output_norm=behind)
 
 
 def weights_of(sub: SubLayer, layer: LayerGraph) -> frozenset[str]:

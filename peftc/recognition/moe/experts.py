@@ -1,21 +1,23 @@
 """Mixtures of experts: which sub-layers have experts, what routes to them, what is beside them."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from peftc.dataflow.feature_axis import features_dim
 from peftc.dataflow.features import source_linears
 from peftc.dataflow.layer_graph import LayerGraph
-from peftc.dataflow.nodes import example, first_input, module_path, nodes_in, output_of
+from peftc.dataflow.nodes import example, first_input, module_path, nodes_in, output_of, shape
 from peftc.dataflow.values import upstream
 from peftc.fakes.tensors import fake_copy
 from peftc.modules.walk import submodule
 from peftc.recognition.attention.patterns import attentions
 from peftc.recognition.ffn import Projection, input_projections
+from peftc.recognition.loops import contains_name
 from peftc.recognition.moe.lists import ExpertModules, Experts, expert_modules, networks_beside, networks_of
 from peftc.recognition.moe.matrices import StackedExperts, multiplies_slices, stacked_experts
 from peftc.recognition.moe.routers import Router, find_router, find_soft_router, routing_leaves
@@ -24,8 +26,16 @@ from peftc.tracing.region_trace import ModuleCall, RegionTrace
 from peftc.tracing.tracer import approximate_trace
 
 
-def find_experts(traced: RegionTrace, subs: list[SubLayer], layer: LayerGraph, mode: FakeTensorMode) -> set[str]:
+def find_experts(
+    traced: RegionTrace,
+    subs: list[SubLayer],
+    layer: LayerGraph,
+    mode: FakeTensorMode,
+    bodies: Sequence[Sequence[str]] = (),
+) -> set[str]:
     """Names the experts of each sub-layer, their router, and the networks beside them.
+
+    Args: `bodies`: of a loop, the modules of each iteration; they are no experts of one layer.
 
     Matrices in one parameter that nothing routes to are no experts: blocks of features may each
     have one.
@@ -43,14 +53,14 @@ def find_experts(traced: RegionTrace, subs: list[SubLayer], layer: LayerGraph, m
             finder.look_into(call, sub)
     for sub in subs:
         if not sub.attentions and not sub.experts and not sub.projections:
-            _find_traced_lists(sub, layer)
+            _find_traced_lists(sub, layer, bodies)
         if sub.router is None:
             sub.experts, sub.shared_in_leaf = [], []
         elif sub.router.inside_leaf:
             finder.modules |= {c.name for c in traced.calls if f"{sub.router.weight}.".startswith(f"{c.name}.")}
         if sub.experts:
             sub.kind = "ffn"  # what mixes tokens in it only counts how many an expert is sent
-            sub.experts = _merge_linears(sub.experts, traced, layer)
+            sub.experts = [e for e in _merge_linears(sub.experts, traced, layer) if _may_be_added(e, sub, layer)]
             _find_shared(sub, layer)
     return finder.modules
 
@@ -143,17 +153,32 @@ class _Finder:
         return None
 
 
-def _find_traced_lists(sub: SubLayer, layer: LayerGraph) -> None:
+def _may_be_added(experts: Experts, sub: SubLayer, layer: LayerGraph) -> bool:
+    """Whether experts of one matrix each compute as many features as their sub-layer."""
+    # Seen in: no transformers model, but a gate for each group of experts (hierarchical mixtures)
+    if not isinstance(experts, StackedExperts) or set(experts.roles) != {"down"}:
+        return True
+    return experts.roles["down"].weight.d_out == shape(sub.h)[features_dim(sub.h, layer)]
+
+
+def _find_traced_lists(sub: SubLayer, layer: LayerGraph, bodies: Sequence[Sequence[str]]) -> None:
     """The experts of code that calls each module of a list, on all tokens."""
     # Seen in: no transformers model, but dense mixtures of experts written by hand
     networks = networks_of(sub.h, sub.body, layer)
     experts = expert_modules("", networks, layer.root)
-    if not experts or "up" not in experts[0].linears:
+    if not experts or "up" not in experts[0].linears or _are_of_several(experts[0], bodies):
         return
     count = experts[0].count
     router = find_router([sub.h], count, sub.body, layer) or find_soft_router(experts[0], sub.h, sub.body, layer)
     if router is not None:
         sub.router, sub.experts, sub.shared_in_leaf = router, [*experts], networks_beside("", networks, layer.root)
+
+
+def _are_of_several(experts: ExpertModules, bodies: Sequence[Sequence[str]]) -> bool:
+    """Whether experts are in several iterations of a loop: networks that these have in common."""
+    names = [name for linears in experts.linears.values() for name in linears]
+    inside = [any(contains_name(part, name) for part in body for name in names) for body in bodies]
+    return sum(inside) > 1
 
 
 def _merge_linears(experts: list[Experts], traced: RegionTrace, layer: LayerGraph) -> list[Experts]:
@@ -197,7 +222,7 @@ def _find_shared(sub: SubLayer, layer: LayerGraph) -> None:
     logits = sub.router.logits if sub.router is not None else None
     own = {node for node in layer.linears(sub.body) if _has_role(node, sub, layer)}
     sub.projections, sub.hidden = {}, None
-    for node, rows in source_linears(layer, sub.h):
+    for node, rows in source_linears(layer, sub.h) if sub.experts else ():
         hidden = layer.input_of(node)
         if node is logits or node in own or node not in sub.body or hidden is None:
             continue

@@ -116,7 +116,7 @@ class _Finder:
             linears = [n for n in self.without_roles(sub) if self.is_own(name_of(n, self.layer))]
             if any(other.h is sub.h for other in self.subs if other is not sub):
                 continue  # `output_of_both` has it
-            if linears and lacking and not sub.experts and sub.router is None:
+            if linears and lacking and not sub.experts:
                 roles = frozenset(f"{sub.kind}.{role}" for role in lacking)
                 lines = {owner(name_of(n, self.layer)): line_of(n.meta.get("stack", ())) for n in reversed(linears)}
                 reason = f"its `{sub.kind}` has no {' and no '.join(f'`{role}`' for role in lacking)}"
