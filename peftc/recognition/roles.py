@@ -292,7 +292,7 @@ class _Finder:
         # Seen in: Gemma 3n, MRA
         operands = operands_of_sum(add)
         others = [a for a in operands if not self.stream.holds(a)]
-        carried = (self.mixes_streams(other) or not self.stream.reaches(other) for other in others)
+        carried = (self.mixes_streams(o) or not any(map(self.stream.holds, self.stream.body(o))) for o in others)
         return len(operands) == 2 > len(others) and all(carried)
 
     def mixes_streams(self, h: fx.Node) -> bool:
@@ -391,7 +391,8 @@ def _side_streams(main: _Finder, first: fx.Node) -> list[Stream]:
     results = [n for n in nodes_in(output_of(layer.graph).args) if not main.stream.holds(n)]
     starts = other_streams(layer.graph, first) if results else ()
     for start in (n for n in starts if not main.stream.holds(n)):
-        finder = _Finder(layer, Stream(start, layer, main.stream.opaque, ends=main.stream.ends), main.attentions)
+        stream = Stream(start, layer, main.stream.opaque, [main.stream], main.stream.ends)
+        finder = _Finder(layer, stream, main.attentions)
         subs = finder.along_stream()
         if subs and any(finder.stream.holds(node) for node in results):
             streams.append(finder.stream)

@@ -35,7 +35,14 @@ def features_last(value: torch.Tensor, tokens: tuple[int, ...], features: tuple[
 def as_before(new: torch.Tensor, value: torch.Tensor, tokens: tuple[int, ...], features: tuple[int, ...]) -> Any:
     """The inverse of `features_last`, in the shape of `value`."""
     order = [*tokens, *features, *(dim for dim in range(value.ndim) if dim not in (*tokens, *features))]
-    return new.reshape([value.shape[dim] for dim in order]).permute([order.index(dim) for dim in range(value.ndim)])
+    new = new.reshape([value.shape[dim] for dim in order]).permute([order.index(dim) for dim in range(value.ndim)])
+    return _stored_as(value, new)
+
+
+def _stored_as(value: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """`new`, contiguous where `value` is: code behind it may take a view."""
+    # Seen in: no transformers model, but guided diffusion (`qkv.chunk(3, dim=1)`, then a view)
+    return new.contiguous() if value.is_contiguous() else new
 
 
 def image_to_tokens(image: torch.Tensor, channels_first: bool) -> torch.Tensor:
@@ -45,7 +52,7 @@ def image_to_tokens(image: torch.Tensor, channels_first: bool) -> torch.Tensor:
 
 def tokens_to_image(tokens: torch.Tensor, image: torch.Tensor, channels_first: bool) -> torch.Tensor:
     """(batch, height · width, d) in the shape of `image`."""
-    return (tokens.transpose(1, 2) if channels_first else tokens).reshape(image.shape)
+    return _stored_as(image, (tokens.transpose(1, 2) if channels_first else tokens).reshape(image.shape))
 
 
 def image_patches(

@@ -218,6 +218,8 @@ class RegionTracer(TracerBase):
     ) -> Any:
         """Records the call of a child as a node, or enters its code."""
         name = self.module_names.get(id(m))
+        if name is None and self.is_slice(m):
+            return nn.Sequential.forward(m, *args, **kwargs)  # pyright: ignore[reportArgumentType]
         if name is None:
             raise TraceError(f"a {type(m).__name__}, {UNKNOWN_MODULE}, is called in it")
         if isinstance(m, nn.Identity) and args == (None,):
@@ -234,6 +236,12 @@ class RegionTracer(TracerBase):
         call = ModuleCall(name, self.caller, nested_nodes(arguments), nested_nodes(result), inlined, position)
         self.calls.append(call)
         return result
+
+    def is_slice(self, module: nn.Module) -> bool:
+        """Whether code has made a module of some modules of the region: `self.layers[1:]`."""
+        # Seen in: no transformers model, but the U-Nets of guided diffusion
+        children = list(vars(module)["_modules"].values())
+        return isinstance(module, nn.Sequential) and all(id(child) in self.module_names for child in children)
 
     def enters(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the code of a module is entered at a call."""

@@ -164,3 +164,43 @@ def test_a_convolution_in_groups_over_the_places_of_windows_is_a_mixer() -> None
     model = nn.Sequential(SpatialMlp(0), SpatialMlp(1))
     paths = {s.path.partition("].")[2] for s in peftc.sites(model, sample={"input": torch.randn(2, 16, D)}).sites}
     assert {path for path in paths if "." not in path} == {"", "mixer", "ffn"}
+
+
+class Sliced(nn.Module):
+    """Guided diffusion: code calls a slice of a Sequential, and takes views of projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.GroupNorm(1, D), nn.SiLU(), nn.Conv1d(D, D, 3, padding=1))
+        self.norm, self.qkv, self.o = nn.GroupNorm(1, D), nn.Conv1d(D, 3 * D, 1), nn.Conv1d(D, D, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, rest = self.layers[0], self.layers[1:]
+        x = x + rest(first(x))
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=1)
+        q, k, v = (part.reshape(2 * x.shape[0], D // 2, x.shape[2]) for part in (q, k, v))
+        out = torch.einsum("bqk,bck->bcq", torch.einsum("bcq,bck->bqk", q, k).softmax(-1), v)
+        return x + self.o(out.reshape(x.shape))
+
+
+class ViewOfProjection(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Conv1d(D, D, 1) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).view(2 * x.shape[0], D // 2, x.shape[2]) for f in (self.q, self.k, self.v))
+        out = torch.einsum("bqk,bck->bcq", torch.einsum("bcq,bck->bqk", q, k).softmax(-1), v)
+        return x + self.o(out.reshape(x.shape))
+
+
+@pytest.mark.parametrize("layer", [Sliced, ViewOfProjection])
+def test_projections_that_are_convolutions_keep_their_layout(layer: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = Layers(layer(), layer()).double(), torch.randn(2, D, 5, dtype=torch.float64)
+    peftc.compile("peft 1  edit e at layer[*].attn.{q, v} { h += lora(x, r=2) }", model, seed=0, sample={"x": x})
+    for parameter in peftc.parameters(model).values():
+        nn.init.normal_(parameter)
+    out = model(x)
+    peftc.fold(model)
+    torch.testing.assert_close(model(x), out, rtol=0, atol=1e-10)

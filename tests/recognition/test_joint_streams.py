@@ -215,3 +215,27 @@ def test_the_linears_of_two_streams_have_one_site_and_act_for_both() -> None:
 def test_features_beside_the_stream_are_no_hidden_ones() -> None:
     assert list(modules(CalledForEach, "up").values()) == ["layers.0.up", "layers.1.up"]
     assert list(modules(CalledForEach, "o").values()) == ["layers.0.attention.o", "layers.1.attention.o"]
+
+
+class Evoformer(nn.Module):
+    """A stream that another one biases, and which is added to that one in turn."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.attention, self.bias, self.outer = Attention(), nn.Linear(D, 1), nn.Linear(D, D)
+        self.up, self.down, self.up_2, self.down_2 = (nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = self.attention.q(x), self.attention.k(x), self.attention.v(x)
+        scores = q @ k.transpose(1, 2) + self.bias(y).mean(1, keepdim=True)
+        x = x + self.attention.o(scores.softmax(-1) @ v)
+        x = x + self.down(self.up(x).relu())
+        y = y + self.outer(x.mean(1, keepdim=True))
+        return x, y + self.down_2(self.up_2(y).relu())
+
+
+def test_a_stream_that_is_added_to_another_one_keeps_its_sub_layers() -> None:
+    own = {path: module for path, module in modules(Evoformer, "q").items() if path.endswith(".q")}
+    assert own == {f"layer[{i}].attn.self.q": f"layers.{i}.attention.q" for i in range(2)}
+    ups = [name for i in range(2) for name in (f"layers.{i}.up", f"layers.{i}.up_2")]
+    assert list(modules(Evoformer, "up").values()) == ups
