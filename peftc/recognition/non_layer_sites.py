@@ -171,16 +171,28 @@ def nearest_stack(name: str, structure: ModelStructure) -> str | None:
 
 
 def final_norms(structure: ModelStructure) -> Iterator[Site]:
-    """The norms of a stack that run after its last layer, before the head."""
+    """The norms of a stack that run after its last layer, before the head, and are in no block of
+    several matrices: such a norm is a part of it.
+    """
     norms = {stack.name: list[str]() for stack in structure.stacks}
+    around = {
+        parent
+        for name in (*_head_names(structure), *(n for stack in structure.stacks for n in stack.modules))
+        for parent in enclosing(name)
+    }
     for name in _outside_layers(structure):
         stack = _stack_before(name, structure) if is_norm_module(submodule(structure.model, name)) else None
-        if stack is not None:
+        if stack is not None and not any(_is_block(one, structure) for one in enclosing(name) if one not in around):
             norms[stack.name].append(name)
     for stack, names in norms.items():
         for i, name in enumerate(names):
             index = i if len(names) > 1 else None
             yield _module_site(name, qualified(stack, (("norm", index),)), structure, stack)
+
+
+def _is_block(name: str, structure: ModelStructure) -> bool:
+    # Seen in: no transformers model, but autoencoders, whose last blocks are no layers
+    return sum(p.ndim >= 2 for p in submodule(structure.model, name).parameters()) > 1
 
 
 def _stack_before(norm: str, structure: ModelStructure) -> Stack | None:
@@ -199,6 +211,11 @@ def heads(structure: ModelStructure) -> Iterator[Site]:
     """The model's output Linear: its output embeddings, else the last Linear that runs behind the
     layers, unless a convolution runs behind it.
     """
+    for name in _head_names(structure):
+        yield _module_site(name, (("head", None),), structure)
+
+
+def _head_names(structure: ModelStructure) -> list[str]:
     # Seen in: U-Nets, whose last Linear is that of a block's time embedding
     model, order = structure.model, list(structure.seen.calls)
     own = getattr(model, "get_output_embeddings", lambda: None)()
@@ -208,8 +225,7 @@ def heads(structure: ModelStructure) -> Iterator[Site]:
         last = max(last_call(s.modules, structure.seen) for s in structure.stacks)
         ends = [n for n in outside if order.index(n) > last and isinstance(submodule(model, n), (nn.Linear, _ConvNd))]
         names = [n for n in ends[-1:] if isinstance(submodule(model, n), nn.Linear)]
-    for name in names:
-        yield _module_site(name, (("head", None),), structure)
+    return names
 
 
 def module_infos(structure: ModelStructure, original: nn.Module | None = None) -> ModuleInfos:

@@ -279,7 +279,7 @@ def _is_mixture(node: fx.Node, values: list[Any], layer: LayerGraph) -> bool:
     if op in (Op.SUM, Op.SOFTMAX) and numbers:
         dims = getattr(layer.module(node), "dim", dim_of(node))
         dims = [dims] if isinstance(dims, int) else dims or ()  # one number of all tokens is a scale
-        return any(isinstance(d, int) and _varies(numbers[0], d) for d in dims)  # pyright: ignore
+        return any(isinstance(d, int) and (_varies(numbers[0], d) or _is_one_place(node, d, layer)) for d in dims)  # pyright: ignore
     if op is Op.CONVOLUTION and numbers and layer.mixes_features(node):  # in groups: no Linear
         return _varies(numbers[0], 1)
     if op is Op.MATMUL and len(values) == 2 and len(numbers) == 1 and not is_einsum(node):
@@ -288,6 +288,18 @@ def _is_mixture(node: fx.Node, values: list[Any], layer: LayerGraph) -> bool:
         return False
     pairs = [(distinct(a), distinct(b)) for a, b in pairwise(numbers) if _broadcast(a, b)]
     return any(bool(((one != other) & (one >= 0) & (other >= 0)).any()) for one, other in pairs)
+
+
+def _is_one_place(node: fx.Node, dim: int, layer: LayerGraph) -> bool:
+    """Whether a sum over a dimension of one entry is over places of an image, of which the sample
+    has one there, and not over features.
+    """
+    # Seen in: no transformers model, but MobileViT 2 of timm on images of one patch
+    source = first_input(node)
+    sizes = shape(source)
+    if source is None or len(sizes) != 4 or sizes[dim] != 1:
+        return False
+    return features_dim(source, layer) == 1 and dim % len(sizes) > 1
 
 
 def _varies(numbers: torch.Tensor, dim: int) -> bool:

@@ -4,7 +4,8 @@ A Linear in no sub-layer has no site at all. Sub-layers that lack a role have si
 Linears, under names of their own; so has an attention beside the one with the roles.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from itertools import takewhile
 from math import prod
 
 from torch import fx, nn
@@ -14,12 +15,14 @@ from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_tensor, module_path, shape
 from peftc.dataflow.operations import Op
 from peftc.dataflow.values import reaches
+from peftc.modules.walk import submodule
 from peftc.recognition.attention.patterns import Attention, attentions, value_mixtures
 from peftc.recognition.attention.projections import joined_operands
 from peftc.recognition.attention.side_by_side import feed_forward_beside
 from peftc.recognition.layer_types import LayerType
 from peftc.recognition.loops import contains_name
 from peftc.recognition.module_features import reads_patches
+from peftc.recognition.moe.routers import has_matrix
 from peftc.recognition.sublayer import SubLayer
 from peftc.recognition.unplaced.unknown_products import unknown_matrices
 from peftc.recognition.unplaced.untraced import NOT_ADDED, UntracedPart
@@ -107,7 +110,16 @@ class _Finder:
                 values = (attention.q, attention.k, attention.v)
                 sources = [{name_of(n, self.layer) for n, _ in source_linears(self.layer, v)} for v in values]
                 if all(own and own.isdisjoint(names) for own in sources) and self.is_own(module_path(attention.call)):
-                    yield UntracedPart(module_path(attention.call), FURTHER, frozenset({"attn"}))
+                    yield UntracedPart(self.owner_of(attention, sources), FURTHER, frozenset({"attn"}))
+
+    def owner_of(self, attention: Attention, sources: Sequence[Collection[str]]) -> str:
+        """The module around an attention that has weights: a part may compute the scores."""
+        # Seen in: no transformers model, but modules like `Attend`, which have no weights
+        path = module_path(attention.call)
+        if has_matrix(submodule(self.layer.root, path)):
+            return path
+        parts = [name.split(".")[:-1] for own in sources for name in own]
+        return ".".join(steps[0] for steps in takewhile(lambda steps: len({*steps}) == 1, zip(*parts, strict=False)))
 
     def without_role(self) -> Iterator[UntracedPart]:
         """The sub-layers that lack roles and have Linears without one."""

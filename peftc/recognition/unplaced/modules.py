@@ -1,7 +1,7 @@
 """The modules of a model whose weights lack a role: in its layers, and blocks outside of them."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import nn
 
@@ -52,9 +52,10 @@ def _outside_layers(structure: ModelStructure) -> Iterator[UnplacedModule]:
     around = {name for layer in layers for name in enclosing(layer)} | {""}
     others = [name for name in structure.outside_layers if name not in around]
     classes = {type(outline_module(structure.model, name)) for name in layers}
-    if not (others := [name for name in others if _may_be_block(name, structure, classes)]):
+    attending = _attending(structure)
+    if not (others := [name for name in others if _may_be_block(name, structure, classes, attending)]):
         return
-    blocks, listed = _Blocks(structure), set[str]()
+    blocks, listed = _Blocks(structure, attending), set[str]()
     for name in others:
         if not listed.isdisjoint(enclosing(name)):
             continue
@@ -68,13 +69,30 @@ def _outside_layers(structure: ModelStructure) -> Iterator[UnplacedModule]:
         yield UnplacedModule(name, _type_of(structure, name), reason, (), roles)
 
 
-def _may_be_block(name: str, structure: ModelStructure, classes: set[type[nn.Module]]) -> bool:
-    """Whether a module has several matrices, and is in a list, or of a class that layers have."""
+def _attending(structure: ModelStructure) -> set[str]:
+    """The innermost modules with matrices around the attentions of a model."""
+
+    def owner(name: str) -> str:
+        return next((one for one in enclosing(name) if _matrices(outline_module(structure.model, one))), "")
+
+    owners = {op: set(map(owner, names)) for op, names in structure.seen.token_products.items()}
+    return owners.get(Op.ATTENTION, set()) | (owners.get(Op.SOFTMAX, set()) & owners.get(Op.MATMUL, set()))
+
+
+def _may_be_block(
+    name: str, structure: ModelStructure, classes: set[type[nn.Module]], attending: Collection[str]
+) -> bool:
+    """Whether a module has several matrices, and is in a list, or of a class that layers have, or
+    an attention whose result has the shape of what it reads: not of one token, as where it pools.
+    """
     if any(contains_name(other, name) for other in structure.untraced):
         return False
     module = outline_module(structure.model, name)
     if _matrices(module) < 2:
         return False
+    call = structure.seen.calls[name]
+    if name in attending and call.input_shape == call.output_shape and call.input_shape[-2:-1] > (1,):
+        return True  # Seen in: I2VGen-XL, whose latents' encoder is one block
     # Seen in: U-ViT, whose middle block is beside its lists
     return type(module) in classes or any(
         isinstance(outline_module(structure.model, parent), LISTS) for parent in enclosing(name)
@@ -88,7 +106,7 @@ def _matrices(module: nn.Module) -> int:
 class _Blocks:
     """The blocks of the layers that hold the roles of a sub-layer, by name."""
 
-    def __init__(self, structure: ModelStructure) -> None:
+    def __init__(self, structure: ModelStructure, attending: Collection[str]) -> None:
         self.model, self.seen = structure.model, structure.seen
         self.roles: dict[str, frozenset[str]] = {}
         for stack in structure.stacks:
@@ -96,8 +114,6 @@ class _Blocks:
             for root, kind in first.values():
                 self.roles |= {f"{root}.{name}".strip("."): roles for name, roles in _blocks_of(kind).items()}
         self.patterns = {(_pattern(name), structure_type(self.model, name)): name for name in reversed(self.roles)}
-        owners = {op: {self.owner(name) for name in names} for op, names in structure.seen.token_products.items()}
-        attending = owners.get(Op.ATTENTION, set()) | (owners.get(Op.SOFTMAX, set()) & owners.get(Op.MATMUL, set()))
         self.attending = {structure_type(self.model, name) for name in attending}
 
     def alike(self, name: str) -> str | None:
@@ -112,10 +128,6 @@ class _Blocks:
 
     def attends(self, name: str) -> bool:
         return structure_type(self.model, name) in self.attending
-
-    def owner(self, name: str) -> str:
-        """The innermost module around a computation that has matrices."""
-        return next((one for one in enclosing(name) if _matrices(outline_module(self.model, one))), "")
 
 
 def _blocks_of(kind: LayerType) -> dict[str, frozenset[str]]:
