@@ -33,10 +33,10 @@ from peftc.rewriting.edits import (
     place_of,
     row_count,
 )
+from peftc.rewriting.linear_products import OWN_DTYPE
 from peftc.rewriting.node_builder import NodeBuilder, StackedWeight
 from peftc.rewriting.prompts import prepend_tokens, prompted_call, stack_call
 from peftc.rewriting.states import PASS, REPLACES, StateLookup, copy_operands_of_edits, copy_value
-from peftc.rewriting.weight_products import OWN_DTYPE
 from peftc.runtime.layouts import (
     as_before,
     features_last,

@@ -27,9 +27,8 @@ from peftc.modules.subclasses import constructor, subclass
 from peftc.rewriting.boundary import boundary_graph
 from peftc.rewriting.edits import CONTAINER, RegionEdit
 from peftc.rewriting.insert import Inserter
-from peftc.rewriting.low_rank_terms import join_low_rank_terms
+from peftc.rewriting.linear_products import distribute_products, join_low_rank_terms
 from peftc.rewriting.passes.run import insert_edits
-from peftc.rewriting.weight_products import distribute_products
 from peftc.sharding.layouts import note_split
 from peftc.sharding.parallel_styles import PARALLELIZED, parallel_members
 from peftc.specialization.call_paths import CallPaths, CallTraces

@@ -148,12 +148,45 @@ def test_specs_and_passes_act_in_order() -> None:
     torch.testing.assert_close(first(**batch).logits, last(**batch).logits)
 
 
+def double(region: Any) -> None:
+    region.replace("ffn.h", region.call(operator.mul, region["ffn.h"], 2.0))
+
+
+@pytest.mark.parametrize("name", ["bart", "llama"])
+def test_a_pass_reads_what_edits_in_the_code_of_the_layer_have_written(name: str) -> None:
+    edit = "peft 2\nedit e at layer[*].ffn { z *= vector(init=3)\nh += lora(z, r=2)REST }"
+    one, two = (zoo.build(name, torch.float64) for _ in range(2))
+    peftc.compile(edit.replace("REST", ""), one, seed=0)
+    peftc.apply(double, one, at=FFN)
+    peftc.compile(edit.replace("REST", "\nh *= 2"), two, seed=0)
+    for model in (one, two):
+        for value in peftc.parameters(model).values():
+            value.data += 0.5
+    batch = zoo.inputs(name, one)
+    torch.testing.assert_close(one(**batch).logits, two(**batch).logits)
+
+
+def test_an_edit_of_what_a_module_reads_acts_before_a_later_pass() -> None:
+    """The pass computes `z` anew, of what the edit has not changed."""
+
+    def anew(region: Any) -> None:
+        gate = region.call(torch.relu, region["ffn.gate.h"])
+        region.replace("ffn.z", region.call(operator.mul, gate, region["ffn.up.h"]))
+
+    first, last, alone = (zoo.build("llama", torch.float64) for _ in range(3))
+    edit = "peft 2\nedit e at layer[*].ffn.hidden { h *= vector(init=3) }"
+    peftc.compile(edit, first, seed=0)
+    for model in (first, last, alone):
+        peftc.apply(anew, model, at=FFN)
+    peftc.compile(edit, last, seed=0)
+    batch = zoo.inputs("llama", first)
+    assert torch.equal(first(**batch).logits, alone(**batch).logits)
+    assert not torch.allclose(last(**batch).logits, alone(**batch).logits)
+
+
 def test_passes_act_in_order() -> None:
     def add(region: Any) -> None:
         region.replace("ffn.h", region.call(operator.add, region["ffn.h"], 1.0))
-
-    def double(region: Any) -> None:
-        region.replace("ffn.h", region.call(operator.mul, region["ffn.h"], 2.0))
 
     def both(region: Any) -> None:
         add(region)

@@ -22,6 +22,7 @@ from peftc.models.names import error_summary
 from peftc.modules.walk import submodule
 from peftc.planning.pass_form import PassForm
 from peftc.rewriting.passes.pass_module import PassModule
+from peftc.rewriting.states import REPLACES, value_of
 from peftc.tracing.region_trace import RegionTrace
 
 _modules: WeakKeyDictionary[PassForm, PassModule] = WeakKeyDictionary()  # without values
@@ -107,6 +108,22 @@ class NodeValues:
         module, _, attribute = name.rpartition(".")
         assert self.trace.root is not None
         return getattr(submodule(self.trace.root, module), attribute)
+
+
+def without_example(node: fx.Node) -> list[fx.Node]:
+    """The nodes without an example that a node is computed from. What an edit has put in the place
+    of a value is like that value.
+    """
+    unknown: list[fx.Node] = []
+    stack = [node]
+    while stack:
+        one = stack.pop()
+        if "example" not in one.meta and REPLACES in one.meta:
+            one.meta["example"] = value_of(one)
+        elif "example" not in one.meta:
+            unknown.append(one)
+            stack += one.all_input_nodes
+    return unknown
 
 
 def detached(value: Any) -> Any:

@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 from torch import Tensor, fx, nn
 
-from peftc.dataflow.nodes import ancestors, nodes_in
+from peftc.dataflow.nodes import nodes_in
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.suggestions import join_names, nearest
 from peftc.planning.pass_form import PassForm, PassMember
 from peftc.rewriting.edits import RegionEdit
 from peftc.rewriting.insert import Inserter
-from peftc.rewriting.passes.node_values import NodeValues
+from peftc.rewriting.passes.node_values import NodeValues, without_example
 from peftc.rewriting.passes.state_access import StateAccess
 
 Initial = float | str | tuple[str, float] | Tensor | Callable[[Tensor], object]
@@ -76,7 +76,7 @@ class Region:
             if "example" not in node.meta:  # a part of a value
                 form = self._form if self._form.members else completed(self._form, self)
                 values = NodeValues(self._inserter.trace, self._place, form)
-                values.evaluate(self.graph, [n for n in ancestors(node) if "example" not in n.meta])
+                values.evaluate(self.graph, without_example(node))
         return self._reads[name]
 
     def replace(self, name: str, value: fx.Node, *, detached: bool = False) -> None:

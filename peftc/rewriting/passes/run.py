@@ -71,7 +71,7 @@ def insert_pass(inserter: Inserter, edit: RegionEdit, later: Sequence[RegionEdit
     if not layer:
         check_repeated(form, run)
     new = [node for node in graph.nodes if is_new(node)]
-    check_values(inserter, edit, run, region, [*new, *before.changed(region)], bool(layer))
+    check_values(inserter, edit, run, region, before, bool(layer))
     for node in new:
         node.meta["origin"] = (EDIT, next(inserter.numbers), 0)
     for node in graph.nodes:
@@ -145,16 +145,18 @@ def check_repeated(first: PassForm, again: PassForm) -> None:
 
 
 def check_values(
-    inserter: Inserter, edit: RegionEdit, run: PassForm, region: Region, nodes: Sequence[fx.Node], is_first: bool
+    inserter: Inserter, edit: RegionEdit, run: PassForm, region: Region, snapshot: Snapshot, is_first: bool
 ) -> None:
     """Raises: P441 for a node that cannot run, P442 for another shape or kind of dtype than the
     model has, P443 for a state or a parameter that loses its gradient (in the first run).
     """
     own = edit.form if edit.form is not None and edit.form.members else run
     values = NodeValues(inserter.trace, f"{edit.place}.{run.name}", own, gradients=is_first)
-    before = {node: example(node) for node in nodes}
-    values.evaluate(inserter.graph, [node for node in nodes if not is_unobserved(node)])
-    values.evaluate(inserter.graph, [n for n in inserter.graph.nodes if "example" not in n.meta and n.users])
+    graph = inserter.graph
+    before = {node: example(node) for node in (*filter(is_new, graph.nodes), *snapshot.changed(region))}
+    values.evaluate(graph, [node for node in before if not is_unobserved(node)])
+    added = (node for node in graph.nodes if node not in snapshot.nodes)  # also where it replaces a state
+    values.evaluate(graph, [node for node in added if "example" not in node.meta and node.users])
     for node, value in before.items():
         if isinstance(value, torch.Tensor):
             check_like(run.name, f"`{node.name}`", value, values.values.get(node, value))
@@ -164,7 +166,7 @@ def check_values(
         check_like(run.name, f"`{one.name}`, which is now `{one.after.name}`,", example(one.before), value)
         if is_first and not one.detached:
             check_gradient(run.name, one, values)
-    check_parameters(run, edit, inserter.graph)
+    check_parameters(run, edit, graph)
 
 
 def check_like(name: str, what: str, before: object, after: object) -> None:

@@ -1,0 +1,112 @@
+"""Edits of one value at sites inside of each other: whatever modules of a model their code is in,
+each reads what the others have made of the value.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import peftc
+from tests import zoo
+from tests.laws.harness import close, seed_of
+
+NAMES = ("bart", "bert", "t5", "t5-gated", "gpt2", "llama", "opt", "vit")
+SCALE = "edit a at layer[*].ffn.hidden { h *= vector(init=1) }"
+PAIRS = {  # edits of what `down` reads, and the same as one edit
+    "read around": (
+        f"{SCALE}\nedit b at layer[*].ffn {{ h += lora(z, r=2) }}",
+        "z *= vector(init=1)\nh += lora(z, r=2)",
+    ),
+    "read around, first": (
+        f"edit b at layer[*].ffn {{ h += lora(z, r=2) }}\n{SCALE}",
+        "z *= vector(init=1)\nh += lora(z, r=2)",
+    ),
+    "read inside": (
+        f"{SCALE}\nedit b at layer[*].ffn.down {{ h += lora(x, r=2) }}",
+        "z *= vector(init=1)\nh += lora(z, r=2)",
+    ),
+    "written around": (
+        f"edit b at layer[*].ffn {{ z += 1\nh += lora(z, r=2) }}\n{SCALE}",
+        "z *= vector(init=1)\nz += 1\nh += lora(z, r=2)",
+    ),
+}
+
+
+@torch.no_grad()
+def output(name: str, spec: str, tasks: list[str] | None = None) -> Tensor:
+    """That of the model, with values that depend on the shapes of parameters and on the layer."""
+    model = zoo.build(name, torch.float64).eval()
+    peftc.compile(f"peft 2\n{spec}", model, seed=0, tasks=tasks)
+    if tasks:
+        peftc.set_task(model, tasks[0])
+    for key, parameter in peftc.parameters(model).items():
+        site = key.split("/")[1].partition(".ffn")[0]
+        generator = torch.Generator().manual_seed(seed_of(f"{site} {key.rpartition('.')[2]}"))
+        parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    return model(**zoo.inputs(name, model))[0]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("name", NAMES)
+def test_two_edits_are_the_one_that_says_both(name: str, pair: str) -> None:
+    several, equations = PAIRS[pair]
+    close(output(name, several), output(name, f"edit e at layer[*].ffn {{ {equations} }}"), pair)
+
+
+@pytest.mark.parametrize("name", ["bart", "opt"])
+def test_an_edit_per_task_is_in_the_code_around_the_layer(name: str) -> None:
+    """OPT has no batch in its ffn, which the choice of a task needs."""
+    several = PAIRS["read inside"][0]
+    close(output(name, several.replace("down {", "down per task {"), ["t"]), output(name, several))
+
+
+SITES = {  # and their states; the first is written
+    **{f"attn.{linear}": ("h", "x") for linear in "qkvo"},
+    "attn": ("h", "x", "res", "q", "k", "v"),
+    "attn.norm": ("h", "x"),
+    "ffn": ("h", "x", "res", "z"),
+    "ffn.up": ("h", "x"),
+    "ffn.down": ("h", "x"),
+    "ffn.hidden": ("h", "x"),
+    "ffn.norm": ("h", "x"),
+    "ffn.add": ("h",),
+}
+
+
+def equations(source: random.Random, states: tuple[str, ...]) -> Iterator[str]:
+    for _ in range(source.choice((1, 1, 2))):
+        written = source.choice([state for state in states if state not in ("x", "res")])
+        form = source.choice(("lora(STATE, r=2)", "lora(STATE, r=2)", "adapter(STATE, r=2, act=tanh)", "0.3 * STATE"))
+        read = written if form.endswith("* STATE") else source.choice(states)
+        yield f"{written} *= vector(init=1)" if source.random() < 0.3 else f"{written} += {form}".replace("STATE", read)
+
+
+def random_spec(seed: int) -> str:
+    source = random.Random(seed)
+    statements: list[str] = []
+    for number in range(source.choice((2, 3))):
+        site = source.choice([*SITES])
+        body = "\n".join(equations(source, SITES[site]))
+        statements.append(f"edit e{number} at layer[*].{site} {{ {body} }}")
+    return "peft 2\n" + "\n".join(statements)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_edits_compute_their_equations(seed: int) -> None:
+    name, spec = NAMES[seed % len(NAMES)], random_spec(seed)
+    model = zoo.build(name, torch.float64).eval()
+    try:
+        peftc.compile(spec, model, seed=0)
+    except peftc.PeftcError as error:
+        if {one.code for one in error.diagnostics} <= {"P201", "P310"}:  # no such site, other shapes
+            pytest.skip("the model has no such site")
+        raise
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in peftc.parameters(model).values():
+        parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    assert not peftc.verify(model).findings, spec
