@@ -170,11 +170,22 @@ def _op_of_operands(node: fx.Node) -> Op:
         return Op.SOFTMAX if "softmax" in getattr(node.kwargs["function"], "__name__", "").lower() else Op.OTHER
     if node.target is operator.getitem:
         source = example(node.args[0])
+        if isinstance(source, torch.Tensor) and _adds_dimensions(node.args[1]):
+            return Op.RESHAPE
         return Op.SELECT if isinstance(source, torch.Tensor) or isinstance(node.args[1], slice) else Op.ITEM
     if node.target is getattr:
         return Op.QUERY if isinstance(example(node), _FACTS) else _BY_NAME.get(name_of(node), Op.OTHER)
     # the maximum of one tensor is a choice, that of several a mask
     return Op.MASK if isinstance(example(node), torch.Tensor) and len(node.all_input_nodes) > 1 else Op.CHOICE
+
+
+def _adds_dimensions(key: Any) -> bool:
+    """Whether a key is that of an `unsqueeze`: `x[None, :]`."""
+    # Seen in: no transformers model, but the temporal blocks of Stable Video Diffusion
+    keys = key if isinstance(key, tuple) else (key,)
+    return any(k is None for k in keys) and not any(
+        isinstance(k, fx.Node) or k not in (None, ..., slice(None)) for k in keys
+    )
 
 
 def rerun(node: fx.Node, args: Any, kwargs: Any) -> Any:

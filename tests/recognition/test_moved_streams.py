@@ -61,6 +61,19 @@ class Windows(Block):
         return y.view(b, h // 2, w // 2, 2, 2, c).permute(0, 5, 1, 3, 2, 4).reshape(b, c, h, w)
 
 
+class Frames(Block):
+    """Stable Video Diffusion: both sub-layers are of the frames at one place."""
+
+    sizes = 2 * 3, SIDE, D  # two videos of three frames
+
+    def forward(self, x: Tensor) -> Tensor:
+        frames, places, width = x.shape
+        y = x[None, :].reshape(frames // 3, 3, places, width).permute(0, 2, 1, 3).reshape(-1, 3, width)
+        y = y + self.mlp(self.norm2(y))
+        y = y + self.attn(self.norm1(y))
+        return y[None, :].reshape(-1, places, 3, width).permute(0, 2, 1, 3).reshape(frames, places, width)
+
+
 class Strided(Block):
     """The convolutions of MaxViT: attention is added to what replaces the layer's input."""
 
@@ -173,7 +186,7 @@ def test_a_sum_that_is_returned_has_no_norm_behind_it() -> None:
 @pytest.mark.parametrize(
     "layer",
     [
-        *(ClassToken, Transposed, Windows, Strided, ProjectedResidual),
+        *(ClassToken, Transposed, Windows, Frames, Strided, ProjectedResidual),
         *(Unflattened, ChannelsFirst, ChannelsFirstTokens),
     ],
 )
