@@ -65,6 +65,12 @@ def test_an_edit_per_task_is_in_the_code_around_the_layer(name: str) -> None:
     close(output(name, several.replace("down {", "down per task {"), ["t"]), output(name, several))
 
 
+@pytest.mark.parametrize("name", ["bart", "llama"])
+def test_verification_applies_edits_of_inner_sites_first(name: str) -> None:
+    spec = "peft 2\nedit b at layer[*].ffn { z += 1 }\nedit a at layer[*].ffn.hidden { h *= vector(init=3) }"
+    assert not peftc.verify(peftc.compile(spec, zoo.build(name, torch.float64).eval(), seed=0)).findings
+
+
 SITES = {  # and their states; the first is written
     **{f"attn.{linear}": ("h", "x") for linear in "qkvo"},
     "attn": ("h", "x", "res", "q", "k", "v"),

@@ -51,6 +51,11 @@ class StateWrite:
     rows: Slice | None
     order: int
 
+    @property
+    def depth(self) -> int:
+        """Edits of inner sites come first: `hidden` before the `z` of its ffn."""
+        return self.site_edit.site.path.count(".")
+
 
 def ignore(*args: Any) -> None:
     pass
@@ -112,7 +117,9 @@ class ReferenceModel:
             write = StateWrite(site_edit, index, rows[assign.state], sum(map(len, self.writes.values())))
             self.writes[locations[assign.state]].append(write)
             # the result of a loop's body may be that of its last sub-layer, whose edits come first
-            self.writes[locations[assign.state]].sort(key=lambda write: bool(write.site_edit.site.parts))
+            self.writes[locations[assign.state]].sort(
+                key=lambda write: (bool(write.site_edit.site.parts), -write.depth)
+            )
 
     # Hooks ----------------------------------------------------------------------------------------
 
