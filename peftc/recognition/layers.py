@@ -31,6 +31,7 @@ from peftc.recognition.loops import (
     attribute_loops,
     contains_name,
     find_loops,
+    first_norms,
     is_stage,
     may_hold_layers,
     own_part,
@@ -354,6 +355,8 @@ def _bodies(kind: LayerType, bodies: Sequence[tuple[str, ...]]) -> Iterator[Laye
     groups = sub_layers_by_body(bodies, kind.subs, kind.layer)
     for body, members in zip(bodies, groups, strict=True):
         subs = [own_part(sub, body, bodies, kind.layer) for sub in members]
+        if norms := first_norms(body, subs, [s for other in groups if other is not members for s in other], kind.layer):
+            subs[0] = replace(subs[0], norms=[*norms, *subs[0].norms])
         untraced = [part for part in kind.untraced if any(contains_name(name, part.module) for name in body)]
         stream = subs[0].res if subs else kind.stream
         first = f"{kind.first}.{body[0]}".lstrip(".")

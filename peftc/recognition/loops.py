@@ -326,6 +326,16 @@ def own_part(sub: SubLayer, body: Sequence[str], bodies: Sequence[Sequence[str]]
     return replace(sub, projections=roles, heads=heads, linears=linears, norms=norms, output_norm=behind)
 
 
+def first_norms(
+    body: Sequence[str], own: Sequence[SubLayer], others: Iterable[SubLayer], layer: LayerGraph
+) -> list[fx.Node]:
+    """The norms of an iteration that read the last sum of the one before, and stand in its code."""
+    # Seen in: no transformers model, but SAINT, whose norms are around the residual sums
+    known = {norm for sub in own for norm in sub.norms}
+    norms = (norm for sub in others for norm in sub.norms if _in_body(layer.norm_name(norm), body))
+    return [norm for norm in norms if norm not in known and own]
+
+
 def weights_of(sub: SubLayer, layer: LayerGraph) -> frozenset[str]:
     """The modules and parameters with which a sub-layer computes, without norms."""
     weighted = {n for n in sub.body if is_weighted(n, layer) and not layer.is_norm(n)}

@@ -441,3 +441,26 @@ def test_modules_that_a_loop_calls_again_are_refused(build: Callable[[], Model])
     with pytest.raises(peftc.PeftcError, match=r"several times") as error:
         peftc.compile(SPEC, build().eval(), sample=sample)
     assert {d.code for d in error.value.diagnostics} == {"P214"}
+
+
+class NormOfSum(nn.Module):
+    """SAINT: `fn(norm(x)) + norm(x)`, so that the stream is a norm of the sum before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = ([nn.LayerNorm(D), Attention(), nn.LayerNorm(D), Ffn()] for _ in range(3))
+        self.layers = nn.ModuleList(map(nn.ModuleList, parts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, attn, ffn_norm, ffn in self.layers:  # pyright: ignore[reportGeneralTypeIssues]
+            x = norm(x)
+            x = ffn_norm(attn(x) + x)
+            x = ffn(x) + x
+        return x
+
+
+def test_norms_of_sums_before_an_iteration_have_sites_in_it() -> None:
+    sites = peftc.sites(NormOfSum(), sample={"x": torch.randn(2, 5, D)}).sites
+    for i in range(3):
+        norms = {s.module for s in sites if f"layer[{i}]." in s.path and "norm" in s.steps[-1][0]}
+        assert norms == {f"layers.{i}.0", f"layers.{i}.2"}
