@@ -21,6 +21,7 @@ from peftc.installation.record import Installation
 from peftc.modules.instance_forward import FORWARD, code_class
 from peftc.modules.offload import HOOK, execution_device, onload_device
 from peftc.modules.walk import Named, all_named_modules, all_parameters, submodule
+from peftc.observation.layer_keys import distinctive_members
 from peftc.planning import ir
 from peftc.rewriting.edits import CONTAINER, SHARED, Region, empty_container, module_name
 from peftc.rewriting.form_copies import FormCopies, FormCopy, container_copy
@@ -218,7 +219,7 @@ class InstallationBuilder:
     def generated_class(self, region: Region, module: nn.Module) -> GeneratedClass:
         """One for all regions of a structure; without variants, also for other models."""
         base = code_class(module)
-        absent = absent_members(module) if region.inline else frozenset[str]()
+        absent = distinctive_members(module, CONTAINER) if region.inline else frozenset[str]()
         entered = tuple(code_class(submodule(module, name)) for name in sorted(region.inline) if name)
         key = class_key(base, region.inline, absent, entered, region.edits)
         classes = self.classes if region.inline or key in self.classes else self.shared_classes
@@ -387,12 +388,6 @@ class InstallationBuilder:
 
 def saved_name(site_edit: ir.SiteEdit, instance: ir.FormInstance) -> str:
     return f"{site_edit.edit}/{site_edit.owner_path}/{instance.key}"
-
-
-def absent_members(module: nn.Module) -> frozenset[str]:
-    """The members that are None here, and may be there in other modules of the class."""
-    members = ((name, vars(m) | vars(m)["_modules"] | vars(m)["_parameters"]) for name, m in module.named_modules())
-    return frozenset(f"{name}.{key}".lstrip(".") for name, values in members for key, v in values.items() if v is None)
 
 
 def shared_name(owner: str) -> str:

@@ -33,6 +33,17 @@ def structure_key(module: nn.Module) -> str:
     return ";".join(parts)
 
 
+def distinctive_members(module: nn.Module, container: str) -> frozenset[str]:
+    """The members that are None in a module, and may be there in others of its class; parameters
+    and buffers with their shapes, of which code may make numbers, but for those in `container`.
+    """
+    members = ((name, vars(m) | vars(m)["_modules"] | vars(m)["_parameters"]) for name, m in module.named_modules())
+    absent = [f"{name}.{key}".lstrip(".") for name, values in members for key, v in values.items() if v is None]
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    shapes = [f"{name}{tuple(t.shape)}" for name, t in tensors if container not in name.split(".")]
+    return frozenset((*absent, *shapes))
+
+
 def arguments_key(value: Any, exact: bool = False) -> str:
     """What Python code can see of arguments without the values of tensors. `exact`: with shapes,
     dtypes and the identity of objects; else ranks and classes.

@@ -302,7 +302,7 @@ def sub_layers_by_body(
         weights = weights_of(sub, layer)
         counts = Counter(i for name in weights for i, body in enumerate(bodies) if _in_body(name, body))
         if counts and weights not in seen:
-            groups[counts.most_common(1)[0][0]].append(sub)
+            groups[max(counts, key=lambda i: (counts[i], i))].append(sub)  # of equal ones the last, which runs it
         seen.add(weights)
     return groups
 
@@ -323,7 +323,9 @@ def own_part(sub: SubLayer, body: Sequence[str], bodies: Sequence[Sequence[str]]
     norms = [norm for norm in sub.norms if any(contains_name(part, layer.norm_name(norm)) for part in body)]
     behind = sub.output_norm if sub.output_norm in norms else None
     linears = list(filter(is_own, sub.linears))
-    return replace(sub, projections=roles, heads=heads, linears=linears, norms=norms, output_norm=behind)
+    hidden = sub.hidden if "down" in roles else None
+    own = replace(sub, projections=roles, heads=heads, linears=linears, norms=norms, hidden=hidden)
+    return replace(own, output_norm=behind)
 
 
 def first_norms(

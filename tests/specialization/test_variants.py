@@ -226,3 +226,25 @@ def test_code_that_uses_attention_weights(first: str) -> None:
     assert torch.equal(model(**inputs).logits, want[first])
     model.set_attn_implementation(other)
     assert torch.equal(model(**inputs).logits, want[other])
+
+
+class Tabular(nn.Module):
+    """Computes with the number of rows of a table, which layers have as many as they like."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Parameter(torch.randn(rows, 8)), nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.down(self.up(self.norm(x)).relu())
+        return x + h / self.table.shape[0] + self.table.mean(0)
+
+
+def test_layers_with_tables_of_other_sizes_have_forwards_of_their_own() -> None:
+    model, x = nn.Sequential(Tabular(3), Tabular(5), Tabular(3)), torch.randn(2, 4, 8)
+    base = model(x)
+    spec = "peft 1  edit e at layer[*].ffn { h += adapter(x, r=2, init=lora) }"
+    peftc.compile(spec, model, seed=0, sample={"input": x})
+    torch.testing.assert_close(model(x), base)
+    assert len(kinds(model)) == 2
