@@ -67,28 +67,28 @@ class LayerPlacements:
     def kind_of(self, site: Site) -> LayerType:
         return self.kinds.get(site.kind, self.kind)
 
-    def join_readers(self, placed: list[Placed], has_pass: bool) -> list[Placed]:
+    def join_readers(self, groups: list[Placed], has_pass: bool) -> list[Placed]:
         """Moves edits of what a module reads into the region of an edit around it that uses the
         value, too: in the code around the module, it is what it was before. A pass may use all.
         """
         while True:
             users: dict[fx.Node, set[str]] = {}
-            for group, c in placed:
+            for group, c in groups:
                 used = [
                     node for p in group for name in used_states(p) if name != STREAM for node in self.values_of(p, name)
                 ]
                 for node in used:
                     users.setdefault(node, {""} if has_pass else set()).add(c.region)
             moves: list[Placed] = []
-            for group, c in placed:
+            for group, c in groups:
                 names = {(id(p), name): (p, name) for p in group for name in written_states(p)}.values()
                 inputs = [pair for pair in names if pair[1] in c.anchors and c.anchors[pair[1]].kind == "in"]
                 around = {r for pair in inputs for node in self.values_of(*pair) for r in users.get(node, ())}
                 region = min((r for r in around if contains(r, c.region)), key=len, default=c.region)
                 moves.append((group, c if region == c.region else self.placement(group, region)))
-            if all(c is before for (_, c), (_, before) in zip(moves, placed, strict=True)):
-                return placed
-            placed = moves
+            if all(c is before for (_, c), (_, before) in zip(moves, groups, strict=True)):
+                return groups
+            groups = moves
 
     def values_of(self, site_edit: ir.SiteEdit, name: str) -> list[fx.Node]:
         """The node of a state, and of the tensor after writes in place; none of a parameter."""

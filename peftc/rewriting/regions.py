@@ -64,8 +64,10 @@ class LayerRegions(LayerPlacements):
         site_edits = tuple(site_edits)
         turns = turns_of(site_edits)
         first = [p for p in site_edits if not turns.get(id(p))]  # what is in a part of the layer acts first
-        placed = self.join_readers([(group, self.placement(group)) for group in group_by_state(first)], bool(turns))
-        placements = [(p, c) for group, c in placed for p in group]
+        edit_groups = self.join_readers(
+            [(group, self.placement(group)) for group in group_by_state(first)], bool(turns)
+        )
+        placements = [(p, c) for group, c in edit_groups for p in group]
         placements += [(p, self.placement_beside_pass(p)) for p in site_edits if turns.get(id(p))]
         groups = self.merge_entered([c for _, c in placements])
         members: dict[str, list[tuple[ir.SiteEdit, Placement]]] = {region: [] for region in groups}
