@@ -259,6 +259,8 @@ def _listed_layers(subs: Sequence[SubLayer], block: nn.Module) -> list[str]:
     """The elements of lists, of several classes, of which one adds sub-layers of several kinds."""
     # Seen in: no transformers model, but EfficientViT, whose stages begin with a convolution
     listed = _elements(outline(block), lambda module: _has_matrices(module) or not _has_parameters(module), False)
+    # parts with names of their own (an OrderedDict) are those of one layer: MaxViT of torchvision
+    listed = [name for name in listed if name.rpartition(".")[2].isdigit()]
     names = [name for name in listed if _has_parameters(outline_module(block, name))]
     kinds: dict[str | None, set[str]] = {}
     for sub in subs:
