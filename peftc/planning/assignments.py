@@ -68,6 +68,29 @@ def changed_weights(edits: Sequence[tuple[ast.Edit, Sequence[SiteEdit]]]) -> Ite
                 yield edit, Diagnostic("P324", message, one.assigns[-1].source.span, help=help_)
 
 
+def changed_modules(edits: Sequence[tuple[ast.Edit, Sequence[SiteEdit]]]) -> Iterator[tuple[ast.Edit, Diagnostic]]:
+    """P324, with the edit that calls, for each pair of one that calls a module of the model, as in
+    `norm(x)`, and one that changes this module: the call may have that edit, or pass it by.
+    """
+    callers = [(edit, own) for edit, own in edits if own and any(isinstance(t, FrozenCall) for t in own[0].terms())]
+    writers = defaultdict[str, dict[str, str]](dict)  # the state that each edit changes, by module
+    for one in (one for _, own in edits for one in own) if callers else ():
+        states = [assign.state for assign in one.assigns if assign.state in ("h", "w", "b")]
+        writers[one.site.module] |= dict.fromkeys([one.edit], states[-1]) if states else {}
+    for edit, own in callers:
+        calls = ((one, term) for one in own for term in one.terms() if isinstance(term, FrozenCall))
+        for one, term in calls:
+            others = {name: state for name, state in writers[term.module].items() if (name, state) != (edit.name, "h")}
+            if others:
+                other, state = next(iter(others.items()))
+                message = (
+                    f"`{edit.name}` calls `{term.function}` of `{one.site.path}`, and `{other}` changes its `{state}`"
+                )
+                help_ = "let the other edit be at other sites"
+                yield edit, Diagnostic("P324", message, one.assigns[-1].source.span, help=help_)
+                break
+
+
 def _storage(site_edit: SiteEdit, name: str) -> tuple[object, Slice | None]:
     """The same key for two names of one state, such as `z` of an ffn and `h` of `ffn.hidden`."""
     state = site_edit.site.states[name]

@@ -14,7 +14,7 @@ from peftc.diagnostics import Diagnostic, PeftcError, Source
 from peftc.diagnostics.suggestions import for_sites, plural
 from peftc.equations.table import forms_of
 from peftc.forms import Form
-from peftc.planning.assignments import change_at_first, changed_weights, conflicts
+from peftc.planning.assignments import change_at_first, changed_modules, changed_weights, conflicts
 from peftc.planning.expectations import evaluate
 from peftc.planning.foldability.check import check_foldability
 from peftc.planning.form_warnings import linear_form_warnings, token_mean_warnings, untrained_warnings
@@ -173,7 +173,7 @@ class Planner:
             self.warn(edit, token_mean_warnings(edit, site_edits))
         for edit, diagnostic in untrained_warnings(edits):
             self.warn(edit, (diagnostic,))
-        for edit, diagnostic in (*conflicts(edits), *changed_weights(edits)):
+        for edit, diagnostic in (*conflicts(edits), *changed_weights(edits), *changed_modules(edits)):
             self.report(edit, (diagnostic,))
         return edits
 

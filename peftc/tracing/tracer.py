@@ -219,7 +219,7 @@ class RegionTracer(TracerBase):
         """Records the call of a child as a node, or enters its code."""
         name = self.module_names.get(id(m))
         if name is None and self.is_slice(m):
-            return nn.Sequential.forward(m, *args, **kwargs)  # pyright: ignore[reportArgumentType]
+            return inspect.unwrap(type(m).forward)(m, *args, **kwargs)
         if name is None:
             raise TraceError(f"a {type(m).__name__}, {UNKNOWN_MODULE}, is called in it")
         if isinstance(m, nn.Identity) and args == (None,):

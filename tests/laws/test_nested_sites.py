@@ -14,6 +14,7 @@ from torch import Tensor
 import peftc
 from tests import zoo
 from tests.laws.harness import close, seed_of
+from tests.refusals import refused
 
 NAMES = ("bart", "bert", "t5", "t5-gated", "gpt2", "llama", "opt", "vit")
 SCALE = "edit a at layer[*].ffn.hidden { h *= vector(init=1) }"
@@ -69,6 +70,19 @@ def test_an_edit_per_task_is_in_the_code_around_the_layer(name: str) -> None:
 def test_verification_applies_edits_of_inner_sites_first(name: str) -> None:
     spec = "peft 2\nedit b at layer[*].ffn { z += 1 }\nedit a at layer[*].ffn.hidden { h *= vector(init=3) }"
     assert not peftc.verify(peftc.compile(spec, zoo.build(name, torch.float64).eval(), seed=0)).findings
+
+
+@pytest.mark.parametrize("change", ["h *= vector(init=1)", "w += 0.1 * w"])
+@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("site", ["layer[*].ffn", "head"])
+def test_no_other_edit_changes_a_module_that_is_called(site: str, name: str, change: str) -> None:
+    """Where a norm is behind its sub-layer, the call would have the edit, and elsewhere not."""
+    function, changed = ("norm", f"{site}.norm") if site.endswith("ffn") else ("head", site)
+    spec = f"peft 2\nedit a at {changed} {{ {change} }}\nedit b at {site} {{ h += 0.1 * {function}(x) }}"
+    model = zoo.build(name, torch.float64).eval()
+    error = refused("P324", lambda: peftc.compile(spec, model), model)
+    assert error.message.startswith(f"`b` calls `{function}`")
+    assert error.message.endswith(f"`a` changes its `{change[0]}`")
 
 
 SITES = {  # and their states; the first is written

@@ -194,6 +194,27 @@ class ViewOfProjection(nn.Module):
         return x + self.o(out.reshape(x.shape))
 
 
+class Doubling(nn.Sequential):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class SlicedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.ffn = nn.LayerNorm(D), Doubling(nn.Linear(D, 2 * D), nn.ReLU(), nn.Linear(2 * D, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.ffn[1:](self.ffn[:1](self.norm(x)))
+
+
+def test_a_slice_runs_the_code_of_its_class() -> None:
+    model, x = Layers(SlicedTwice(), SlicedTwice()), torch.randn(2, 5, D)
+    base = model(x)
+    peftc.compile("peft 1  edit e at layer[*].ffn { h += lora(res, r=2) }", model, seed=0, sample={"x": x})
+    assert torch.equal(model(x), base)
+
+
 @pytest.mark.parametrize("layer", [Sliced, ViewOfProjection])
 def test_projections_that_are_convolutions_keep_their_layout(layer: type[nn.Module]) -> None:
     torch.manual_seed(0)
