@@ -300,7 +300,8 @@ def sub_layers_by_body(
     seen = set[frozenset[str]]()
     for sub in subs:
         weights = weights_of(sub, layer)
-        counts = Counter(i for name in weights for i, body in enumerate(bodies) if _in_body(name, body))
+        inside = ([i for i, body in enumerate(bodies) if _in_body(name, body)] for name in weights)
+        counts = Counter(own[0] for own in inside if own)  # of bodies in each other the inner one, which comes first
         if counts and weights not in seen:
             groups[max(counts, key=lambda i: (counts[i], i))].append(sub)  # of equal ones the last, which runs it
         seen.add(weights)
