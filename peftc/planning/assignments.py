@@ -80,7 +80,9 @@ def changed_modules(edits: Sequence[tuple[ast.Edit, Sequence[SiteEdit]]]) -> Ite
     for edit, own in callers:
         calls = ((one, term) for one in own for term in one.terms() if isinstance(term, FrozenCall))
         for one, term in calls:
-            others = {name: state for name, state in writers[term.module].items() if (name, state) != (edit.name, "h")}
+            # the call of a site's own module has nothing of what edits make of its `h`
+            ignored = {"h"} if term.module == one.site.module else set[str]()
+            others = {name: state for name, state in writers[term.module].items() if state not in ignored}
             if others:
                 other, state = next(iter(others.items()))
                 message = (

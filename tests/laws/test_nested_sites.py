@@ -72,17 +72,35 @@ def test_verification_applies_edits_of_inner_sites_first(name: str) -> None:
     assert not peftc.verify(peftc.compile(spec, zoo.build(name, torch.float64).eval(), seed=0)).findings
 
 
-@pytest.mark.parametrize("change", ["h *= vector(init=1)", "w += 0.1 * w"])
 @pytest.mark.parametrize("name", ["llama", "bert"])
-@pytest.mark.parametrize("site", ["layer[*].ffn", "head"])
-def test_no_other_edit_changes_a_module_that_is_called(site: str, name: str, change: str) -> None:
+@pytest.mark.parametrize(
+    ("site", "changed", "change"),
+    [
+        ("layer[*].ffn", "layer[*].ffn.norm", "h *= vector(init=1)"),
+        ("layer[*].ffn", "layer[*].ffn.norm", "w += 0.1 * w"),
+        ("head", "head", "w += 0.1 * w"),
+    ],
+)
+def test_no_other_edit_changes_a_module_that_is_called(site: str, changed: str, change: str, name: str) -> None:
     """Where a norm is behind its sub-layer, the call would have the edit, and elsewhere not."""
-    function, changed = ("norm", f"{site}.norm") if site.endswith("ffn") else ("head", site)
+    function = "head" if site == "head" else "norm"
     spec = f"peft 2\nedit a at {changed} {{ {change} }}\nedit b at {site} {{ h += 0.1 * {function}(x) }}"
     model = zoo.build(name, torch.float64).eval()
     error = refused("P324", lambda: peftc.compile(spec, model), model)
     assert error.message.startswith(f"`b` calls `{function}`")
     assert error.message.endswith(f"`a` changes its `{change[0]}`")
+
+
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_an_edit_beside_a_call_of_the_head_does_not_fold(name: str) -> None:
+    spec = "peft 2\nedit a at head { h += lora(x, r=2) }\nedit b at head { h += 0.1 * head(x) }"
+    model = peftc.compile(spec, zoo.build(name, torch.float64).eval(), seed=0)
+    for parameter in peftc.parameters(model).values():
+        parameter.data += 0.1
+    assert not peftc.verify(model).findings
+    before = model(**zoo.inputs(name, model)).logits
+    assert not peftc.fold(model).folded
+    close(model(**zoo.inputs(name, model)).logits, before)
 
 
 SITES = {  # and their states; the first is written

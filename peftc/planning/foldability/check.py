@@ -18,7 +18,7 @@ from peftc.planning.foldability.affine import (
     is_table,
     linear_states,
 )
-from peftc.planning.ir import Arithmetic, Constant, FormCall, FormInstance, Read, SiteEdit, Term, subterms
+from peftc.planning.ir import Arithmetic, Constant, FormCall, FormInstance, FrozenCall, Read, SiteEdit, Term, subterms
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,9 @@ def _blocked(folds: Sequence[Sequence[_SiteFold]]) -> dict[int, str]:
         for module in {fold.site_edit.site.root, *(ref.module for ref in (*fold.written, *fold.own))}:
             by_module[module].append(fold)
     shared = {owner: fold.site_edit.edit for fold in stays for owner in _joint_owners(fold.site_edit)}
+    calls = {
+        t.module: fold.site_edit.edit for fold in stays for t in fold.site_edit.terms() if isinstance(t, FrozenCall)
+    }
     blocked: dict[int, str] = {}
     for order, site_folds in enumerate(folds):
         if any(fold.reason for fold in site_folds):
@@ -158,6 +161,9 @@ def _blocked(folds: Sequence[Sequence[_SiteFold]]) -> dict[int, str]:
                 blocked.setdefault(order, f"`{shared[owner]}`, which stays, shares parameters with it")
         for fold in site_folds:
             module = fold.target.refs[0].module if fold.target and fold.target.refs else ""
+            if module in calls:
+                blocked[order] = f"`{calls[module]}`, which stays, calls this module"
+                break
             others = [*by_module[fold.site_edit.site.root], *by_module[module]]
             if (other := next((other for other in others if _between(other, fold)), None)) is not None:
                 blocked[order] = f"`{other.site_edit.edit}`, which is not folded, stands between it and the weight"
