@@ -73,18 +73,18 @@ def changed_modules(edits: Sequence[tuple[ast.Edit, Sequence[SiteEdit]]]) -> Ite
     `norm(x)`, and one that changes this module: the call may have that edit, or pass it by.
     """
     callers = [(edit, own) for edit, own in edits if own and any(isinstance(t, FrozenCall) for t in own[0].terms())]
-    writers = defaultdict[str, dict[str, str]](dict)  # the state that each edit changes, by module
-    for one in (one for _, own in edits for one in own) if callers else ():
-        states = [assign.state for assign in one.assigns if assign.state in ("h", "w", "b")]
-        writers[one.site.module] |= dict.fromkeys([one.edit], states[-1]) if states else {}
+    writers = defaultdict[str, dict[tuple[str, str], None]](dict)  # edits with the states that they change, by module
+    for one in (use for _, own in edits for site_edit in own for use in site_edit.uses()) if callers else ():
+        states = (assign.state for assign in one.assigns if assign.state in ("h", "w", "b"))
+        writers[one.site.module] |= {(one.edit, state): None for state in states}
     for edit, own in callers:
         calls = ((one, term) for one in own for term in one.terms() if isinstance(term, FrozenCall))
         for one, term in calls:
             # the call of a site's own module has nothing of what edits make of its `h`
             ignored = {"h"} if term.module == one.site.module else set[str]()
-            others = {name: state for name, state in writers[term.module].items() if state not in ignored}
+            others = [(name, state) for name, state in writers[term.module] if state not in ignored]
             if others:
-                other, state = next(iter(others.items()))
+                other, state = others[0]
                 message = (
                     f"`{edit.name}` calls `{term.function}` of `{one.site.path}`, and `{other}` changes its `{state}`"
                 )

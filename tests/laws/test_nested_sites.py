@@ -79,6 +79,7 @@ def test_verification_applies_edits_of_inner_sites_first(name: str) -> None:
         ("layer[*].ffn", "layer[*].ffn.norm", "h *= vector(init=1)"),
         ("layer[*].ffn", "layer[*].ffn.norm", "w += 0.1 * w"),
         ("head", "head", "w += 0.1 * w"),
+        ("head", "head", "w += 0.1 * w\nh += 1"),
     ],
 )
 def test_no_other_edit_changes_a_module_that_is_called(site: str, changed: str, change: str, name: str) -> None:
