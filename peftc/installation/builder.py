@@ -102,7 +102,7 @@ class InstallationBuilder:
         self.every = all_named_modules(model) if modules is None else modules
         self.parameters = all_parameters(self.every) if parameters is None else parameters
         unpatched = [c for c in classes if c.code == tuple(map(reachable_code, (c.base, *c.entered)))]
-        self.classes = {class_key(c.base, c.inline, c.absent, c.entered, c.edits): c for c in unpatched}
+        self.classes = {class_key(c.base, c.inline, c.members, c.entered, c.edits): c for c in unpatched}
         self.shared_classes = shared_classes
         self.copiers: dict[object, Callable[[], FormModule] | None] = {}
         self.kinds: dict[object, RegionKind] = {}
@@ -219,15 +219,15 @@ class InstallationBuilder:
     def generated_class(self, region: Region, module: nn.Module) -> GeneratedClass:
         """One for all regions of a structure; without variants, also for other models."""
         base = code_class(module)
-        absent = distinctive_members(module, CONTAINER) if region.inline else frozenset[str]()
+        members = distinctive_members(module, CONTAINER) if region.inline else frozenset[str]()
         entered = tuple(code_class(submodule(module, name)) for name in sorted(region.inline) if name)
-        key = class_key(base, region.inline, absent, entered, region.edits)
+        key = class_key(base, region.inline, members, entered, region.edits)
         classes = self.classes if region.inline or key in self.classes else self.shared_classes
         if key not in classes:
             edits = tuple(region.edits)
             pattern = None if region.inline else (base, *names_pattern(edits))
             like = self.patterns.get(pattern)
-            classes[key] = GeneratedClass(base, region.inline, edits, base.__name__, absent, entered, like=like)
+            classes[key] = GeneratedClass(base, region.inline, edits, base.__name__, members, entered, like=like)
             if pattern is not None:
                 self.patterns.setdefault(pattern, classes[key])
         return classes[key]

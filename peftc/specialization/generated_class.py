@@ -118,7 +118,7 @@ class GeneratedClass:
     call pattern that its Python code can tell apart, traced when it first comes up.
 
     Args:
-        absent: members that are None in all its modules.
+        members: `distinctive_members` of all its modules.
         entered: classes whose code is entered.
         calls_forms: whether its code calls all forms, for hooks.
         like: one with the same edits at sites of other names, without `inline`.
@@ -130,12 +130,12 @@ class GeneratedClass:
         inline: frozenset[str],
         edits: tuple[RegionEdit, ...],
         name: str,
-        absent: frozenset[str] = frozenset(),
+        members: frozenset[str] = frozenset(),
         entered: tuple[type[nn.Module], ...] = (),
         calls_forms: bool = False,
         like: GeneratedClass | None = None,
     ) -> None:
-        self.base, self.inline, self.edits, self.name, self.absent = base, inline, edits, name, absent
+        self.base, self.inline, self.edits, self.name, self.members = base, inline, edits, name, members
         self.entered, self.calls_forms = entered, calls_forms
         self.entered_names = tuple(sorted(inline - {""}))
         # The code that its variants are traced from.
@@ -177,7 +177,7 @@ class GeneratedClass:
         return self
 
     def __reduce__(self) -> Any:
-        return (GeneratedClass, (self.base, self.inline, self.edits, self.name, self.absent, self.entered))
+        return (GeneratedClass, (self.base, self.inline, self.edits, self.name, self.members, self.entered))
 
     # Choices --------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class GeneratedClass:
         with self.lock:
             names = off.split(" ")
             edits = () if off == ALL else tuple(edit for edit in self.edits if edit.edit not in names)
-            arguments = (self.base, self.inline, edits, self.name, self.absent, self.entered)
+            arguments = (self.base, self.inline, edits, self.name, self.members, self.entered)
             other = GeneratedClass(*arguments) if edits else Unedited(self.base.forward)
             other = self if len(edits) == len(self.edits) and off != ALL else other
             return vars(self).setdefault(without_name(off), other)
@@ -204,7 +204,7 @@ class GeneratedClass:
 
     def make_calling_forms(self) -> GeneratedClass:
         with self.lock:
-            arguments = (self.base, self.inline, self.edits, self.name, self.absent, self.entered)
+            arguments = (self.base, self.inline, self.edits, self.name, self.members, self.entered)
             return vars(self).setdefault(CALLING_FORMS, GeneratedClass(*arguments, calls_forms=True))
 
     # Variants -------------------------------------------------------------------------------------

@@ -7,17 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import peftc
+from tests.layers import Attention
 
 D = 8
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
-
-    def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        return self.o((self.q(x) @ self.k(context).mT).softmax(-1) @ self.v(context))
 
 
 class Layer(nn.Module):
@@ -49,7 +41,7 @@ class Model(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList([Layer() for _ in range(2)])
         self.refinement, self.norm, self.head = Refinement(), nn.LayerNorm(D), nn.Linear(D, 3)
-        self.latents, self.reader = nn.Parameter(torch.randn(1, latents, D)), Attention()
+        self.latents, self.reader = nn.Parameter(torch.randn(1, latents, D)), Attention(D)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

@@ -6,17 +6,9 @@ import torch
 from torch import Tensor, nn
 
 import peftc
+from tests.layers import Attention
 
 D = 8
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
-
-    def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        return self.o((self.q(x) @ self.k(context).mT).softmax(-1) @ self.v(context))
 
 
 class Induced(nn.Module):
@@ -24,7 +16,7 @@ class Induced(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.first, self.second = nn.LayerNorm(D), Attention(), Attention()
+        self.norm, self.first, self.second = nn.LayerNorm(D), Attention(D), Attention(D)
 
     def forward(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         y = self.norm(x)
