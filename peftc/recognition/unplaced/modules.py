@@ -8,7 +8,7 @@ from torch import nn
 from peftc.addressing.sites import UnplacedModule
 from peftc.dataflow.nodes import module_path
 from peftc.dataflow.operations import Op
-from peftc.modules.walk import outline_module
+from peftc.modules.walk import outline, outline_module
 from peftc.observation.layer_keys import structure_key
 from peftc.recognition.layer_candidates import LISTS
 from peftc.recognition.layer_types import LayerType
@@ -100,7 +100,8 @@ def _may_be_block(
 
 
 def _matrices(module: nn.Module) -> int:
-    return sum(p.ndim >= 2 for p in module.parameters())
+    tensors = (p for _, part in outline(module) for p in vars(part)["_parameters"].values() if p is not None)
+    return sum(p.ndim >= 2 for p in tensors)
 
 
 class _Blocks:
