@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from peftc.addressing.sites import WeightRef, parameter_name
+from peftc.addressing.sites import parameter_name
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_edit, is_tensor
 from peftc.dataflow.operations import Op
@@ -39,13 +39,11 @@ from peftc.rewriting.prompts import prepend_tokens, prompted_call, stack_call
 from peftc.rewriting.states import PASS, REPLACES, StateLookup, copy_operands_of_edits, copy_value
 from peftc.runtime.layouts import (
     as_before,
-    features_last,
     image_patches,
-    image_to_tokens,
     tokens_to_image,
     unflatten_tokens,
 )
-from peftc.runtime.parameters import as_matrix, as_stored, full_precision, stored_as
+from peftc.runtime.parameters import as_stored, full_precision, stored_as
 from peftc.runtime.prompts import batch_like
 from peftc.syntax.numbers import ARITHMETIC
 from peftc.tracing.region_trace import RegionTrace
@@ -57,6 +55,7 @@ class Inserter:
     def __init__(self, trace: RegionTrace, base: type | None = None, calls_forms: bool = False) -> None:
         self.trace, self.graph, self.base, self.calls_forms = trace, trace.graph, base, calls_forms
         self.replacements: dict[fx.Node, fx.Node] = {}
+        self.query_readers: list[tuple[fx.Node, list[fx.Node]]] = []  # calls, and the nodes of equations
         self.lookup = StateLookup(trace)
         self.numbers = count()  # of the nodes of all edits
 
@@ -165,7 +164,18 @@ class EquationInserter(NodeBuilder):
         if name == "kv":
             attention.join(*self.key_value(self.assign.value, attention))
         else:
-            attention.set(name, self.own_rows(self.edit.own_form, self.term(self.assign.value), name, self.read))
+            old, new = (
+                attention.get(name),
+                self.own_rows(self.edit.own_form, self.term(self.assign.value), name, self.read),
+            )
+            attention.set(name, new)
+            self.replace_reads(call, old, new)
+
+    def replace_reads(self, call: fx.Node, old: Any, new: Any) -> None:
+        """What the attention returns follows its query: earlier equations of it read the new."""
+        readers = [nodes for of, nodes in self.inserter.query_readers if of is call and nodes is not self.nodes]
+        own = {node for nodes in readers for node in nodes}
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user in own)
 
     def join_manually(self, attention: ManualAttention) -> None:
         term = self.assign.value
@@ -258,7 +268,9 @@ class EquationInserter(NodeBuilder):
             return self.read_parameter(state)
         assert state.anchor is not None
         if state.anchor.kind == "argument":
-            return AttentionCall(self.inserter.lookup.node_at(state.anchor)).get(state.anchor.key[2])
+            call = self.inserter.lookup.node_at(state.anchor)
+            self.inserter.query_readers.append((call, self.nodes))
+            return AttentionCall(call).get(state.anchor.key[2])
         node = self.inserter.latest(self.inserter.lookup.node_of(state, name))
         self.move_after(node)
         if state.overwritten:
@@ -270,13 +282,6 @@ class EquationInserter(NodeBuilder):
             geometry = (kernel.size, kernel.stride, kernel.dilation, kernel.padding, kernel.mode)
             return self.function(image_patches, value, *geometry)
         return self.function(unflatten_tokens, value, self.read(STREAM)) if self.is_unflattened(state) else value
-
-    def with_features_last(self, node: fx.Node, state: RegionState) -> fx.Node:
-        if state.image and state.kernel is None:
-            return self.function(image_to_tokens, node, state.image == "channels first")
-        return (
-            node if state.dims is None else self.function(features_last, node, state.dims.tokens, state.dims.features)
-        )
 
     def is_unflattened(self, state: RegionState) -> bool:
         """Whether the edit needs the batch of a state kept as (batch · tokens, d)."""
@@ -295,12 +300,6 @@ class EquationInserter(NodeBuilder):
         value = self.matrix(value, state.weight)
         rows = state.weight.rows
         return value if rows is None else self.take_rows(value, rows, 0, state.size)
-
-    def matrix(self, stored: fx.Node, weight: WeightRef) -> fx.Node:
-        """A parameter as (out, in)."""
-        if weight.layout is not None:
-            return self.function(as_matrix, stored, weight.layout.order, weight.layout.rows)
-        return self.method("t", stored) if weight.transposed else stored
 
     # Terms ---------------------------------------------------------------------------------------
 

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from peftc.addressing.sites import Slice, parameter_name
+from peftc.addressing.sites import Slice, WeightRef, parameter_name
 from peftc.dataflow.nodes import EDIT, is_edit
 from peftc.rewriting.edits import RegionState
-from peftc.runtime.parameters import Rows, rows_of, stacked_slice, with_rows, with_stacked_slices
+from peftc.runtime.layouts import features_last, image_to_tokens
+from peftc.runtime.parameters import Rows, as_matrix, rows_of, stacked_slice, with_rows, with_stacked_slices
 
 
 class NodeBuilder:
@@ -88,6 +89,20 @@ class NodeBuilder:
         if rows.stop < size:
             parts.append(self.take_rows(value, Slice(rows.stop, size), dim, size))
         return self.function(torch.cat, parts, dim)
+
+    def with_features_last(self, node: fx.Node, state: RegionState) -> fx.Node:
+        """A state as (batch, …, tokens, features)."""
+        if state.image and state.kernel is None:
+            return self.function(image_to_tokens, node, state.image == "channels first")
+        return (
+            node if state.dims is None else self.function(features_last, node, state.dims.tokens, state.dims.features)
+        )
+
+    def matrix(self, stored: fx.Node, weight: WeightRef) -> fx.Node:
+        """A parameter as (out, in)."""
+        if weight.layout is not None:
+            return self.function(as_matrix, stored, weight.layout.order, weight.layout.rows)
+        return self.method("t", stored) if weight.transposed else stored
 
 
 def row_arguments(rows: Slice, size: int) -> Rows:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import peftc
+from peftc.exchange.peft_format.rows.attention.adaption import FORM
 from tests import zoo
 from tests.laws.harness import close, seed_of
 from tests.refusals import refused
@@ -64,6 +65,20 @@ def test_an_edit_per_task_is_in_the_code_around_the_layer(name: str) -> None:
     """OPT has no batch in its ffn, which the choice of a task needs."""
     several = PAIRS["read inside"][0]
     close(output(name, several.replace("down {", "down per task {"), ["t"]), output(name, several))
+
+
+@pytest.mark.parametrize("order", ["before", "after", "one edit"])
+@pytest.mark.parametrize("name", ["bart", "llama"])
+def test_what_attention_returns_reads_the_query_of_every_edit(name: str, order: str) -> None:
+    """`adaption_prompt` has the queries of the attention as its input."""
+    query, result = "q = 3 * q", "h += adaption_prompt(q, weight(k, v), len=3)"
+    orders = {"before": (result, query), "after": (query, result), "one edit": (f"{result}\n{query}",)}
+    edits = (f"edit e{n} at layer[*].attn.heads {{ {body} }}" for n, body in enumerate(orders[order]))
+    model = zoo.build(name, torch.float64).eval()
+    peftc.compile("\n".join(["peft 2", FORM, *edits]), model, seed=0)
+    for parameter in peftc.parameters(model).values():
+        parameter.data += 0.5
+    assert not peftc.verify(model).findings
 
 
 @pytest.mark.parametrize("name", ["bart", "llama"])
