@@ -43,11 +43,8 @@ def normalization(result: fx.Node, is_plain: Callable[[fx.Node], bool]) -> Norma
     norm, statistics, is_scaled, node = Normalization(result), list[fx.Node](), False, result
     while is_tensor(node) and (op_of(node) in _STEPS or is_plain(node)):
         norm.nodes.add(node)
-        if is_plain(node):
-            norm.x = first_input(node) or node
-            return norm
-        if op_of(node) is Op.NORM:
-            return _with_function(norm, node)
+        if is_plain(node) or op_of(node) is Op.NORM:  # behind which a statistic is a factor of something else
+            return None if statistics else _with_function(norm, node)
         count = len(statistics)
         if (source := _step(node, norm, statistics)) is None:
             return None
@@ -109,7 +106,7 @@ def _is_constant(node: fx.Node) -> bool:
 
 
 def _with_function(norm: Normalization, call: fx.Node) -> Normalization | None:
-    """The norm that ends behind one of PyTorch's functions."""
+    """The norm that ends behind one of PyTorch's functions, or a module without parameters."""
     arguments = _arguments(call)
     for name in ("weight", "bias"):
         if isinstance(value := arguments.get(name), fx.Node) and not _is_constant(value):

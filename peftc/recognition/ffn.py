@@ -3,13 +3,14 @@
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from torch import fx
+from torch import fx, nn
 
 from peftc.addressing.sites import Slice
+from peftc.dataflow.feature_axis import features_dim
 from peftc.dataflow.features import is_affine, is_only_layout, source_linears
 from peftc.dataflow.layer_graph import CONVOLUTIONS, LayerGraph
 from peftc.dataflow.nodes import first_input, shape
-from peftc.dataflow.operations import LAYOUT, Op, name_of
+from peftc.dataflow.operations import LAYOUT, Op, dim_of, name_of
 from peftc.dataflow.values import reaches, upstream
 from peftc.recognition.module_features import reads_patches
 from peftc.recognition.residual_stream import Stream
@@ -38,7 +39,10 @@ def linear_modules(roles: Iterable[Mapping[str, Projection]]) -> set[object]:
 
 def input_projections(hidden: fx.Node, layer: LayerGraph) -> dict[str, Projection]:
     """The Linears that compute a hidden activation: `up`, or `gate` and `up`; none if ambiguous."""
-    operands = _factors(_before_norms(hidden, layer), layer)
+    product = _before_norms(hidden, layer)
+    if halves := _halves(product, layer):
+        return halves
+    operands = _factors(product, layer)
     while len(fed := {n: sources for n, sources in operands.items() if sources}) == 1 and len(operands) == 2:
         operands = _factors(layer.stripped(next(iter(fed))), layer)  # without a factor that no Linear computes
     sources = [linears[0] for linears in fed.values() if len(linears) == 1]
@@ -96,6 +100,21 @@ def _factors(product: fx.Node, layer: LayerGraph) -> dict[fx.Node, list[Source]]
     """The two factors of an elementwise product, each with its Linears."""
     factors = product.all_input_nodes if layer.op(product) is Op.MUL else []
     return {n: source_linears(layer, n) for n in factors} if len(factors) == 2 else {}
+
+
+def _halves(node: fx.Node, layer: LayerGraph) -> dict[str, Projection]:
+    """The rows of a Linear that `glu` multiplies: up * sigmoid(gate)."""
+    module, source = layer.module(node), first_input(node)
+    dim = module.dim if isinstance(module, nn.GLU) else dim_of(node, -1) if name_of(node) == "glu" else None
+    if source is None or dim is None or dim % len(shape(source)) != features_dim(source, layer):
+        return {}
+    linears = source_linears(layer, source)
+    if len(linears) != 1 or not is_only_layout(source, linears[0][0], layer):
+        return {}
+    rows = Projection(*linears[0]).slice(layer.width(linears[0][0]))
+    middle = (rows.start + rows.stop) // 2
+    halves = {"up": Slice(rows.start, middle), "gate": Slice(middle, rows.stop)}
+    return {role: Projection(linears[0][0], half) for role, half in halves.items()} if rows.count == 1 else {}
 
 
 def _gated(operands: dict[fx.Node, Source], layer: LayerGraph) -> dict[str, Projection]:

@@ -215,7 +215,7 @@ def _leaves_with_roles(layer_type: LayerType) -> Iterator[str]:
     # Seen in: no transformers model, but Linears of users over several dimensions
     layer = layer_type.layer
     for sub in layer_type.subs:
-        roles = {"attn": ("q", "k", "v", "o"), "ffn": ("up", "down")}.get(sub.kind, ())
+        roles = {"attn": ("q", "k", "v", "o"), "ffn": ("up", "down"), "mixer": ("q",)}.get(sub.kind, ())
         if any(role not in sub.projections for role in roles) and not sub.experts and sub.router is None:
             leaves = (n for n in sub.body if is_weighted(n, layer) and not layer.is_norm(n) and not layer.is_linear(n))
             yield from (str(n.target) for n in leaves if _has_own_code(layer.module(n)))

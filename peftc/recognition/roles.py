@@ -43,6 +43,7 @@ from peftc.recognition.token_mixing import (
     mixes_tokens,
     pools,
     summands,
+    without_earlier_states,
 )
 
 
@@ -367,6 +368,7 @@ class _Finder:
         """The sub-layer that computes `h`, its kind and the roles in it."""
         body = self.stream.body(h)
         own = [a for a in self.attentions if a.call in body]
+        body = body if own else without_earlier_states(body, res, self.stream)
         sub = SubLayer("ffn", "", h, res, add, body, x=self.stream.entry(body), attentions=own)
         if own:
             set_attention_roles(sub, self.stream, self.earlier)
@@ -393,7 +395,6 @@ def _side_streams(main: _Finder, first: fx.Node) -> list[Stream]:
     for start in (n for n in starts if not main.stream.holds(n)):
         stream = Stream(start, layer, main.stream.opaque, [main.stream], main.stream.ends)
         finder = _Finder(layer, stream, main.attentions)
-        subs = finder.along_stream()
-        if subs and any(finder.stream.holds(node) for node in results):
+        if finder.along_stream() and any(finder.stream.holds(node) for node in results):
             streams.append(finder.stream)
     return streams

@@ -46,6 +46,21 @@ def mixes(body: set[fx.Node], stream: Stream) -> bool:
     return any(not stream.holds(node) and mixes_tokens(node, stream.layer) for node in body)
 
 
+def without_earlier_states(body: set[fx.Node], res: fx.Node, stream: Stream) -> set[fx.Node]:
+    """The body of a sub-layer without what depends on earlier states of the stream alone: all of
+    it, where no weight is behind the state to which the result is added.
+    """
+    # Seen in: no transformers model, but gates that a layer computes of its input for all parts
+    layer, later, earlier = stream.layer, {res}, set[fx.Node]()
+    for node in sorted(body - {res}):
+        if not later.isdisjoint(node.all_input_nodes):
+            later.add(node)
+        elif stream.holds(node) or not earlier.isdisjoint(node.all_input_nodes):
+            earlier.add(node)
+    computes = any(layer.is_linear(n) or is_weighted(n, layer) for n in later if not layer.is_norm(n))
+    return body - earlier if computes else body
+
+
 def calls_kernel(body: set[fx.Node]) -> bool:
     """Whether a function that has no code to trace combines hidden states: three or more, as an
     attention's queries, keys and values.

@@ -29,7 +29,7 @@ BATCH, HEADS, TOKENS, FEATURES, BLOCKS = range(5)
 
 Effect = Literal["same", "nothing", "shape"]
 _EFFECTS: dict[Op, Effect] = {
-    **dict.fromkeys((Op.ADD, Op.SUB, Op.MASK, Op.JOIN), "nothing"),
+    **dict.fromkeys((Op.MASK, Op.JOIN), "nothing"),
     **dict.fromkeys((Op.CAST, Op.CLAMP, Op.DROPOUT, Op.ACTIVATION), "same"),
     Op.RESHAPE: "shape",
 }
@@ -92,6 +92,8 @@ def _steps(start: fx.Node, end: fx.Node, layer: LayerGraph) -> list[Step] | None
     steps: list[Step] = []
     while (node := steps[0].source if steps else end) is not start:
         sources = [n for n in value_operands(node) if reaches(start, n)]
+        if layer.op(node) is Op.SUB and len(sources) == 2 and shape(sources[1])[-1:] == (1,):
+            sources.pop()  # the largest score of a query, which leaves the softmax as it is
         effect = _effect(node, sources[0], layer) if len(sources) == 1 else None
         if effect is None:
             return None
@@ -107,7 +109,7 @@ def _effect(node: fx.Node, source: fx.Node, layer: LayerGraph) -> Effect | None:
         return None
     if node.op == "call_module":
         return "same" if shape(node) == shape(source) else None
-    if op in (Op.MUL, Op.DIV):  # a factor for each key is a mask, any other is a scale
+    if op in (Op.ADD, Op.SUB, Op.MUL, Op.DIV):  # a number for each key is a mask or a bias, any other one is for all
         others = [sizes for n in node.all_input_nodes if n is not source and (sizes := shape(n))]
         return "nothing" if any(sizes[-1] > 1 for sizes in others) else "same"
     if node.target is operator.getitem:  # some of the keys, of all queries

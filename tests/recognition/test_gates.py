@@ -1,0 +1,94 @@
+"""Gates of feed-forward parts that one function computes, and gates of whole sub-layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import peftc
+from tests.layers import Attention, Layers, Network, functional
+
+D, T = 8, 5
+SAMPLE = {"x": torch.randn(2, T, D)}
+SITES = ("attn.self.q", "attn.self.o", "ffn.up", "ffn.gate", "ffn.down")
+
+
+class Glu(nn.Module):
+    def __init__(self, glu: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.glu = glu
+        self.both, self.out = nn.Linear(D, 24), nn.Linear(12, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.glu(self.both(x)))
+
+
+class BareAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Parameter(torch.randn(D, D)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.q @ (x @ self.k).mT).softmax(-1) @ (x @ self.v)
+
+
+class Modulated(nn.Module):
+    """The shifts, scales and gates of both sub-layers come from the mean of the input tokens."""
+
+    def __init__(self, attn: nn.Module, ffn: nn.Module) -> None:
+        super().__init__()
+        self.attn, self.ffn, self.modulation = attn, ffn, nn.Linear(D, 6 * D)
+        self.norm = nn.LayerNorm(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c, d, e, f = self.modulation(functional.silu(x.mean(1, keepdim=True))).chunk(6, -1)
+        x = x + c * self.attn(self.norm(x) * (1 + a) + b)
+        return x + f * self.ffn(functional.layer_norm(x, (D,)) * (1 + d) + e)
+
+
+class Plain(nn.Module):
+    def __init__(self, ffn: nn.Module) -> None:
+        super().__init__()
+        self.attn, self.ffn = Attention(D), ffn
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x)
+        return x + self.ffn(x)
+
+
+def weights(model: nn.Module) -> dict[str, str]:
+    """Those of the first layer, by role."""
+    sites = {site.path.partition("layer[0].")[2]: site for site in peftc.sites(model, sample=SAMPLE).sites}
+    refs = {role: sites[role].states["w"].weight for role in SITES if role in sites}
+    names = {role: f"{ref.module}.{ref.attribute}".removeprefix("layers.0.") for role, ref in refs.items() if ref}
+    return {r: name + (f"[{s.start}:{s.stop}]" if (s := refs[r].rows) else "") for r, name in names.items()}
+
+
+ATTENTION = {"attn.self.q": "attn.q.weight", "attn.self.o": "attn.o.weight"}
+NETWORK = {"ffn.up": "ffn.up.weight", "ffn.down": "ffn.down.weight"}
+HALVES = {"ffn.up": "ffn.both.weight[0:12]", "ffn.gate": "ffn.both.weight[12:24]", "ffn.down": "ffn.out.weight"}
+
+
+@pytest.mark.parametrize("glu", [nn.GLU(), nn.GLU(2), functional.glu, lambda y: functional.glu(y, dim=-1)])
+def test_glu_multiplies_the_first_half_of_a_linear_by_a_gate_from_the_second(glu: Callable[[Tensor], Tensor]) -> None:
+    assert weights(Layers(*(Plain(Glu(glu)) for _ in range(2)))) == ATTENTION | HALVES
+
+
+def test_glu_of_tokens_has_no_gate() -> None:
+    tokens = Layers(*(Plain(Glu(lambda y: functional.glu(torch.cat([y, y], 1), dim=1)[..., :12])) for _ in range(2)))
+    assert "ffn.gate" not in weights(tokens)
+
+
+@pytest.mark.parametrize(
+    ("attn", "query"), [(Attention, ATTENTION), (lambda _: BareAttention(), {"attn.self.q": "attn.q"})]
+)
+def test_gates_from_the_input_of_a_layer_are_no_part_of_its_networks(
+    attn: Callable[[int], nn.Module], query: dict[str, str]
+) -> None:
+    model = Layers(*(Modulated(attn(D), Network(D)) for _ in range(2)))
+    assert weights(model) == query | NETWORK
+    spec = "peft 2\nedit e at layer[*].ffn { h += lora(x, r=2) }\n"
+    assert not peftc.verify(peftc.compile(spec, model, seed=0, sample=SAMPLE), SAMPLE).findings
