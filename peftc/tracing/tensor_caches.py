@@ -1,7 +1,8 @@
-"""Tensors that modules keep in dictionaries between calls, such as biases by device.
+"""Tensors that modules keep in attributes between calls.
 
-A trace runs without them, so that the code computes them anew. They may only depend on parameters:
-what an earlier call has left of its own values no graph holds.
+A trace leaves none of its own there. It runs without those in dictionaries, such as biases by
+device, so that the code computes them anew. They may only depend on parameters: what an earlier
+call has left of its own values no graph holds.
 """
 
 from __future__ import annotations
@@ -54,6 +55,28 @@ class _Cache(dict[Any, Any]):
     def state(self) -> object | None:
         """A key whose tensor is not computed anew, or from arguments of the call."""
         return next((k for k in self.asked if not super(_Cache, self).__contains__(k) or contains_proxy(self[k])), None)
+
+
+@shielded
+def without_proxies(root: nn.Module) -> Generator[None]:
+    """Behind it, attributes that hold proxies of the code inside are what they were before."""
+    # Seen in: Recurrent Gemma, whose recurrences keep their last state
+    before = [(vars(module), dict(vars(module))) for module in root.modules()]
+    members = [(name, value) for _, own in before for name, value in own.items() if type(value) in (list, dict)]
+    copies = [(value, value.copy()) for name, value in members if name not in _REGISTRIES]
+    try:
+        yield
+    finally:
+        for own, attributes in before:
+            changed = [name for name, value in own.items() if value is not attributes.get(name)]
+            for name in filter(lambda name, own=own: contains_proxy(own[name]), changed):
+                own[name] = attributes.get(name)
+                if name not in attributes:
+                    del own[name]
+        for value, entries in copies:
+            if contains_proxy(value):
+                value.clear()
+                (value.extend if type(value) is list else value.update)(entries)
 
 
 @shielded

@@ -38,7 +38,7 @@ from peftc.tracing.ragged_loops import ragged_result
 from peftc.tracing.record_nodes import RecordNodes
 from peftc.tracing.records import identities, is_named_tuple, is_record, mutable_parts, structure_of
 from peftc.tracing.region_trace import ModuleCall, RegionTrace, TraceError, getitem_root
-from peftc.tracing.tensor_caches import without_cached_tensors
+from peftc.tracing.tensor_caches import without_cached_tensors, without_proxies
 from peftc.tracing.tracer_base import TracerBase, check_transforms, patch_attribute
 
 UNKNOWN_MODULE = "a module that is no child of its modules"
@@ -270,6 +270,7 @@ class RegionTracer(TracerBase):
             no_random_numbers(),
             no_data_answers(),
             fake_tensor_patches(),
+            without_proxies(root),
             without_cached_tensors(root),
             unchanged_collections(self, root),
             value_types(root),

@@ -62,9 +62,9 @@ class Plain(nn.Module):
 def weights(model: nn.Module) -> dict[str, str]:
     """Those of the first layer, by role."""
     sites = {site.path.partition("layer[0].")[2]: site for site in peftc.sites(model, sample=SAMPLE).sites}
-    refs = {role: sites[role].states["w"].weight for role in SITES if role in sites}
-    names = {role: f"{ref.module}.{ref.attribute}".removeprefix("layers.0.") for role, ref in refs.items() if ref}
-    return {r: name + (f"[{s.start}:{s.stop}]" if (s := refs[r].rows) else "") for r, name in names.items()}
+    refs = {role: ref for role in SITES if role in sites and (ref := sites[role].states["w"].weight) is not None}
+    rows = {role: f"[{ref.rows.start}:{ref.rows.stop}]" if ref.rows else "" for role, ref in refs.items()}
+    return {r: f"{ref.module}.{ref.attribute}".removeprefix("layers.0.") + rows[r] for r, ref in refs.items()}
 
 
 ATTENTION = {"attn.self.q": "attn.q.weight", "attn.self.o": "attn.o.weight"}

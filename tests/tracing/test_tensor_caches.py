@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MappingProxyType
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import peftc
+from peftc.tracing.tracer import RegionTracer
 from tests.layers import Layers
 
 D, T = 8, 6
@@ -127,3 +129,35 @@ class Sized(Biased):
 @pytest.mark.parametrize("method", SIZES)
 def test_sizes_of_a_call_in_methods_of_parameters(method: str) -> None:
     check(lambda: Sized(method))
+
+
+class Keeping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(D, D)
+        self.last: Tensor | None = None
+        self.values: list[Tensor] = []
+        self.by_name: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.first = y = self.up(x)
+        self.values.append(y)
+        self.by_name["y"] = y
+        return x + y
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_trace_leaves_nothing_of_its_own_in_attributes(fails: bool) -> None:
+    layer = Keeping()
+    layer.by_name["x"] = one = torch.ones(1)
+    tracer = RegionTracer(lambda _: True)
+    if fails:
+        layer.by_name = MappingProxyType({})  # type: ignore[assignment]
+        with pytest.raises(TypeError):
+            tracer.trace_region(layer, {"x": torch.randn(2, T, D)})
+    else:
+        tracer.trace_region(layer, {"x": torch.randn(2, T, D)})
+        assert layer.by_name == {"x": one}
+    assert layer.last is None
+    assert layer.values == []
+    assert "first" not in vars(layer)
