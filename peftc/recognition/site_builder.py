@@ -23,7 +23,7 @@ from peftc.recognition.ffn import Projection, unpadded_input
 from peftc.recognition.layer_types import LayerType
 from peftc.recognition.layers import ModelStructure
 from peftc.recognition.module_features import boundary_states, patch_states, reads_examples, reads_patches
-from peftc.recognition.moe.lists import ExpertModules
+from peftc.recognition.moe.lists import ExpertModules, LinearRows
 from peftc.recognition.moe.routers import Router
 from peftc.recognition.moe.states import expert_states, linear_states, router_states
 from peftc.recognition.non_layer_sites import Steps, embeddings, final_norms, heads, path_of, qualified, weight_states
@@ -144,12 +144,12 @@ class LayerSites:
             inner = steps + (("shared", i if several else None),)
             for role, linear in network.items():
                 at = inner + ((role, None),)
-                yield self.linear_in_leaf(at, linear) if isinstance(linear, str) else self.linear(at, linear)
+                yield self.linear_in_leaf(at, linear) if isinstance(linear, LinearRows) else self.linear(at, linear)
 
     def router_site(self, router: Router, steps: Steps) -> Site:
         states, module = router_states(router, self.full), router.weight.rpartition(".")[0]
         if router.inside_leaf and router.logits.op == "call_module":
-            return self.linear_in_leaf(steps, module)
+            return self.linear_in_leaf(steps, LinearRows(module))
         if router.inside_leaf:
             site = self.site(steps, self.full(module), states)
             return site if self.kind.calls(module) else with_own_graph(site)
@@ -157,10 +157,10 @@ class LayerSites:
         site, product = self.site(steps, self.full(module), states), self.graph.product(router.logits)
         return site if product is None else self.of_product(site, product, None)
 
-    def linear_in_leaf(self, steps: Steps, name: str) -> Site:
+    def linear_in_leaf(self, steps: Steps, linear: LinearRows) -> Site:
         """A Linear in a module that could not be traced: it is edited at its own border."""
-        states = linear_states(self.full(name), submodule(self.kind.root, name))
-        return with_own_graph(self.site(steps, self.full(name), states))
+        name, own = self.full(linear.name), submodule(self.kind.root, linear.name)
+        return with_own_graph(self.site(steps, name, linear_states(name, own, linear.rows)))
 
     def module(self, sub: SubLayer) -> str:
         """The smallest module that contains a sub-layer's Linears, or its other parameters."""

@@ -22,7 +22,7 @@ from peftc.dataflow.nodes import example, first_input, shape
 from peftc.dataflow.numbers import distinct, numbered, varies
 from peftc.dataflow.operations import Op, dim_of, name_of
 from peftc.dataflow.sums import operand_of
-from peftc.dataflow.values import changes, upstream, value_operands
+from peftc.dataflow.values import changes, reaches, upstream, value_operands
 from peftc.observation.first_tensor import first_tensor
 from peftc.recognition.attention.patterns import is_scores
 from peftc.recognition.residual_stream import Stream, gives_states, selected
@@ -53,7 +53,7 @@ def without_earlier_states(body: set[fx.Node], res: fx.Node, stream: Stream) -> 
     # Seen in: no transformers model, but gates that a layer computes of its input for all parts
     layer, later, earlier = stream.layer, {res}, set[fx.Node]()
     for node in sorted(body - {res}):
-        if not later.isdisjoint(node.all_input_nodes):
+        if not later.isdisjoint(node.all_input_nodes) or (stream.holds(node) and reaches(res, node)):
             later.add(node)
         elif stream.holds(node) or not earlier.isdisjoint(node.all_input_nodes):
             earlier.add(node)

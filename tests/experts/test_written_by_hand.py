@@ -8,14 +8,88 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import peftc
 from benchmarks.foreign_checks.checks import checked
 from benchmarks.foreign_checks.roles import compared
-from benchmarks.foreign_models.case import Case
+from benchmarks.foreign_models.case import Case, Stack
 from benchmarks.foreign_models.hand_written import experts, mixtures, original_gpt_oss
+from tests.layers import Attention, Layers, functional
 
-EVERY = (*experts.CASES, *mixtures.CASES, *original_gpt_oss.CASES)
+D, M, COUNT = 8, 12, 3
+
+
+class Halves(nn.Module):
+    """One Linear computes the gate and what it gates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(D, 2 * M), nn.Linear(M, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, -1)
+        return self.down(functional.silu(gate) * up)
+
+
+class Mixture(nn.Module):
+    def __init__(self, dense: bool) -> None:
+        super().__init__()
+        self.dense = dense
+        self.router, self.experts = nn.Linear(D, COUNT), nn.ModuleList(Halves() for _ in range(COUNT))
+        self.shared = Halves()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.router(x).softmax(-1).topk(COUNT if self.dense else 2)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            if self.dense:
+                out = out + (weights * (index == i)).sum(-1, keepdim=True) * expert(x)
+                continue
+            *token, choice = torch.where(index == i)
+            out[tuple(token)] += weights[(*token, choice)][:, None] * expert(x[tuple(token)])
+        return out + self.shared(x)
+
+
+class Block(nn.Module):
+    def __init__(self, dense: bool) -> None:
+        super().__init__()
+        self.attn, self.ffn = Attention(D), Mixture(dense)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x)
+        return x + self.ffn(x)
+
+
+def halves(at: str, kind: str) -> dict[str, str]:
+    both = f"layers.{{i}}.ffn.{at}.both.weight"
+    roles = {"gate": f"{both}[0:{M}]", "up": f"{both}[{M}:{2 * M}]", "down": f"layers.{{i}}.ffn.{at}.down.weight"}
+    return {f"ffn.{kind}.{role}": weight for role, weight in roles.items()}
+
+
+HALVES = Stack(
+    (0, 1),
+    {
+        **{f"attn.{role}": f"layers.{{i}}.attn.{role}.weight" for role in "qkvo"},
+        "ffn.router": "layers.{i}.ffn.router.weight",
+        **halves(f"experts.{{0..{COUNT - 1}}}", "experts"),
+        **halves("shared", "shared"),
+    },
+    states={"ffn.x": "layers.{i}.ffn", "ffn.h": "layers.{i}.ffn"},
+)
+
+
+def of_halves(dense: bool) -> Case:
+    name = f"hand-written/halves, {'all experts' if dense else 'chosen experts'}"
+
+    def build() -> nn.Module:
+        return Layers(Block(dense), Block(dense))
+
+    return Case(name, "hand-written", build, lambda: {"x": torch.randn(2, 5, D)}, (HALVES,))
+
+
+EVERY = (of_halves(True), of_halves(False), *experts.CASES, *mixtures.CASES, *original_gpt_oss.CASES)
+OF_HALVES = ["halves, all experts", "halves, chosen experts"]
 CASES = {case.name.rpartition("/")[2]: case for case in EVERY}
 
 
@@ -33,7 +107,7 @@ def test_the_roles_are_those_of_the_source(name: str) -> None:
     assert table.untraced == ()
 
 
-@pytest.mark.parametrize("name", ["moe_counts", "moe_gathered", "moe_lists", "gpt_oss"])
+@pytest.mark.parametrize("name", ["moe_counts", "moe_gathered", "moe_lists", "gpt_oss", *OF_HALVES])
 def test_edits_compute_and_fold_as_the_reference(name: str) -> None:
     verdicts = {edit: answer["verdict"] for edit, answer in checked(CASES[name], "bc", dynamo=False)["edits"].items()}
     assert verdicts == {"b": "pass", "c": "pass"}

@@ -245,4 +245,4 @@ def _has_role(node: fx.Node, sub: SubLayer, layer: LayerGraph) -> bool:
             is_one = product is not None and product.weight.parameter in names
         if is_one:
             return True
-    return any(node.target in network.values() for network in sub.shared_in_leaf)
+    return any(node.target == linear.name for network in sub.shared_in_leaf for linear in network.values())

@@ -20,8 +20,8 @@ def expert_states(experts: Experts, root: nn.Module, full: FullName) -> Iterator
     """For every role of the first expert: (role, module, states). The others have equal ones."""
     for role in (role for role in ROLES if role in experts.roles):
         if isinstance(experts, ExpertModules):
-            name = experts.linears[role][0]
-            yield role, full(name), linear_states(full(name), submodule(root, name))
+            name, rows = experts.linears[role][0], experts.rows.get(role)
+            yield role, full(name), linear_states(full(name), submodule(root, name), rows)
         else:
             yield role, full(experts.module), _slice_states(experts.roles[role], 0, full)
 
@@ -40,13 +40,13 @@ def _slice(parameter: StackedParameter, rows: Slice | None, number: int, full: F
     return WeightRef(full(parameter.owner), parameter.attribute, rows, parameter.transposed, stacked)
 
 
-def linear_states(name: str, module: nn.Module) -> dict[str, State]:
+def linear_states(name: str, module: nn.Module, rows: Slice | None = None) -> dict[str, State]:
     """The states of a Linear of its own; its input are the tokens that were sent to it."""
-    states = weight_states(name, module)
+    states = weight_states(name, module, rows)
     shape = states["w"].shape
     assert isinstance(shape, shapes.Weight)
     states["x"] = State("x", shapes.Tokens(shape.d_in), ActivationRef(INPUT))
-    states["h"] = State("h", shapes.Tokens(shape.d_out), ActivationRef(OUTPUT))
+    states["h"] = State("h", shapes.Tokens(shape.d_out), ActivationRef(OUTPUT, rows))
     return states
 
 
