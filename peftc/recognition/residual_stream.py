@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any
 
 from torch import fx
@@ -233,6 +233,15 @@ class Stream:
         operands = operands_of_sum(step) if self.layer.op(step) is Op.SUB else []
         return len(operands) == 2 and all(self.holds(n) or self.moves(n) for n in operands)
 
+    def is_share(self, res: fx.Node, h: fx.Node) -> bool:
+        """Whether two terms are the stream times a gate and something else times the rest of it:
+        `g * x + (1 - g) * y`.
+        """
+        # Seen in: no transformers model, but highway networks
+        own = [gate for x, gate in _factors(self.layer.stripped(res)) if self.holds(x) and not self.holds(gate)]
+        others = [gate for _, gate in _factors(self.layer.stripped(h))]
+        return any(_is_rest(*pair) or _is_rest(*pair[::-1]) for pair in product(own, others))
+
     def without_other_tokens(self, h: fx.Node) -> fx.Node:
         """What a sub-layer computes of some tokens, without those of the stream put beside them."""
         # Seen in: no transformers model, but the class tokens of XCiT
@@ -340,6 +349,11 @@ def sublayer_output(node: fx.Node) -> fx.Node:
         if single is not None and is_spread and has_several_streams(node) and shape(single) == sizes[:2] + sizes[3:]:
             return single
     return node
+
+
+def _is_rest(rest: fx.Node, gate: fx.Node) -> bool:
+    """Whether a value is a number minus a gate."""
+    return op_of(rest) is Op.SUB and value_operands(rest) == [gate]
 
 
 def has_several_streams(node: fx.Node) -> bool:

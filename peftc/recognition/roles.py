@@ -33,7 +33,8 @@ from peftc.recognition.residual_stream import (
 )
 from peftc.recognition.sublayer import SubLayer, relabel_as_ffn, relabel_local_mixer, set_attention_roles, set_ffn_roles
 from peftc.recognition.token_mixing import (
-    are_alike,
+    alike_summands,
+    applies_matrix,
     calls_kernel,
     carries_stream,
     is_weighted,
@@ -42,7 +43,6 @@ from peftc.recognition.token_mixing import (
     mixes_numbers,
     mixes_tokens,
     pools,
-    summands,
     without_earlier_states,
 )
 
@@ -227,11 +227,12 @@ class _Finder:
         return [sub, ffn]
 
     def join_stream(self, res: fx.Node, h: fx.Node) -> None:
-        """The stream goes on in another layout, and with tokens that are put beside its own, if the
-        sum is of both; in parts that are put together, if to each one of as many is added.
+        """The stream goes on in another layout or times a gate, with tokens put beside its own, and
+        in parts that are put together, if to each of as many one is added.
         """
         # Seen in: no transformers model, but the single streams of Flux, and TimeSformer
-        if self.stream.moves(res) and not self.stream.holds(h) and self.is_computed(h):
+        goes_on = self.stream.moves(res) or self.stream.is_share(res, h)
+        if goes_on and not self.stream.holds(h) and self.is_computed(h):
             self.stream.extend(res)
             return
         start = self.layer.stripped(res)
@@ -301,7 +302,7 @@ class _Finder:
         # Seen in: Gemma 3n
         if not has_several_streams(h) or self.stream.holds(h) or pools(self.stream.body(h), self.stream):
             return False
-        behind = upstream(h, lambda n: self.stream.holds(n) or is_weighted(n, self.layer))
+        behind = upstream(h, lambda n: self.stream.holds(n) or applies_matrix(n, self.layer))
         return any(shape(n)[-1:] == shape(h)[-1:] for n in filter(self.stream.holds, behind))
 
     def is_computed(self, h: fx.Node) -> bool:
@@ -324,8 +325,7 @@ class _Finder:
             attends = [self._attends(o) > 0 for o in operands]
             if attends[0] != attends[1]:
                 return operands
-        branches = summands(total, self.stream)
-        return branches if all(map(self.is_computed, branches)) and are_alike(branches, self.stream) else []
+        return branches if all(map(self.is_computed, branches := alike_summands(total, self.stream))) else []
 
     def serial_attention_output(self, h: fx.Node) -> fx.Node | None:
         """The result of an attention, or of convolutions, if `h` is an ffn of that result alone, or

@@ -3,7 +3,7 @@
 import contextlib
 import operator
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 from math import prod
 from typing import Any, cast
@@ -41,6 +41,11 @@ def is_weighted(node: fx.Node, layer: LayerGraph) -> bool:
     return module is not None and any(p.ndim >= 2 for p in module.parameters())
 
 
+def applies_matrix(node: fx.Node, layer: LayerGraph) -> bool:
+    """Whether a node calls a module with a matrix, or multiplies by a bare one."""
+    return layer.is_linear(node) or is_weighted(node, layer)
+
+
 def mixes(body: set[fx.Node], stream: Stream) -> bool:
     """Whether one token's part of a sub-layer's result depends on other tokens."""
     return any(not stream.holds(node) and mixes_tokens(node, stream.layer) for node in body)
@@ -57,7 +62,7 @@ def without_earlier_states(body: set[fx.Node], res: fx.Node, stream: Stream) -> 
             later.add(node)
         elif stream.holds(node) or not earlier.isdisjoint(node.all_input_nodes):
             earlier.add(node)
-    computes = any(layer.is_linear(n) or is_weighted(n, layer) for n in later if not layer.is_norm(n))
+    computes = any(applies_matrix(n, layer) for n in later if not layer.is_norm(n))
     return body - earlier if computes else body
 
 
@@ -371,20 +376,23 @@ def carries_stream(h: fx.Node, results: Collection[fx.Node], stream: Stream) -> 
     return h in carriers
 
 
-def summands(total: fx.Node, stream: Stream) -> list[fx.Node]:
-    """The values whose sum is `total`."""
-    node = stream.layer.stripped(total)
-    if stream.layer.op(node) is not Op.ADD or stream.holds(node):
-        return [total]
-    operands = [a for a in node.args[:2] if isinstance(a, fx.Node)]
-    return [value for operand in operands for value in summands(operand, stream)]
-
-
-def are_alike(branches: Sequence[fx.Node], stream: Stream) -> bool:
-    """Whether several values are computed by modules of their own whose names differ in numbers."""
+def alike_summands(total: fx.Node, stream: Stream) -> list[fx.Node]:
+    """The values whose sum is `total`, if there are several, each computed by modules of its own
+    whose names differ in numbers.
+    """
     # Seen in: no transformers model, but ViTs with several branches a layer
+    branches = _summands(total, stream)
     bodies = [[n for n in stream.body(branch) if not stream.holds(n)] for branch in branches]
     names = [{str(n.target) for n in body if is_weighted(n, stream.layer)} for body in bodies]
     patterns = [sorted(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in own) for own in names]
     are_apart = sum(map(len, names)) == len(set[str]().union(*names))
-    return len(branches) > 1 and are_apart and all(pattern == patterns[0] != [] for pattern in patterns)
+    are_alike = len(branches) > 1 and are_apart and all(pattern == patterns[0] != [] for pattern in patterns)
+    return branches if are_alike else []
+
+
+def _summands(total: fx.Node, stream: Stream) -> list[fx.Node]:
+    node = stream.layer.stripped(total)
+    if stream.layer.op(node) is not Op.ADD or stream.holds(node):
+        return [total]
+    operands = [a for a in node.args[:2] if isinstance(a, fx.Node)]
+    return [value for operand in operands for value in _summands(operand, stream)]

@@ -59,9 +59,47 @@ class Plain(nn.Module):
         return x + self.ffn(x)
 
 
-def weights(model: nn.Module) -> dict[str, str]:
+class Highway(nn.Module):
+    """Srivastava et al. 2015, arXiv:1505.00387: each sum has a share of the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.ffn, self.gate, self.carry = Attention(D), Network(D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, carry = self.gate(x).sigmoid(), self.carry(x).sigmoid()
+        x = x * (1 - gate) + gate * self.attn(x)
+        return carry * x + self.ffn(x) * (1 - carry)
+
+
+class Rows(nn.Module):
+    """The rows of an image attend, with bare parameters alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.ffn = BareAttention(), Network(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x.flatten(0, 1)).view(x.shape)
+        return x + self.ffn(x)
+
+
+class Overwritten(nn.Module):
+    """Nothing adds what the Linears of an attention compute, which has no softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.ffn = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D), Network(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.ffn(x)
+        q, k = functional.elu(self.q(x)) + 1, functional.elu(self.k(x)) + 1
+        return torch.cat([x[:, :1], q @ (k.mT @ self.v(x))], 1)[:, :T]
+
+
+def weights(model: nn.Module, sample: dict[str, Tensor] = SAMPLE) -> dict[str, str]:
     """Those of the first layer, by role."""
-    sites = {site.path.partition("layer[0].")[2]: site for site in peftc.sites(model, sample=SAMPLE).sites}
+    sites = {site.path.partition("layer[0].")[2]: site for site in peftc.sites(model, sample=sample).sites}
     refs = {role: ref for role in SITES if role in sites and (ref := sites[role].states["w"].weight) is not None}
     rows = {role: f"[{ref.rows.start}:{ref.rows.stop}]" if ref.rows else "" for role, ref in refs.items()}
     return {r: f"{ref.module}.{ref.attribute}".removeprefix("layers.0.") + rows[r] for r, ref in refs.items()}
@@ -92,3 +130,23 @@ def test_gates_from_the_input_of_a_layer_are_no_part_of_its_networks(
     assert weights(model) == query | NETWORK
     spec = "peft 2\nedit e at layer[*].ffn { h += lora(x, r=2) }\n"
     assert not peftc.verify(peftc.compile(spec, model, seed=0, sample=SAMPLE), SAMPLE).findings
+
+
+def test_a_share_of_the_stream_is_the_stream() -> None:
+    model = Layers(Highway(), Highway())
+    assert weights(model) == ATTENTION | NETWORK
+    spec = "peft 2\nedit e at layer[*].ffn { h += lora(x, r=2) }\nedit f at layer[*].attn { h += lora(x, r=2) }\n"
+    assert not peftc.verify(peftc.compile(spec, model, seed=0, sample=SAMPLE), SAMPLE).findings
+
+
+def test_bare_parameters_in_the_rows_of_an_image_are_no_factors_of_streams() -> None:
+    sample = {"x": torch.randn(2, 3, T, D)}
+    assert weights(Layers(Rows(), Rows()), sample) == {"attn.self.q": "attn.q"} | NETWORK
+
+
+def test_linears_without_a_sub_layer_that_are_multiplied_may_attend() -> None:
+    """An edit of `attn` would leave them out, and says so."""
+    unplaced = peftc.sites(Layers(Overwritten(), Overwritten()), sample=SAMPLE).unplaced
+    assert {part.module for part in unplaced if "attn" in part.roles} == {
+        f"layers.{i}.{r}" for i in (0, 1) for r in "qkv"
+    }

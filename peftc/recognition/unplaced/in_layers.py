@@ -14,7 +14,7 @@ from peftc.dataflow.features import is_affine, source_linears
 from peftc.dataflow.layer_graph import LayerGraph
 from peftc.dataflow.nodes import is_tensor, module_path, shape
 from peftc.dataflow.operations import Op
-from peftc.dataflow.values import reaches
+from peftc.dataflow.values import reaches, value_operands
 from peftc.modules.walk import submodule
 from peftc.recognition.attention.patterns import Attention, attentions, value_mixtures
 from peftc.recognition.attention.projections import joined_operands
@@ -70,13 +70,15 @@ class _Finder:
         others = [n for n in others if self.is_own(name_of(n, self.layer))]
         attending = {n for attention in self.attentions for n in attention_linears(attention, self.layer)}
         attending |= self.mixture_linears()
+        multiplied = self.multiplied_linears()
         not_added = {part.module for part in self.kind.untraced if part.reason == NOT_ADDED}
         for linear in others:
-            role = "attn" if linear in attending else "ffn" if self.is_in_network(linear, others) else ""
+            roles = {"attn"} if linear in attending else {"ffn"} if self.is_in_network(linear, others) else set[str]()
+            roles |= {"attn"} if linear in multiplied else set()
             module = owner(name_of(linear, self.layer))
-            if role:
+            if roles:
                 reason = NOT_ADDED if any(contains_name(name, module) for name in not_added) else OUTSIDE
-                yield UntracedPart(module, reason, frozenset({role}))
+                yield UntracedPart(module, reason, frozenset(roles))
 
     def mixture_linears(self) -> set[fx.Node]:
         """The Linears of softmaxes that weigh tokens, but are no attention that is known: queries
@@ -90,6 +92,12 @@ class _Finder:
                 linears.update(n for operand in (softmax, value) for n, _ in source_linears(layer, operand))
                 linears.update(filter(None, [layer.consumer_linear(mixture, set(layer.graph.nodes))]))
         return linears
+
+    def multiplied_linears(self) -> set[fx.Node]:
+        """The Linears of products of hidden states, which may be an attention without a softmax."""
+        products = [n for n in self.layer.graph.nodes if self.layer.op(n) is Op.MATMUL and not self.layer.is_linear(n)]
+        sources = [[source_linears(self.layer, operand) for operand in value_operands(n)] for n in products]
+        return {n for operands in sources if all(operands) for one in operands for n, _ in one}
 
     def is_in_network(self, linear: fx.Node, others: Collection[fx.Node]) -> bool:
         """Whether a Linear is before or behind another with an activation between them, and both
