@@ -211,14 +211,17 @@ def _sole_leaves(layer_type: LayerType) -> Iterator[str]:
 
 
 def _leaves_with_roles(layer_type: LayerType) -> Iterator[str]:
-    """The leaves with weights and code of their own in sub-layers that lack roles."""
+    """The leaves with weights and code of their own in sub-layers that lack roles. One of a mixer
+    may attend, if it has several matrices.
+    """
     # Seen in: no transformers model, but Linears of users over several dimensions
     layer = layer_type.layer
     for sub in layer_type.subs:
         roles = {"attn": ("q", "k", "v", "o"), "ffn": ("up", "down"), "mixer": ("q",)}.get(sub.kind, ())
         if any(role not in sub.projections for role in roles) and not sub.experts and sub.router is None:
             leaves = (n for n in sub.body if is_weighted(n, layer) and not layer.is_norm(n) and not layer.is_linear(n))
-            yield from (str(n.target) for n in leaves if _has_own_code(layer.module(n)))
+            least = 2 if sub.kind == "mixer" else 1
+            yield from (str(n.target) for n in leaves if _has_own_matrices(layer.module(n), least))
 
 
 def _own_code_leaves(layer_type: LayerType) -> Iterator[str]:
@@ -278,6 +281,11 @@ def _moving_leaves(layer_type: LayerType) -> Iterator[str]:
 def _has_own_code(module: nn.Module | None) -> bool:
     """Whether a module's code is neither one of PyTorch's, nor that of a class of PyTorch's."""
     return module is not None and has_own_forward(module)
+
+
+def _has_own_matrices(module: nn.Module | None, least: int) -> bool:
+    """Whether a module has code of its own, and at least as many matrices."""
+    return module is not None and _has_own_code(module) and sum(p.ndim >= 2 for p in module.parameters()) >= least
 
 
 def has_parts(root: nn.Module, name: str) -> bool:

@@ -188,7 +188,8 @@ class Stream:
         if len(operands) > 2:  # without factors that another value than the stream gives
             operands = list(filter(self.reaches, operands))
         pairs = list(permutations(operands, 2)) if len(operands) == 2 else []
-        if self.layer.op(add) is not Op.SUB:
+        if self.layer.op(add) is not Op.SUB:  # a mask to which scores are added has another shape
+            pairs = [pair for pair in pairs if shape(pair[0])[1:] == shape(add)[1:]]
             return [(res, h) for res, h in pairs if not self._is_inner(add, res, h)]
         # a norm subtracts a mean of the stream
         return [pair for pair in pairs[:1] if any(map(self.layer.is_linear, self.body(pair[1])))]

@@ -70,7 +70,7 @@ class _Finder:
         others = [n for n in others if self.is_own(name_of(n, self.layer))]
         attending = {n for attention in self.attentions for n in attention_linears(attention, self.layer)}
         attending |= self.mixture_linears()
-        multiplied = self.multiplied_linears()
+        multiplied = self.multiplied(others)
         not_added = {part.module for part in self.kind.untraced if part.reason == NOT_ADDED}
         for linear in others:
             roles = {"attn"} if linear in attending else {"ffn"} if self.is_in_network(linear, others) else set[str]()
@@ -93,11 +93,12 @@ class _Finder:
                 linears.update(filter(None, [layer.consumer_linear(mixture, set(layer.graph.nodes))]))
         return linears
 
-    def multiplied_linears(self) -> set[fx.Node]:
-        """The Linears of products of hidden states, which may be an attention without a softmax."""
+    def multiplied(self, linears: Collection[fx.Node]) -> set[fx.Node]:
+        """Those of three matrices that are multiplied: of an attention without a softmax."""
         products = [n for n in self.layer.graph.nodes if self.layer.op(n) is Op.MATMUL and not self.layer.is_linear(n)]
         sources = [[source_linears(self.layer, operand) for operand in value_operands(n)] for n in products]
-        return {n for operands in sources if all(operands) for one in operands for n, _ in one}
+        pairs = ([{n for n, _ in one}.intersection(linears) for one in operands] for operands in sources)
+        return {n for operands in pairs if all(operands) and len(every := set().union(*operands)) > 2 for n in every}
 
     def is_in_network(self, linear: fx.Node, others: Collection[fx.Node]) -> bool:
         """Whether a Linear is before or behind another with an activation between them, and both
