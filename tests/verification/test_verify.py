@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import peftc
 from peftc.cli.main import main
@@ -20,6 +20,7 @@ from peftc.verification.reference.outputs import CallEvent, Recorder
 from peftc.verification.report import render_verification
 from tests import zoo
 from tests.laws.harness import Before
+from tests.layers import Attention, Layers
 from tests.specs_on_models.pairs import unchanged
 from tests.verification.test_faults import QV, SCALED, model, rewritten
 
@@ -246,3 +247,34 @@ def test_a_base_with_nan_outputs_verifies_nothing() -> None:
     compiled = peftc.compile(QV, llama, seed=0)
     with pytest.raises(peftc.PeftcError, match=r"P509.*NaN"):
         peftc.verify(compiled)
+
+
+class BareNetwork(nn.Module):
+    """Its hidden features are as many as its input has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(8, 8)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x @ self.up) @ self.down
+
+
+class BareLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.ffn = Attention(8), BareNetwork()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x)
+        return x + self.ffn(x)
+
+
+def test_hidden_features_that_no_module_reads_are_not_the_input_of_one() -> None:
+    x = torch.randn(2, 5, 8)
+    spec = (
+        "peft 2\nedit a at layer[*].ffn.hidden { h *= vector(init=2) }\nedit b at layer[*].attn { h *= vector(init=2) }"
+    )
+    report = peftc.verify(peftc.compile(spec, Layers(BareLayer(), BareLayer()), seed=0, sample={"x": x}), {"x": x})
+    assert not report.findings
+    assert "no module reads `h` of `encoder.layer[0].ffn.hidden`" in str(report)

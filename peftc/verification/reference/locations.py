@@ -85,6 +85,8 @@ class Locator:
         tail, parent = site.steps[-1][0], self.sites.get(site.path.rpartition(".")[0], site)
         match tail, name:
             case "hidden", "h":
+                if self._child(parent, "down") is None:
+                    raise ReferenceUnavailable(f"no module reads `h` of `{site.path}`")
                 return Location("input", site.module, site.root)
             case "heads", "h":
                 return self.attention(parent, "heads")
