@@ -266,8 +266,18 @@ class Stream:
         """What a Linear reads, if that is the stream; else `entry`, the input of the sub-layer."""
         # Seen in: JetMoE, whose experts compute the queries
         source = self.layer.input_of(linear)
-        is_stream = source is not None and (entry is None or self.holds(source) or self.shifts(source))
+        is_stream = source is not None and (entry is None or self.shifts(source) or self._is_modulated(source))
         return source if is_stream else entry
+
+    def _is_modulated(self, node: fx.Node) -> bool:
+        """Whether `node` is the stream times and plus values that are one for all tokens."""
+        # Seen in: no transformers model, but norms whose scale and shift come from the mean token
+        source: fx.Node | None = node
+        while source is not None and not self.holds(source):
+            whole = [n for n in value_operands(source) if shape(n) == shape(source)]
+            by_example = op_of(source) in (Op.ADD, Op.SUB, *SCALE) and len(whole) == 1
+            source = whole[0] if by_example else self.layer.passes_through(source)
+        return source is not None
 
 
 def gives_states(node: fx.Node) -> bool:

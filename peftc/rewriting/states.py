@@ -191,6 +191,7 @@ class StateLookup:
     def __init__(self, trace: RegionTrace) -> None:
         self.trace = trace
         self.nodes: dict[RegionState, list[fx.Node]] = {}
+        self.states: dict[RegionState, RegionState] = {}  # as they are in the trace
 
     def resolve(self, edits: Iterable[RegionEdit]) -> None:
         """Looks up all states first: an edit may replace what identifies the state of the next."""
@@ -198,6 +199,7 @@ class StateLookup:
             kind = "" if state.anchor is None else state.anchor.kind
             if kind in ("in", "out", "node", "ids", "product") and state not in self.nodes:
                 self.nodes[state] = self.candidates(state, name)
+                self.states[state] = self.in_trace(state)
 
     def candidates(self, state: RegionState, name: str) -> list[fx.Node]:
         """The nodes of a state: none if not computed, several if its aliases diverged."""
@@ -223,6 +225,8 @@ class StateLookup:
 
     def in_trace(self, state: RegionState) -> RegionState:
         """A state with the features of its node in this trace: code may compute more at once."""
+        if state in self.states:
+            return self.states[state]
         anchor = state.anchor
         if anchor is None or anchor.kind != "product" or not (matches := products(anchor, self.trace)):
             return state

@@ -4,17 +4,19 @@ each reads what the others have made of the value.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import peftc
 from peftc.exchange.peft_format.rows.attention.adaption import FORM
 from tests import zoo
 from tests.laws.harness import close, seed_of
+from tests.layers import Attention, Layers
 from tests.refusals import refused
 
 NAMES = ("bart", "bert", "t5", "t5-gated", "gpt2", "llama", "opt", "vit")
@@ -65,6 +67,37 @@ def test_an_edit_per_task_is_in_the_code_around_the_layer(name: str) -> None:
     """OPT has no batch in its ffn, which the choice of a task needs."""
     several = PAIRS["read inside"][0]
     close(output(name, several.replace("down {", "down per task {"), ["t"]), output(name, several))
+
+
+class EinsumLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Attention(8)
+        self.up, self.down = nn.Parameter(torch.randn(8, 12)), nn.Parameter(torch.randn(12, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x)
+        return x + torch.einsum("bnm,md->bnd", torch.relu(x @ self.up), self.down)
+
+    def forward_with_edits(self, x: Tensor, scale: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """The equations of both edits, by hand."""
+        x = x + self.attn(x)
+        hidden = torch.relu(x @ self.up) * scale
+        return x + hidden @ self.down + hidden @ a.T @ b.T
+
+
+def test_an_einsum_reads_what_an_edit_has_made_of_its_operand() -> None:
+    """Where the features are is a matter of the model's code, before any edit."""
+    layers, x = (EinsumLayer().double(), EinsumLayer().double()), torch.randn(2, 5, 8).double()
+    model, expected = Layers(*copy.deepcopy(layers)), x
+    edit = "edit b at layer[*].ffn.down { h += lora(x, r=2) }"
+    peftc.compile(f"peft 2\n{SCALE}\n{edit}", model, seed=0, sample={"x": x})
+    parameters = {key: p.detach().normal_() for key, p in peftc.parameters(model).items()}
+    for i, layer in enumerate(layers):
+        expected = layer.forward_with_edits(
+            expected, *(p for key, p in sorted(parameters.items()) if f"layer[{i}]" in key)
+        )
+    torch.testing.assert_close(model(x), expected)
 
 
 @pytest.mark.parametrize("order", ["before", "after", "one edit"])

@@ -128,8 +128,9 @@ def test_gates_from_the_input_of_a_layer_are_no_part_of_its_networks(
 ) -> None:
     model = Layers(*(Modulated(attn(D), Network(D)) for _ in range(2)))
     assert weights(model) == query | NETWORK
-    spec = "peft 2\nedit e at layer[*].ffn { h += lora(x, r=2) }\n"
-    assert not peftc.verify(peftc.compile(spec, model, seed=0, sample=SAMPLE), SAMPLE).findings
+    edits = (f"edit {name} at layer[*].{name} {{ h += adapter(x, r=2, act=tanh) }}\n" for name in ("attn", "ffn"))
+    compiled = peftc.compile("".join(["peft 2\n", *edits]), model, seed=0, sample=SAMPLE)
+    assert not peftc.verify(compiled, SAMPLE).findings
 
 
 def test_a_share_of_the_stream_is_the_stream() -> None:
