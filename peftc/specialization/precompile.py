@@ -13,6 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.data_answers import fake_data_answers
+from peftc.fakes.function_caches import no_function_caches
 from peftc.fakes.tensors import fake_copy, fake_mode
 from peftc.models.media import run_on_sample, tower_calls
 from peftc.models.samples import copy_sample, further_samples
@@ -72,9 +73,12 @@ def run(fake: nn.Module, call: Callable[[], Any], reached: set[str], training: b
     layers = [fake.get_submodule(n) for n in repeated_blocks(fake)]
     modes = specializing_both_modes() if training else contextlib.nullcontext()
     skipped = skip_repeated(fake, layers)
-    with contextlib.ExitStack() as hooks, fake_mode(fake), fake_data_answers(), torch.no_grad(), modes, skipped:
+    without_data = no_function_caches(fake), fake_mode(fake), fake_data_answers(), torch.no_grad()
+    with contextlib.ExitStack() as stack:
+        for context in (*without_data, modes, skipped):
+            stack.enter_context(context)
         for layer in layers:
-            hooks.callback(layer.register_forward_hook(lambda m, a, o: reached.add(names[id(m)])).remove)
+            stack.callback(layer.register_forward_hook(lambda m, a, o: reached.add(names[id(m)])).remove)
         return call()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from peftc.concurrency.interrupts import shielded
+from peftc.fakes.function_caches import global_variables
 from peftc.modules.torch_attributes import TABLES
 from peftc.tracing.operations import model_function
 from peftc.tracing.patches import INSTRUMENTED
@@ -23,7 +24,6 @@ from peftc.tracing.tracer_base import TracerBase
 
 _COLLECTIONS = frozenset({list, dict, set})
 _SIMPLE = frozenset({bool, int, float, str, type(None)})
-_LIBRARIES = ("torch", "peftc", "builtins")
 
 
 class _Meta(type):
@@ -49,16 +49,10 @@ class ValueType(type, metaclass=_Meta):
     """The built-in `type`, but for proxies and modules that a trace instruments."""
 
 
-def _global_variables(*roots: nn.Module) -> list[dict[str, Any]]:
-    """Those of the files that define the classes of modules and of those in them."""
-    names = {cls.__module__ for root in roots for module in root.modules() for cls in type(module).__mro__}
-    return [vars(sys.modules[n]) for n in names if n in sys.modules and n.partition(".")[0] not in _LIBRARIES]
-
-
 @shielded
 def value_types(root: nn.Module) -> Generator[None]:
     """Inside, the files of the classes of `root` and its modules have `ValueType` as `type`."""
-    changed = [file for file in _global_variables(root) if "type" not in file]
+    changed = [file for file in global_variables(root) if "type" not in file]
     try:
         for file in changed:
             file["type"] = ValueType
@@ -100,7 +94,7 @@ def unchanged_collections(tracer: TracerBase, root: nn.Module) -> Generator[None
     collections that are global or attributes: it counts, or remembers something for later calls.
     What the graph calls may do so.
     """
-    variables, owners = _global_variables(root), [(id(module), vars(module)) for module in root.modules()]
+    variables, owners = global_variables(root), [(id(module), vars(module)) for module in root.modules()]
     members = [(owner, n, v) for owner, own in (*owners, *((0, own) for own in variables)) for n, v in own.items()]
     collections = [
         one for one in members if type(one[2]) in _COLLECTIONS and one[1] not in TABLES and one[1][:2] != "__"
@@ -110,7 +104,7 @@ def unchanged_collections(tracer: TracerBase, root: nn.Module) -> Generator[None
     targets = {str(node.target) for node in tracer.graph.nodes if node.op == "call_module"}
     named = root.named_modules(remove_duplicate=False)
     called = {id(part): part for name, module in named if name in targets for part in module.modules()}
-    if any(node.target is model_function for node in tracer.graph.nodes) or _global_variables(*called.values()):
+    if any(node.target is model_function for node in tracer.graph.nodes) or global_variables(*called.values()):
         before = [one for one in before if one[0]]
     for owner, name, value, entries in before:
         if owner not in called and (new := _entries(value) - entries):

@@ -196,3 +196,25 @@ def test_results_that_code_remembers_for_sizes_are_of_all_sizes() -> None:
     for batch, length in ((1, 5), (2, 5), (2, 4)):
         assert cooked("b n (h d) -> b n h d", (batch, length, D), 2) == [batch, length, 2, D // 2]
         assert all(type(n) is int for n in cooked("b n (h d) -> b n h d", (batch, length, D), 2))
+
+
+@lru_cache(maxsize=1)
+def decay(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.linspace(0, 1, size, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize("runs_before", [False, True])
+def test_what_functions_remember_has_data(runs_before: bool) -> None:
+    """Sizes, dtypes and devices are those of a run without data, too."""
+    decay.cache_clear()
+    model = Layers(*(Layer(lambda _, x: x * decay(D, x.dtype, x.device)) for _ in range(2)))
+    function = decay
+    expected = model(X) if runs_before else None
+    peftc.sites(model, sample={"x": X})
+    assert decay is function
+    assert decay.cache_info().currsize == runs_before
+    expected = model(X) if expected is None else expected
+    peftc.compile("peft 2\nedit e at layer[*].ffn { h += lora(x, r=2) }", model, seed=0, sample={"x": X})
+    assert type(decay(D, X.dtype, X.device)) is Tensor
+    torch.testing.assert_close(model(X), expected)
+    torch.testing.assert_close(model(X[:, :3]), peftc.remove(model)(X[:, :3]))
