@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from peftc.addressing.site_list import SiteList
 from peftc.addressing.sites import SiteTable, UntracedModule
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.fakes.function_caches import no_function_caches
+from peftc.fakes.python_globals import unchanged_globals
 from peftc.fakes.tensors import fake_mode
 from peftc.models.identity import VERSION, ParameterFacts
 from peftc.models.skeleton import skeleton, skeleton_sample
@@ -60,7 +60,7 @@ def analyse(model: ModelLike | ModelSource, sample: Mapping[str, Any] | None = N
     source = model if isinstance(model, ModelSource) else resolve(model)
     fake = set_eval(skeleton(source))
     _check_names(fake)
-    with no_function_caches(fake):
+    with unchanged_globals(fake):
         structure = analyze_structure(fake, skeleton_sample(source, sample), fake_mode(fake))
     name_stacks(structure)
     structure.shared = shared_modules(structure)

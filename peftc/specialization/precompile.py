@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.fakes.data_answers import fake_data_answers
-from peftc.fakes.function_caches import no_function_caches
+from peftc.fakes.python_globals import unchanged_globals
 from peftc.fakes.tensors import fake_copy, fake_mode
 from peftc.models.media import run_on_sample, tower_calls
 from peftc.models.samples import copy_sample, further_samples
@@ -73,7 +73,7 @@ def run(fake: nn.Module, call: Callable[[], Any], reached: set[str], training: b
     layers = [fake.get_submodule(n) for n in repeated_blocks(fake)]
     modes = specializing_both_modes() if training else contextlib.nullcontext()
     skipped = skip_repeated(fake, layers)
-    without_data = no_function_caches(fake), fake_mode(fake), fake_data_answers(), torch.no_grad()
+    without_data = unchanged_globals(fake), fake_mode(fake), fake_data_answers(), torch.no_grad()
     with contextlib.ExitStack() as stack:
         for context in (*without_data, modes, skipped):
             stack.enter_context(context)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from peftc.concurrency.interrupts import shielded
-from peftc.fakes.function_caches import global_variables
+from peftc.fakes.python_globals import global_variables
 from peftc.modules.torch_attributes import TABLES
 from peftc.tracing.operations import model_function
 from peftc.tracing.patches import INSTRUMENTED

@@ -16,7 +16,7 @@ from torch import fx, nn
 from transformers.integrations.moe import ExpertsInterface
 
 from peftc.fakes.data_answers import fake_data_answers, fake_tensor_patches, no_data_answers
-from peftc.fakes.function_caches import no_function_caches
+from peftc.fakes.python_globals import unchanged_globals
 from peftc.modules.packed import is_stand_in
 from peftc.modules.walk import submodule
 from peftc.tracing.bytecode import Origin, position_of, running_stack
@@ -271,7 +271,7 @@ class RegionTracer(TracerBase):
             no_random_numbers(),
             no_data_answers(),
             fake_tensor_patches(),
-            no_function_caches(root),
+            unchanged_globals(root),
             without_proxies(root),
             without_cached_tensors(root),
             unchanged_collections(self, root),

@@ -15,7 +15,7 @@ from peftc.compiler import sites as sites_of
 from peftc.concurrency.interrupts import shielded
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.diagnostics.activity import activity
-from peftc.fakes.function_caches import no_function_caches
+from peftc.fakes.python_globals import unchanged_globals
 from peftc.fakes.tensors import fake_copy, fake_mode
 from peftc.forms.module import has_values
 from peftc.installation.contents import parameters, states
@@ -225,7 +225,7 @@ def sample_batch(model: nn.Module, sample: Mapping[str, Any] | None = None) -> d
         raise
     except Exception:  # P507, or what the model's own code raises: it may need an image or a sound
         pass
-    with no_function_caches(fake), fake_mode(fake):
+    with unchanged_globals(fake), fake_mode(fake):
         inputs, _ = run_on_sample(fake, None, lambda arguments: fake(**arguments))
     return {name: _random_like(value, model, generator) for name, value in inputs.items()}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -218,3 +218,61 @@ def test_what_functions_remember_has_data(runs_before: bool) -> None:
     assert type(decay(D, X.dtype, X.device)) is Tensor
     torch.testing.assert_close(model(X), expected)
     torch.testing.assert_close(model(X[:, :3]), peftc.remove(model)(X[:, :3]))
+
+
+MASKS: dict[int, Tensor] = {}
+LAST: Tensor | None = None
+
+
+class Shared:
+    tables: ClassVar[dict[int, Tensor]] = {}
+    rows: ClassVar[list[Tensor]] = []
+
+
+def _positions(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1], dtype=x.dtype, device=x.device)[:, None]
+
+
+def in_dictionary(_: Any, x: Tensor) -> Tensor:
+    if x.shape[1] not in MASKS:
+        MASKS[x.shape[1]] = _positions(x)
+    return x + MASKS[x.shape[1]]
+
+
+def in_variable(_: Any, x: Tensor) -> Tensor:
+    global LAST
+    if LAST is None or len(LAST) != x.shape[1]:
+        LAST = _positions(x)
+    return x + LAST
+
+
+def in_class(_: Any, x: Tensor) -> Tensor:
+    if x.shape[1] not in Shared.tables:
+        Shared.tables[x.shape[1]] = _positions(x)
+        Shared.rows.append(_positions(x))
+        Shared.last = _positions(x)  # type: ignore[attr-defined]
+    return x + Shared.tables[x.shape[1]] + Shared.last  # type: ignore[attr-defined]
+
+
+def in_function(_: Any, x: Tensor) -> Tensor:
+    if not hasattr(in_function, "positions"):
+        in_function.positions = _positions(x)  # type: ignore[attr-defined]
+    return x + in_function.positions[: x.shape[1]]  # type: ignore[attr-defined]
+
+
+def global_state() -> tuple[Any, ...]:
+    """What the functions above have left."""
+    tables = (len(MASKS), len(Shared.tables), len(Shared.rows))
+    return (*tables, LAST is None, hasattr(Shared, "last"), hasattr(in_function, "positions"))
+
+
+@pytest.mark.parametrize("function", [in_dictionary, in_variable, in_class, in_function])
+def test_global_variables_keep_no_tensor_without_data(function: Any) -> None:
+    model = Layers(Layer(function), Layer(function))
+    before = global_state()
+    peftc.sites(model, sample={"x": X})
+    assert global_state() == before
+    peftc.compile('peft 2 edit e at "layers.*.up" { h += lora(x, r=1) }', model, seed=0, sample={"x": X})
+    assert global_state() == before
+    assert type(model(X)) is Tensor
+    torch.testing.assert_close(model(X), peftc.remove(model)(X))

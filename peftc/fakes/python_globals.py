@@ -1,0 +1,108 @@
+"""Global variables of a model's code: a run without data leaves nothing there.
+
+A mask that code remembers for its sizes, dtype and device, in a function (`functools.lru_cache`), a
+global variable, a class, or a collection in one of these, would have no data for all later calls of
+all models of the process.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from peftc.concurrency.interrupts import shielded
+from peftc.fakes.data_answers import tensors_in
+from peftc.modules.walk import outline
+
+_LIBRARIES = ("torch", "peftc", "builtins")
+_WRAPPER = type(functools.lru_cache(len))
+_lock = threading.Lock()
+_users: Counter[tuple[int, str]] = Counter()  # of the function itself, by file and name
+_wrappers: dict[tuple[int, str], Any] = {}
+
+
+def global_variables(*roots: nn.Module) -> list[dict[str, Any]]:
+    """Those of the files that define the classes of modules and of those in them."""
+    classes = {type(module) for root in roots for _, module in outline(root)}
+    names = {cls.__module__ for one in classes for cls in one.__mro__}
+    return [vars(sys.modules[n]) for n in names if n in sys.modules and n.partition(".")[0] not in _LIBRARIES]
+
+
+@shielded
+def unchanged_globals(root: nn.Module) -> Generator[None]:
+    """Inside, functions that the files of a model's classes name remember nothing, and have no
+    results from outside. Behind it, variables of these files, of their classes and functions, and
+    collections in them have no tensor without data that they did not have before.
+    """
+    # Seen in: no transformers model, but the decay masks of yet-another-retnet
+    files = {id(file): file for file in global_variables(root)}
+    # transformers' own files are many, and have no such variables
+    own = [file for file in files.values() if not str(file.get("__name__")).startswith("transformers.")]
+    variables = [(owner, dict(vars(owner))) for owner in _owners(own)]
+    tables = [(table, table.copy()) for table in _collections([*own, *(values for _, values in variables)])]
+    tables += [(file, file.copy()) for file in own]
+    places = _unwrap(files)
+    try:
+        yield
+    finally:
+        _wrap(files, places)
+        for table, before in tables:
+            _restore(table, before)
+        for owner, before in variables:
+            for name in [name for name, value in vars(owner).items() if _is_new(value, before.get(name))]:
+                setattr(owner, name, before[name]) if name in before else delattr(owner, name)
+
+
+def _owners(files: Iterable[dict[str, Any]]) -> list[Any]:
+    """The classes and functions that files define."""
+    values = ((file.get("__name__"), value) for file in files for value in file.values())
+    return [v for name, v in values if isinstance(v, (type, FunctionType)) and v.__module__ == name]
+
+
+def _collections(tables: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    return (v for table in tables for name, v in table.items() if type(v) in (dict, list) and name[:2] != "__")
+
+
+def _restore(table: Any, before: Any) -> None:
+    """Gives a dictionary or a list its entries again, if tensors without data came in."""
+    if isinstance(table, list):
+        if any(_is_new(value) for value in table[len(before) :]):
+            table[:] = before
+        return
+    for key in [key for key, value in table.items() if _is_new(value, before.get(key))]:
+        if key in before:
+            table[key] = before[key]
+        else:
+            del table[key]
+
+
+def _is_new(value: Any, before: Any = None) -> bool:
+    return value is not before and any(isinstance(tensor, FakeTensor) for tensor in tensors_in(value))
+
+
+def _unwrap(files: dict[int, dict[str, Any]]) -> list[tuple[int, str]]:
+    """Puts functions in the places of those that remember results. Returns: the places."""
+    with _lock:
+        for number, file in files.items():
+            for name in [name for name, value in file.items() if type(value) is _WRAPPER]:
+                _wrappers[number, name] = file[name]
+                file[name] = file[name].__wrapped__
+        places = [place for place in _wrappers if place[0] in files]
+        _users.update(places)
+    return places
+
+
+def _wrap(files: dict[int, dict[str, Any]], places: list[tuple[int, str]]) -> None:
+    with _lock:
+        _users.subtract(places)
+        for place in [place for place in places if not _users[place]]:
+            files[place[0]][place[1]] = _wrappers.pop(place)
+            del _users[place]
