@@ -38,17 +38,16 @@ def global_variables(*roots: nn.Module) -> list[dict[str, Any]]:
 
 @shielded
 def unchanged_globals(root: nn.Module) -> Generator[None]:
-    """Inside, functions that the files of a model's classes name remember nothing, and have no
-    results from outside. Behind it, variables of these files, of their classes and functions, and
-    collections in them have no tensor without data that they did not have before.
+    """For runs without data. Inside the block, the files of a model's classes call functions past
+    their `lru_cache`. After it, variables of these files, of their classes and functions, and
+    collections in them are restored where code has put tensors without data.
     """
     # Seen in: no transformers model, but the decay masks of yet-another-retnet
     files = {id(file): file for file in global_variables(root)}
-    # transformers' own files are many, and have no such variables
-    own = [file for file in files.values() if not str(file.get("__name__")).startswith("transformers.")]
-    variables = [(owner, dict(vars(owner))) for owner in _owners(own)]
-    tables = [(table, table.copy()) for table in _collections([*own, *(values for _, values in variables)])]
-    tables += [(file, file.copy()) for file in own]
+    variables = [(owner, dict(vars(owner))) for owner in _owners(files.values())]
+    own = (values for _, values in variables)
+    tables = [(table, table.copy()) for table in _collections([*files.values(), *own])]
+    tables += [(file, file.copy()) for file in files.values()]
     places = _unwrap(files)
     try:
         yield
@@ -58,7 +57,10 @@ def unchanged_globals(root: nn.Module) -> Generator[None]:
             _restore(table, before)
         for owner, before in variables:
             for name in [name for name, value in vars(owner).items() if _is_new(value, before.get(name))]:
-                setattr(owner, name, before[name]) if name in before else delattr(owner, name)
+                if name in before:
+                    setattr(owner, name, before[name])
+                else:
+                    delattr(owner, name)
 
 
 def _owners(files: Iterable[dict[str, Any]]) -> list[Any]:
@@ -89,7 +91,7 @@ def _is_new(value: Any, before: Any = None) -> bool:
 
 
 def _unwrap(files: dict[int, dict[str, Any]]) -> list[tuple[int, str]]:
-    """Puts functions in the places of those that remember results. Returns: the places."""
+    """Replaces each function with an `lru_cache` by the function in it. Returns: their places."""
     with _lock:
         for number, file in files.items():
             for name in [name for name, value in file.items() if type(value) is _WRAPPER]:

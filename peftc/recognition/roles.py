@@ -227,8 +227,8 @@ class _Finder:
         return [sub, ffn]
 
     def join_stream(self, res: fx.Node, h: fx.Node) -> None:
-        """The stream goes on in another layout or times a gate, with tokens put beside its own, and
-        in parts that are put together, if to each of as many one is added.
+        """Extends the stream by an operand of a sum: the stream in another layout, times a gate, or
+        joined with other tokens or parts to which the sum adds, too.
         """
         # Seen in: no transformers model, but the single streams of Flux, and TimeSformer
         goes_on = self.stream.moves(res) or self.stream.is_share(res, h)

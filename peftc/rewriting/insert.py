@@ -164,15 +164,13 @@ class EquationInserter(NodeBuilder):
         if name == "kv":
             attention.join(*self.key_value(self.assign.value, attention))
         else:
-            old, new = (
-                attention.get(name),
-                self.own_rows(self.edit.own_form, self.term(self.assign.value), name, self.read),
-            )
+            old = attention.get(name)
+            new = self.own_rows(self.edit.own_form, self.term(self.assign.value), name, self.read)
             attention.set(name, new)
             self.replace_reads(call, old, new)
 
     def replace_reads(self, call: fx.Node, old: Any, new: Any) -> None:
-        """What the attention returns follows its query: earlier equations of it read the new."""
+        """Earlier equations of what the attention returns read the new query, too."""
         readers = [nodes for of, nodes in self.inserter.query_readers if of is call and nodes is not self.nodes]
         own = {node for nodes in readers for node in nodes}
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user in own)

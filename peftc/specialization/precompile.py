@@ -73,12 +73,17 @@ def run(fake: nn.Module, call: Callable[[], Any], reached: set[str], training: b
     layers = [fake.get_submodule(n) for n in repeated_blocks(fake)]
     modes = specializing_both_modes() if training else contextlib.nullcontext()
     skipped = skip_repeated(fake, layers)
-    without_data = unchanged_globals(fake), fake_mode(fake), fake_data_answers(), torch.no_grad()
-    with contextlib.ExitStack() as stack:
-        for context in (*without_data, modes, skipped):
-            stack.enter_context(context)
+    with (
+        unchanged_globals(fake),
+        contextlib.ExitStack() as hooks,
+        fake_mode(fake),
+        fake_data_answers(),
+        torch.no_grad(),
+        modes,
+        skipped,
+    ):
         for layer in layers:
-            stack.callback(layer.register_forward_hook(lambda m, a, o: reached.add(names[id(m)])).remove)
+            hooks.callback(layer.register_forward_hook(lambda m, a, o: reached.add(names[id(m)])).remove)
         return call()
 
 

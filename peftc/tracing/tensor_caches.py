@@ -59,7 +59,7 @@ class _Cache(dict[Any, Any]):
 
 @shielded
 def without_proxies(root: nn.Module) -> Generator[None]:
-    """Behind it, attributes that hold proxies of the code inside are what they were before."""
+    """Restores the attributes of modules in which the traced code has left proxies."""
     # Seen in: Recurrent Gemma, whose recurrences keep their last state
     before = [(vars(module), dict(vars(module))) for module in root.modules()]
     members = [(name, value) for _, own in before for name, value in own.items() if type(value) in (list, dict)]

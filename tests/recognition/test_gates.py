@@ -35,7 +35,7 @@ class BareAttention(nn.Module):
         return (x @ self.q @ (x @ self.k).mT).softmax(-1) @ (x @ self.v)
 
 
-class Modulated(nn.Module):
+class AdaptiveNorm(nn.Module):
     """The shifts, scales and gates of both sub-layers come from the mean of the input tokens."""
 
     def __init__(self, attn: nn.Module, ffn: nn.Module) -> None:
@@ -84,7 +84,7 @@ class Rows(nn.Module):
         return x + self.ffn(x)
 
 
-class Overwritten(nn.Module):
+class TokenReplacement(nn.Module):
     """Nothing adds what the Linears of an attention compute, which has no softmax."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ def test_glu_of_tokens_has_no_gate() -> None:
 def test_gates_from_the_input_of_a_layer_are_no_part_of_its_networks(
     attn: Callable[[int], nn.Module], query: dict[str, str]
 ) -> None:
-    model = Layers(*(Modulated(attn(D), Network(D)) for _ in range(2)))
+    model = Layers(*(AdaptiveNorm(attn(D), Network(D)) for _ in range(2)))
     assert weights(model) == query | NETWORK
     edits = (f"edit {name} at layer[*].{name} {{ h += adapter(x, r=2, act=tanh) }}\n" for name in ("attn", "ffn"))
     compiled = peftc.compile("".join(["peft 2\n", *edits]), model, seed=0, sample=SAMPLE)
@@ -147,7 +147,7 @@ def test_bare_parameters_in_the_rows_of_an_image_are_no_factors_of_streams() -> 
 
 def test_linears_without_a_sub_layer_that_are_multiplied_may_attend() -> None:
     """An edit of `attn` would leave them out, and says so."""
-    unplaced = peftc.sites(Layers(Overwritten(), Overwritten()), sample=SAMPLE).unplaced
+    unplaced = peftc.sites(Layers(TokenReplacement(), TokenReplacement()), sample=SAMPLE).unplaced
     assert {part.module for part in unplaced if "attn" in part.roles} == {
         f"layers.{i}.{r}" for i in (0, 1) for r in "qkv"
     }

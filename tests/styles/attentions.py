@@ -79,14 +79,14 @@ class Packed(Part):
         return q, k, v
 
 
-class PackedByHead(Packed):
+class PackedHeads(Packed):
     def project(self, x: Tensor) -> Triple:
         batch, tokens, _ = x.shape
         q, k, v = self.qkv(x).reshape(batch, tokens, 3, HEADS, WIDTH).permute(2, 0, 3, 1, 4).unbind(0)
         return q, k, v
 
 
-class Interleaved(Packed):
+class InterleavedHeads(Packed):
     roles: ClassVar[Roles] = {
         role: f"qkv.weight[{WIDTH * i}:{WIDTH * (i + 1)}, {WIDTH * (i + 3)}:{WIDTH * (i + 4)}]"
         for i, role in enumerate("qkv")
@@ -143,7 +143,7 @@ class Convolutions(Part):
 # Heads ---------------------------------------------------------
 
 
-class Viewed(Part):
+class View(Part):
     def heads(self, t: Tensor) -> Tensor:
         return per_head(t)
 
@@ -151,7 +151,7 @@ class Viewed(Part):
         return o.transpose(1, 2).flatten(2)
 
 
-class Chunks(Part):
+class Chunk(Part):
     def heads(self, t: Tensor) -> Tensor:
         return torch.stack(t.chunk(HEADS, -1), 1)
 
@@ -162,19 +162,19 @@ class Chunks(Part):
 # Scores and result ---------------------------------------------------------
 
 
-class Function(Part):
+class ScaledDotProduct(Part):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(query=q, key=k, value=v)
 
 
-class Causal(Part):
+class CausalMask(Part):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = q @ k.mT * WIDTH**-0.5
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         return scores.masked_fill(later, -1e9).softmax(-1) @ v
 
 
-class Products(Part):
+class BatchedProducts(Part):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
         weights = functional.softmax(torch.bmm(q * WIDTH**-0.5, k.transpose(1, 2)), dim=-1)
@@ -187,15 +187,15 @@ class EinsumScores(Part):
         return torch.einsum("bhij,bhjd->bhid", weights, v)
 
 
-class Stable(Part):
-    """The largest score is subtracted; a number for each head is a soft cap."""
+class StableSoftmax(Part):
+    """Each query's largest score is subtracted, after a soft cap."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = 5 * torch.tanh(q @ k.transpose(-2, -1) / 5)
         return torch.softmax(scores - scores.amax(-1, keepdim=True).detach(), -1) @ v
 
 
-class Cosine(Part):
+class CosineSimilarity(Part):
     def __init__(self) -> None:
         super().__init__()
         self.temperature = nn.Parameter(torch.ones(HEADS, 1, 1))
@@ -205,7 +205,7 @@ class Cosine(Part):
         return (scores * self.temperature.exp()).softmax(-1) @ v
 
 
-class Kernel(Part):
+class LinearAttention(Part):
     """Katharopoulos et al. 2020, arXiv:2006.16236: no softmax."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ class Kernel(Part):
         return (q @ (k.mT @ v)) / (q * k.sum(-2, keepdim=True)).sum(-1, keepdim=True)
 
 
-class Rotated(Part):
+class RotaryEmbedding(Part):
     """Positions turn pairs of features; queries and keys are normalised."""
 
     def __init__(self) -> None:
@@ -291,8 +291,17 @@ class Attention(Part):
         return self.output(self.attend(*self.project(x)), x)
 
 
-_OF_MODULES = (ThreeLinears, ListOfLinears, KeysAndValues, Packed, PackedByHead, Interleaved, Convolutions)
+_OF_MODULES = (ThreeLinears, ListOfLinears, KeysAndValues, Packed, PackedHeads, InterleavedHeads, Convolutions)
 PROJECTIONS: tuple[type[Part], ...] = (*_OF_MODULES, BareMatrices, BareProducts, Einsums)
-SPLITS: tuple[type[Part], ...] = (Viewed, Chunks)
-CORES: tuple[type[Part], ...] = (Function, Causal, Products, EinsumScores, Stable, Cosine, Kernel, Rotated)
+SPLITS: tuple[type[Part], ...] = (View, Chunk)
+CORES: tuple[type[Part], ...] = (
+    ScaledDotProduct,
+    CausalMask,
+    BatchedProducts,
+    EinsumScores,
+    StableSoftmax,
+    CosineSimilarity,
+    LinearAttention,
+    RotaryEmbedding,
+)
 OUTPUTS: tuple[type[Part], ...] = (Output, OutputSequence, BareOutput, NoOutput, GatedOutput)

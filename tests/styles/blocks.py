@@ -24,26 +24,26 @@ class Block(nn.Module):
         self.attn, self.ffn, self.norm1, self.norm2 = attn, ffn, nn.LayerNorm(D), nn.RMSNorm(D)
 
 
-class Before(Block):
+class PreNorm(Block):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x))
         return x + self.ffn(self.norm2(x))
 
 
-class InPlace(Block):
+class InPlaceSum(Block):
     def forward(self, x: Tensor) -> Tensor:
         y = self.attn(self.norm1(x))
         y += x
         return self.ffn(self.norm2(y)).add_(y)
 
 
-class Behind(Block):
+class PostNorm(Block):
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm1(x * 1.5 + self.attn(x))
         return self.norm2(x * 1.5 + self.ffn(x))
 
 
-class Around(Block):
+class SandwichNorm(Block):
     def __init__(self, attn: nn.Module, ffn: nn.Module) -> None:
         super().__init__(attn, ffn)
         self.post1, self.post2 = nn.LayerNorm(D), nn.LayerNorm(D)
@@ -53,13 +53,13 @@ class Around(Block):
         return x + self.post2(self.ffn(self.norm2(x)))
 
 
-class Parallel(Block):
+class ParallelParts(Block):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
         return x + self.attn(y) + self.ffn(y)
 
 
-class Scaled(Block):
+class LayerScale(Block):
     def __init__(self, attn: nn.Module, ffn: nn.Module) -> None:
         super().__init__(attn, ffn)
         self.scale1, self.scale2 = (nn.Parameter(torch.rand(D) + 0.5) for _ in range(2))
@@ -69,7 +69,7 @@ class Scaled(Block):
         return torch.addcmul(x, self.scale2, self.ffn(self.norm2(x)))
 
 
-class Shares(Block):
+class Highway(Block):
     def __init__(self, attn: nn.Module, ffn: nn.Module) -> None:
         super().__init__(attn, ffn)
         self.gate1, self.gate2 = nn.Linear(D, D), nn.Linear(D, D)
@@ -81,7 +81,7 @@ class Shares(Block):
         return x * gate + self.ffn(self.norm2(x)) * (1 - gate)
 
 
-class Modulated(Block):
+class AdaptiveNorm(Block):
     def __init__(self, attn: nn.Module, ffn: nn.Module) -> None:
         super().__init__(attn, ffn)
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(D, 6 * D))
@@ -92,7 +92,7 @@ class Modulated(Block):
         return x + f * self.ffn(self.norm2(x) * (1 + d) + e)
 
 
-class Functions(Block):
+class Closures(Block):
     def forward(self, x: Tensor) -> Tensor:
         def step(part: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
             return x + part(norm(x))
@@ -102,7 +102,7 @@ class Functions(Block):
         return x
 
 
-class Interpolated(Block):
+class Lerp(Block):
     def __init__(self, attn: nn.Module, ffn: nn.Module) -> None:
         super().__init__(attn, ffn)
         self.step = nn.Parameter(torch.rand(D))
@@ -112,7 +112,7 @@ class Interpolated(Block):
         return x.lerp(self.ffn(self.norm2(x)), self.step)
 
 
-class Windows(Block):
+class WindowAttention(Block):
     """Three tokens attend to each other."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class Residual(nn.Module):
         return self.fn(self.norm(x)) + x
 
 
-class Wrapped(nn.Sequential):
+class ResidualSequence(nn.Sequential):
     attn_name, ffn_name = "0.fn", "1.fn"
 
     def __init__(self, attn: nn.Module, ffn: nn.Module) -> None:
@@ -223,6 +223,18 @@ class Lists(Model):
         return x
 
 
-_BLOCKS = (Before, InPlace, Behind, Around, Parallel, Scaled, Shares, Modulated, Functions, Interpolated, Windows)
-BLOCKS: tuple[type[nn.Module], ...] = (*_BLOCKS, Wrapped)
+_BLOCKS = (
+    PreNorm,
+    InPlaceSum,
+    PostNorm,
+    SandwichNorm,
+    ParallelParts,
+    LayerScale,
+    Highway,
+    AdaptiveNorm,
+    Closures,
+    Lerp,
+    WindowAttention,
+)
+BLOCKS: tuple[type[nn.Module], ...] = (*_BLOCKS, ResidualSequence)
 MODELS: tuple[Callable[..., Model], ...] = (Loop, Loop, InSequence, Groups, Pairs, Lists)
