@@ -294,7 +294,7 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
     for loop in loops:
         if loop.caller not in arguments or any(loop.holds(inner.caller) for inner in (*accepted, *refused)):
             continue
-        if (name := repeated_part(loop, model, seen)) is None:
+        if True:
             kind = kind_of(loop.caller, loop.bodies_in_caller())
         else:
             kind = f"its code calls `{name}` several times, and an edit would be at one of the calls"

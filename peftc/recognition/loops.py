@@ -297,14 +297,15 @@ def sub_layers_by_body(
     iterations share have the sub-layers of the first.
     """
     groups: list[list[SubLayer]] = [[] for _ in bodies]
-    seen = set[frozenset[str]]()
+    first: dict[frozenset[str], int] = {}
     for sub in subs:
         weights = weights_of(sub, layer)
         inside = ([i for i, body in enumerate(bodies) if _in_body(name, body)] for name in weights)
         counts = Counter(own[0] for own in inside if own)  # of bodies in each other the inner one, which comes first
-        if counts and weights not in seen:
-            groups[max(counts, key=lambda i: (counts[i], i))].append(sub)  # of equal ones the last, which runs it
-        seen.add(weights)
+        if counts:
+            i = max(counts, key=lambda i: (counts[i], i))
+            if first.setdefault(weights, i) == i:
+                groups[i].append(sub)
     return groups
 
 
