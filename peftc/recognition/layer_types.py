@@ -33,7 +33,7 @@ from peftc.recognition.token_mixing import has_state, is_weighted, moves_entries
 from peftc.recognition.unplaced.untraced import UntracedPart, attending_modules, opaque_modules, untraced_parts
 from peftc.tracing.module_calls import forward_signature
 from peftc.tracing.proxy import concrete_values
-from peftc.tracing.region_trace import NoneAccess, RegionTrace, TraceError, UnknownLength
+from peftc.tracing.region_trace import Absent, NoneAccess, RegionTrace, TraceError, UnknownLength
 from peftc.tracing.tracer import RegionTracer
 
 WHOLE = (("",),)  # in place of a loop's bodies: all of a layer
@@ -64,13 +64,14 @@ class LayerType:
 
     def decides_equally(self, block: nn.Module) -> bool:
         """Whether the attributes that decide in the trace have the same values in another block."""
-        try:
-            return all(
-                attribute_of(block, f"{owner}.{name}".lstrip(".")) == value
-                for (owner, name), value in self.traced.attribute_guards.items()
-            )
-        except AttributeError:
-            return False
+        for (owner, name), value in self.traced.attribute_guards.items():
+            try:
+                own = attribute_of(block, f"{owner}.{name}".lstrip("."))
+            except AttributeError:
+                own = Absent
+            if own is not value and own != value:
+                return False
+        return True
 
     @property
     def is_module(self) -> bool:

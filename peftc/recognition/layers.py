@@ -28,6 +28,7 @@ from peftc.recognition.layer_candidates import (
 from peftc.recognition.layer_types import LayerType, trace_layer
 from peftc.recognition.loops import (
     Loop,
+    are_interleaved,
     attribute_loops,
     contains_name,
     find_loops,
@@ -279,14 +280,16 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
     if not loops:
         return
     arguments = observe(model, sample, mode, seen.candidates, {loop.caller for loop in loops}).arguments
-    types: dict[object, LayerType | str] = {}
+    types: dict[object, list[LayerType | str]] = {}
 
     def kind_of(caller: str, bodies: Sequence[Sequence[str]]) -> LayerType | str:
         """The type of a module, of which the iterations are entered."""
         key, values = arguments[caller]
-        if (key, bodies) not in types:
-            types[key, bodies] = trace_layer(submodule(model, caller), values, mode, bodies)
-        return types[key, bodies]
+        known, module = types.setdefault((key, bodies), []), submodule(model, caller)
+        kind = next((kind for kind in known if isinstance(kind, str) or kind.decides_equally(module)), None)
+        if kind is None:
+            known.append(kind := trace_layer(module, values, mode, bodies))
+        return kind
 
     members: dict[str, list[_Layer]] = {}
     accepted: list[Loop] = []
@@ -294,10 +297,10 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
     for loop in loops:
         if loop.caller not in arguments or any(loop.holds(inner.caller) for inner in (*accepted, *refused)):
             continue
-        if True:
-            kind = kind_of(loop.caller, loop.bodies_in_caller())
-        else:
-            kind = f"its code calls `{name}` several times, and an edit would be at one of the calls"
+        kind = kind_of(loop.caller, loop.bodies_in_caller())
+        name = repeated_part(loop, model, seen)
+        if name is not None and not isinstance(kind, str) and are_interleaved(loop, kind.subs, kind.layer):
+            kind = f"its code calls `{name}` again, after other layers, and a layer is one part of the code"
             refused += [loop] if loop.caller in stages else []
         if isinstance(kind, str):
             is_named = (loop.caller not in stages or loop in refused) and not _leaves_stream(loop, seen)
@@ -376,7 +379,8 @@ def _layers_around_loops(layers: Mapping[str, LayerType], structure: ModelStruct
         bodies = [[relative_name(part, name) for part in body] for loop in loops for body in loop.bodies]
         groups = sub_layers_by_body(bodies, kind.subs, kind.layer)
         several = max(map(len, groups), default=0) > 1 or len({sub.kind for sub in kind.subs}) == 1
-        if several and sum(map(len, groups)) == len({weights_of(sub, kind.layer) for sub in kind.subs}):
+        in_loops = {weights_of(sub, kind.layer) for group in groups for sub in group}
+        if several and in_loops == {weights_of(sub, kind.layer) for sub in kind.subs}:
             stages.add(key)
     return {name for name, kind in layers.items() if kind.key in stages}
 

@@ -290,6 +290,15 @@ def contains_name(module: str, name: str) -> bool:
     return not module or f"{name}.".startswith(f"{module}.")
 
 
+def are_interleaved(loop: Loop, subs: Sequence[SubLayer], layer: LayerGraph) -> bool:
+    """Whether sub-layers of one iteration run both before and behind those of another."""
+    for group in sub_layers_by_body(loop.bodies_in_caller(), subs, layer):
+        places = sorted(subs.index(sub) for sub in group)
+        if places and places[-1] - places[0] >= len(places):
+            return True
+    return False
+
+
 def sub_layers_by_body(
     bodies: Sequence[Sequence[str]], subs: Sequence[SubLayer], layer: LayerGraph
 ) -> list[list[SubLayer]]:

@@ -7,6 +7,7 @@ import math
 import operator
 import re
 from collections.abc import Iterable
+from enum import Enum
 from typing import Any
 
 import torch
@@ -126,14 +127,18 @@ class Expressions:
         if isinstance(value, list):
             return f"[{', '.join(map(self.value, value))}]"
         if isinstance(value, dict):
-            return "{" + ", ".join(f"{k!r}: {self.value(v)}" for k, v in value.items()) + "}"
+            return "{" + ", ".join(f"{self.value(k)}: {self.value(v)}" for k, v in value.items()) + "}"
+        if isinstance(value, (set, frozenset)):
+            return f"{{{', '.join(map(self.value, value))}}}" if value else "set()"
         if isinstance(value, slice):
             return f"slice({', '.join(self.value(v) for v in (value.start, value.stop, value.step))})"
         if value is ...:
             return "..."
         if isinstance(value, float) and not math.isfinite(value):
             return f'float("{value}")'
-        if value is None or isinstance(value, (bool, int, float, str)):
+        if isinstance(value, Enum):
+            return f"{self.names.of(type(value))}.{value.name}"
+        if value is None or isinstance(value, (bool, int, float, str, bytes)):
             return repr(value)
         if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
             return str(value)

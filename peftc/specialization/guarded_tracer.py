@@ -10,7 +10,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -134,13 +134,20 @@ class GuardedTracer(RegionTracer):
 
     def read_attribute(self, module: nn.Module, name: str, value: Any) -> Any:
         owner = self.module_names.get(id(module))
-        if owner is None or name.startswith("_"):
-            return value
-        elements = cast("tuple[object, ...]", value) if type(value) in (tuple, list) else ()  # such as a window
-        numbers = bool(elements) and all(type(v) in (bool, int, float) for v in elements)
-        if value is None or isinstance(value, str) or numbers:
+        if owner is not None and (value is None or isinstance(value, str)):
+            self.note_read(owner, name)
             return self.read_option(owner, name, value)
-        proxy = super().read_attribute(module, name, value)
+        return super().read_attribute(module, name, value)
+
+    def read_object(self, value: object, name: str, member: Any) -> Any:
+        owner = self.objects.paths.get(id(value))
+        if owner is not None and (member is None or isinstance(member, str)):
+            self.note_read(owner, name)
+            return self.read_option(owner, name, member)
+        return super().read_object(value, name, member)
+
+    def read_member(self, owner: str, name: str, value: Any) -> Any:
+        proxy = super().read_member(owner, name, value)
         if name != "training" and isinstance(proxy, Attribute):
             self.numbers[proxy.path] = None
         return proxy

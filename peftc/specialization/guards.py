@@ -17,7 +17,7 @@ from peftc.specialization.guarded_tracer import GuardedTracer
 from peftc.specialization.passthrough_arguments import Call
 from peftc.tracing.module_calls import is_constant
 from peftc.tracing.operations import attention, model_function
-from peftc.tracing.region_trace import Guard, RegionTrace, getitem_root
+from peftc.tracing.region_trace import Absent, Guard, RegionTrace, getitem_root
 
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params", "cache")
 
@@ -28,7 +28,7 @@ def conditions(
     """All conditions on a call, cheapest first. `keywords`: the names that `**` may contain."""
     traced, tracer = call
     paths = {f"{owner}.{name}".lstrip("."): value for (owner, name), value in traced.attribute_guards.items()}
-    facts = {name: _equals(attribute_path(name), value, expressions) for name, value in paths.items()}
+    facts = {name: _has_value(name, value, expressions) for name, value in paths.items()}
     texts = [facts[f"{o}.{n}".lstrip(".")] for o, n in traced.attribute_guards if n == "training"]
     texts += _arguments(call, passthrough, keywords, expressions)
     texts += [*facts.values(), *(f"{attribute_path(n)} is not None" for n in tracer.numbers if n not in paths)]
@@ -39,6 +39,13 @@ def conditions(
         texts += _dtypes(traced, tracer, passthrough, expressions)
     texts += [_condition(guard, expressions) for guard in traced.guards if not _is_unknown_before(guard)]
     return list(dict.fromkeys(texts))
+
+
+def _has_value(path: str, value: Any, expressions: Expressions) -> str:
+    if value is Absent:
+        owner, _, name = path.rpartition(".")
+        return f"not hasattr({attribute_path(owner or '_self')}, {name!r})"
+    return _equals(attribute_path(path), value, expressions)
 
 
 def _equals(text: str, value: Any, expressions: Expressions) -> str:

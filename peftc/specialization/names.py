@@ -91,7 +91,7 @@ def _instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
 
 # Generated code uses these names as they are.
 FIXED_NAMES = frozenset(
-    ["self", "torch", "nn", "respecialize", "len", "isinstance", "type", "getattr", "slice", "float", "zip"]
+    ["self", "torch", "nn", "respecialize", "len", "isinstance", "type", "getattr", "hasattr", "slice", "float", "zip"]
 )
 
 

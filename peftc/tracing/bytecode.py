@@ -82,6 +82,25 @@ def is_cached_call(frame: FrameType) -> bool:
     return hasattr(called, "cache_parameters") and hasattr(called, "__wrapped__")
 
 
+def is_only_compared_with_none(code: CodeType, offset: int) -> bool:
+    """Whether all that code does with what it reads at an offset is `is None`."""
+    after = [i for i in _instructions(code) if i.offset > offset and i.opname not in ("CACHE", "NOP", "NOT_TAKEN")][:2]
+    names = [i.opname for i in after]
+    if names and names[0].endswith(("_IF_NONE", "_IF_NOT_NONE")):
+        return True
+    return len(after) == 2 and names == ["LOAD_CONST", "IS_OP"] and after[0].argval is None
+
+
+def has_variable(code: CodeType, offset: int) -> bool:
+    """Whether code gives what it reads at an offset to a variable, and may read that repeatedly."""
+    after = _instructions_behind(code, offset)[:1]
+    return bool(after) and after[0].opname.startswith(("STORE_FAST", "STORE_DEREF"))
+
+
+def _instructions_behind(code: CodeType, offset: int) -> list[dis.Instruction]:
+    return [i for i in _instructions(code) if i.offset > offset and i.opname not in ("CACHE", "NOP", "NOT_TAKEN")]
+
+
 def is_raised(frame: FrameType) -> bool:
     """Whether the running instruction is part of a `raise`, or of an `assert` that fails."""
     after = (i.opname for i in _instructions(frame.f_code) if i.offset >= frame.f_lasti)
@@ -248,6 +267,14 @@ def running_instruction(frames: int) -> tuple[CodeType, int]:
     """The code that called the function so many frames above this one, and where it is."""
     frame = sys._getframe(frames + 1)  # pyright: ignore[reportPrivateUsage]
     return frame.f_code, frame.f_lasti
+
+
+def reading_instruction() -> tuple[CodeType, int] | None:
+    """The instruction of a model's code that reads an attribute, in the innermost frame of it."""
+    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("peftc."):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code, frame.f_lasti)
 
 
 @cache

@@ -24,10 +24,11 @@ from transformers.modeling_utils import AttentionInterface
 from peftc.concurrency.interrupts import shielded
 from peftc.modules.function_parts import held_part
 from peftc.modules.subclasses import subclass
+from peftc.modules.torch_attributes import ATTRIBUTES
 from peftc.tracing.in_place import leaves, version
 from peftc.tracing.operations import attention, autograd_function, enter_context, exit_context, script_function
 from peftc.tracing.proxy import concrete_values, contains_proxy, is_proxy
-from peftc.tracing.region_trace import TraceError
+from peftc.tracing.region_trace import Absent, TraceError
 from peftc.tracing.tensor_provenance import RecordedCall
 from peftc.tracing.tracer_base import (
     TracerBase,
@@ -43,6 +44,11 @@ TAKE_SIZES = ("reshape", "broadcast_to", "tile", "narrow", "split")  # torch con
 REJECT_SIZES = ("expand", "new_zeros", "new_ones", "new_empty")  # methods that take no proxy as the first of sizes
 CRASH = ("where",)  # ends the process when its second argument only looks like a tensor and the third is a number
 PLAIN = frozenset({bool, int, float, str, tuple, list, type(None)})  # attributes that decisions may rest on
+NO_STATE = (ATTRIBUTES - {"training"}) | {
+    "_is_hf_initialized",
+    "peftc_choice",
+    "_peftc",
+}  # are no part of a model's code
 MANAGERS: tuple[Any, ...] = (torch.autocast, torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
 GRADIENT_QUERIES = ("is_grad_enabled", "is_inference_mode_enabled")
 AUTOCAST_QUERIES = ("is_autocast_enabled", "get_autocast_dtype", "is_autocast_cache_enabled")
@@ -123,6 +129,14 @@ def _constructor_arguments(manager: Any) -> tuple[tuple[Any, ...], dict[str, Any
     return ((manager.mode,), {}) if isinstance(manager, torch.set_grad_enabled) else ((), {})
 
 
+def _is_member(module: nn.Module, name: str) -> bool:
+    """Whether an attribute is one of the module's own, or a value of its class: no method."""
+    if name in object.__getattribute__(module, "__dict__"):
+        return True
+    owner = next((vars(cls) for cls in type(module).__mro__ if name in vars(cls)), None)
+    return owner is not None and name[:2] != "__" and not hasattr(type(owner[name]), "__get__")
+
+
 @cache
 def instrument(cls: type) -> type:
     """A subclass that reports calls, and reads of attributes, to the current tracer."""
@@ -144,10 +158,10 @@ def instrument(cls: type) -> type:
 
     def __getattribute__(self: Any, name: str) -> Any:
         value = parent.__getattribute__(self, name)
-        if type(value) not in PLAIN:
-            return value
         tracer = current_tracer()
-        return value if tracer is None else tracer.read_attribute(self, name, value)
+        if tracer is None or name in NO_STATE or (type(value) not in PLAIN and not _is_member(self, name)):
+            return value
+        return tracer.read_attribute(self, name, value)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         tracer = current_tracer()
@@ -156,8 +170,14 @@ def instrument(cls: type) -> type:
         parent.__setattr__(self, name, value)
 
     def __getattr__(self: Any, name: str) -> Any:
-        value = parent.__getattr__(self, name)
-        if isinstance(value, torch.Tensor) and (tracer := current_tracer()) is not None:
+        tracer = current_tracer()
+        try:
+            value = parent.__getattr__(self, name)
+        except AttributeError:
+            if tracer is not None and name[:2] != "__":
+                tracer.read_attribute(self, name, Absent)
+            raise
+        if isinstance(value, torch.Tensor) and tracer is not None:
             tracer.read_tensor(self, name, value)
         return value
 

@@ -4,7 +4,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,14 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
-from peftc.tracing.bytecode import asks_for_class, is_cached_call, is_raised, running_instruction
+from peftc.tracing.bytecode import (
+    asks_for_class,
+    has_variable,
+    is_cached_call,
+    is_only_compared_with_none,
+    is_raised,
+    running_instruction,
+)
 from peftc.tracing.in_place import AUGMENTED, Binding, leaves, version
 from peftc.tracing.ragged_loops import RaggedSizes, Segments
 from peftc.tracing.records import contents, converted, is_named_tuple, is_record
@@ -309,16 +316,31 @@ def mask_of_indices(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 class Attribute:
-    """A number that the graph reads from a module; Python's own use of it guards its value."""
+    """A number that the graph reads from a module; Python's own use of it guards its value.
+
+    C code of Python (`range`, an index of a list, `math.sqrt`) uses it unseen: a number that is no
+    operand of the graph has its value guarded, too. `position`: where the code reads it.
+    """
 
     path: str
     tracer: TracerBase
     value: bool | int | float
+    position: tuple[CodeType, int] | None
+    is_operand: bool
+
+    @property
+    def is_used_by_python(self) -> bool:
+        """Whether C code may have used the value. It rests on what the code has done so far."""
+        if self.position is None or self.path.rpartition(".")[2] == "training":
+            return False
+        return has_variable(*self.position) or not (self.is_operand or is_only_compared_with_none(*self.position))
 
 
-_OPERATORS = (
-    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg abs eq ne lt le gt ge bool"
-)
+_OPERATORS = """
+    add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow divmod rdivmod
+    neg pos abs eq ne lt le gt ge bool int float round trunc floor ceil
+    and rand or ror xor rxor lshift rlshift rshift rrshift invert
+"""
 
 
 def _attribute_class(kind: type) -> type:
@@ -329,7 +351,8 @@ def _attribute_class(kind: type) -> type:
 
         return method
 
-    methods: dict[str, Any] = {f"__{n}__": guarded(getattr(kind, f"__{n}__")) for n in _OPERATORS.split()}
+    names = [f"__{name}__" for name in _OPERATORS.split() if hasattr(kind, f"__{name}__")]
+    methods: dict[str, Any] = {name: guarded(getattr(kind, name)) for name in names}
     return type(f"Attribute{kind.__name__.title()}", (Attribute, kind), methods | {"__hash__": kind.__hash__})
 
 
@@ -337,9 +360,10 @@ _ATTRIBUTES = {int: _attribute_class(int), float: _attribute_class(float)}
 _ATTRIBUTES[bool] = _ATTRIBUTES[int]  # `bool` cannot be subclassed
 
 
-def attribute_proxy(value: float, path: str, tracer: TracerBase) -> Any:
+def attribute_proxy(value: float, path: str, tracer: TracerBase, position: tuple[CodeType, int] | None = None) -> Any:
     attribute: Any = _ATTRIBUTES[type(value)](value)
     attribute.path, attribute.tracer, attribute.value = path, tracer, value
+    attribute.position, attribute.is_operand = position, False
     return attribute
 
 

@@ -5,13 +5,20 @@ that differ from call to call, of which a graph would hold those of its trace, a
 from __future__ import annotations
 
 import builtins
+import copy
+import math
 import pickle
 import random
 import sys
 from collections.abc import Generator
+from enum import Enum
+from functools import cache
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import fx, nn
+from transformers import PretrainedConfig
 
 from peftc.concurrency.interrupts import shielded
 from peftc.fakes.python_globals import global_variables
@@ -20,8 +27,15 @@ from peftc.tracing.operations import model_function
 from peftc.tracing.patches import INSTRUMENTED
 from peftc.tracing.proxy import Attribute, class_of, concrete_values, is_proxy
 from peftc.tracing.region_trace import TraceError
-from peftc.tracing.tracer_base import TracerBase
+from peftc.tracing.tracer_base import TracerBase, current_tracer
 
+MOST_ENTRIES = 64  # of a collection whose value is guarded
+_ATOMS = (
+    *(bool, int, float, str, bytes, type(None), type, Enum, FunctionType, BuiltinFunctionType),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+_NO_OBJECTS = (type, Enum, nn.Module, torch.Tensor, fx.Proxy, ModuleType, PretrainedConfig, Exception)
+_LIBRARIES = frozenset({"torch", "builtins", "peftc", "logging", "threading", "weakref"})
 _COLLECTIONS = frozenset({list, dict, set})
 _SIMPLE = frozenset({bool, int, float, str, type(None)})
 
@@ -80,6 +94,99 @@ def no_random_numbers() -> Generator[None]:
             sources.append("`numpy.random`")
     if sources:
         raise TraceError(f"its code draws from {' and '.join(sources)}, and a graph has random numbers of torch alone")
+
+
+def is_constant_value(value: Any) -> bool:
+    """Whether a value is a constant or a small collection of some: equal is as good as the same."""
+    return _count_constants(value) <= MOST_ENTRIES
+
+
+def _count_constants(value: Any) -> float:
+    """How many constants a value consists of: infinitely many if it has another part."""
+    if isinstance(value, _ATOMS):
+        return 1
+    if type(value) in (list, tuple, set, frozenset):
+        return 1 + sum(map(_count_constants, value)) if len(value) <= MOST_ENTRIES else math.inf
+    if type(value) is dict:
+        return 1 + sum(map(_count_constants, [*value, *value.values()])) if len(value) <= MOST_ENTRIES else math.inf
+    return math.inf
+
+
+@cache
+def _reporting_class(cls: type) -> type:
+    """A subclass that reports reads and writes of members to the current tracer."""
+    parent: Any = cls
+
+    def __getattribute__(self: Any, name: str) -> Any:
+        value = parent.__getattribute__(self, name)
+        tracer: Any = current_tracer()
+        if tracer is None or name[:2] == "__" or not _is_own(self, name):
+            return value
+        return tracer.read_object(self, name, value)
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        tracer: Any = current_tracer()
+        if tracer is not None:
+            tracer.write_object(self, name, value)
+        parent.__setattr__(self, name, value)
+
+    members: dict[str, Any] = {"__getattribute__": __getattribute__, "__setattr__": __setattr__, INSTRUMENTED: cls}
+    if hasattr(cls, "__getattr__"):
+
+        def __getattr__(self: Any, name: str) -> Any:
+            value = parent.__getattr__(self, name)
+            tracer: Any = current_tracer()
+            return value if tracer is None or name[:2] == "__" else tracer.read_object(self, name, value)
+
+        members["__getattr__"] = __getattr__
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__", "__hash__")}
+    return type(cls)(cls.__name__, (cls,), names | members)
+
+
+def _is_own(value: object, name: str) -> bool:
+    """Whether a member is an object's own, or a value of its class: no method."""
+    if name in object.__getattribute__(value, "__dict__"):
+        return True
+    owner = next((vars(cls) for cls in type(value).__mro__ if name in vars(cls)), None)
+    return owner is not None and not hasattr(type(owner[name]), "__get__")
+
+
+class ReportingObjects:
+    """Objects of a model's own classes that modules hold, such as configurations. Inside, those
+    that the code has read report what it reads in them.
+
+    Attributes:
+        paths: where each is, by its `id`: `blocks.0.cfg`.
+    """
+
+    def __init__(self, tracer: TracerBase) -> None:
+        self.tracer = tracer
+        self.paths: dict[int, str] = {}
+        self.classes: list[tuple[object, type]] = []
+
+    def enter(self, path: str, value: object) -> None:
+        """Lets an object report, or guards all of one whose class cannot be changed."""
+        cls = type(value)
+        if id(value) in self.paths or isinstance(value, _NO_OBJECTS) or not hasattr(value, "__dict__"):
+            return
+        if is_proxy(value) or cls.__module__.partition(".")[0] in _LIBRARIES:
+            return
+        try:
+            object.__setattr__(value, "__class__", _reporting_class(cls))
+        except TypeError:
+            if is_constant_value(vars(value)):
+                self.tracer.attribute_guards[path, "__dict__"] = copy.deepcopy(vars(value))
+            return
+        self.paths[id(value)] = path
+        self.classes.append((value, cls))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        while self.classes:
+            value, cls = self.classes.pop()
+            object.__setattr__(value, "__class__", cls)
 
 
 def _entries(collection: Any) -> set[tuple[Any, ...]]:

@@ -53,6 +53,10 @@ class ModuleCall:
     position: str = ""
 
 
+class Absent:
+    """In the place of the value of an attribute that a module does not have."""
+
+
 @dataclass
 class RegionTrace:
     """The graph of a region. Dotted names are relative to `root`."""
@@ -60,7 +64,7 @@ class RegionTrace:
     graph: fx.Graph
     calls: list[ModuleCall]
     guards: list[Guard]
-    attribute_guards: dict[tuple[str, str], Any]  # values that decisions rest on, by (module, attribute)
+    attribute_guards: dict[tuple[str, str], Any]  # values that code rests on, by (module, attribute)
     depends_on_dtype: bool = False
     parameter_dtype: tuple[str, torch.dtype] | None = None  # of one that stands for all
     result: Any = None  # of a region whose code is a leaf: the parts by path

@@ -5,6 +5,7 @@ reads numbers of modules as attributes, and records Python's decisions as guards
 """
 
 import contextlib
+import copy
 import inspect
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -19,11 +20,11 @@ from peftc.fakes.data_answers import fake_data_answers, fake_tensor_patches, no_
 from peftc.fakes.python_globals import unchanged_globals
 from peftc.modules.packed import is_stand_in
 from peftc.modules.walk import submodule
-from peftc.tracing.bytecode import Origin, position_of, running_stack
+from peftc.tracing.bytecode import Origin, position_of, reading_instruction, running_stack
 from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, leaves, version
 from peftc.tracing.module_calls import bind_arguments, functional_linear, is_constant, with_positional_tensors
 from peftc.tracing.operations import DIRECT, attention, model_function, python_target
-from peftc.tracing.patches import has_context_decorator, instrument_modules, patch_libraries
+from peftc.tracing.patches import PLAIN, has_context_decorator, instrument_modules, patch_libraries
 from peftc.tracing.proxy import (
     Attribute,
     ConcreteProxy,
@@ -34,7 +35,13 @@ from peftc.tracing.proxy import (
     mask_of_indices,
     nested_nodes,
 )
-from peftc.tracing.python_state import no_random_numbers, unchanged_collections, value_types
+from peftc.tracing.python_state import (
+    ReportingObjects,
+    is_constant_value,
+    no_random_numbers,
+    unchanged_collections,
+    value_types,
+)
 from peftc.tracing.ragged_loops import ragged_result
 from peftc.tracing.record_nodes import RecordNodes
 from peftc.tracing.records import identities, is_named_tuple, is_record, mutable_parts, structure_of
@@ -55,27 +62,61 @@ class RegionTracer(TracerBase):
         self.optional_results = set[Origin]()  # parts of results that Python gets as None where they are None
         self.records = RecordNodes(self)
         self.reads, self.writes = set[tuple[str, str]](), set[tuple[str, str]]()  # of attributes, by Python
+        self.numbers_read: list[Attribute] = []
+        self.objects = ReportingObjects(self)
 
     def read_attribute(self, module: nn.Module, name: str, value: Any) -> Any:
         owner = self.module_names.get(id(module))
         if owner is None:
             return value
+        if type(value) in PLAIN:
+            self.note_read(owner, name)
+        if value is None or type(value) is str:  # blocks that share a trace have the same
+            return value
+        return self.read_member(owner, name, value)
+
+    def read_object(self, value: object, name: str, member: Any) -> Any:
+        """What the code gets for a member of an object that a module holds."""
+        owner = self.objects.paths.get(id(value))
+        if owner is None:
+            return member
+        self.note_read(owner, name)
+        if member is None or type(member) is str:
+            self.attribute_guards[owner, name] = member
+            return member
+        return self.read_member(owner, name, member)
+
+    def note_read(self, owner: str, name: str) -> None:
         if self.recording:
             self.reads.add((owner, name))
             if (owner, name) in self.writes:
                 self.reject_write(name)
-        if name.startswith("_"):
-            return value
-        if type(value) is bool and name != "training":
-            self.attribute_guards[owner, name] = value
-            return value
-        return (
-            attribute_proxy(value, f"{owner}.{name}".lstrip("."), self) if type(value) in (bool, int, float) else value
-        )
+
+    def read_member(self, owner: str, name: str, value: Any) -> Any:
+        """A number is read by the graph; other constants are guarded, and objects report reads."""
+        path = f"{owner}.{name}".lstrip(".")
+        if type(value) in (int, float) or name == "training":
+            attribute = attribute_proxy(value, path, self, reading_instruction())
+            self.numbers_read.append(attribute)
+            return attribute
+        if is_constant_value(value):
+            self.attribute_guards[owner, name] = copy.deepcopy(value)
+        else:
+            self.objects.enter(path, value)
+        return value
 
     def write_attribute(self, module: nn.Module, name: str, value: Any) -> None:
-        owner, old = self.module_names.get(id(module)), vars(module).get(name, nn.Module)
-        if owner is None or not self.recording:
+        owner = self.module_names.get(id(module))
+        if owner is not None:
+            self.note_write(owner, name, vars(module).get(name, nn.Module), value)
+
+    def write_object(self, written: object, name: str, value: Any) -> None:
+        owner = self.objects.paths.get(id(written))
+        if owner is not None:
+            self.note_write(owner, name, vars(written).get(name, nn.Module), value)
+
+    def note_write(self, owner: str, name: str, old: Any, value: Any) -> None:
+        if not self.recording:
             return
         if name == "training":  # another call may find another value
             self.reject_write(name)
@@ -192,6 +233,7 @@ class RegionTracer(TracerBase):
         if isinstance(a, slice):
             return slice(*map(self.create_arg, (a.start, a.stop, a.step)))
         if isinstance(a, Attribute):
+            a.is_operand = True
             return self.attribute_node(a.path, a.value)
         if isinstance(a, nn.Module):
             if id(a) not in self.module_names:
@@ -276,6 +318,7 @@ class RegionTracer(TracerBase):
             without_cached_tensors(root),
             unchanged_collections(self, root),
             value_types(root),
+            self.objects,
             instrument_modules(root),
             patch_libraries(self),
         ):
@@ -284,6 +327,10 @@ class RegionTracer(TracerBase):
 
     def snapshot(self) -> RegionTrace:
         """The trace so far: after an error, up to where it was raised."""
+        for number in self.numbers_read:
+            if number.is_used_by_python:
+                owner, _, name = number.path.rpartition(".")
+                self.attribute_guards[owner, name] = number.value
         typed = ((n, p) for n, p in self.root.named_parameters() if p.is_floating_point() and not is_stand_in(p))
         parameter_dtype = next(((n, p.dtype) for n, p in typed), None)
         decisions = (self.guards, self.attribute_guards, self.depends_on_dtype, parameter_dtype)
