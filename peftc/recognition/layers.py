@@ -291,6 +291,13 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
             known.append(kind := trace_layer(module, values, mode, bodies))
         return kind
 
+    def interruption(loop: Loop, beside: Sequence[Loop], kind: LayerType | str) -> str | None:
+        """Why the iterations of a loop are no layers: other layers run between two calls of one."""
+        name = repeated_part(loop, model, seen)
+        if name is None or isinstance(kind, str) or not are_interleaved(loop, beside, kind.subs, kind.layer):
+            return None
+        return f"its code calls `{name}` several times, with other layers in between"
+
     members: dict[str, list[_Layer]] = {}
     accepted: list[Loop] = []
     refused: list[Loop] = []  # in stages, which are no layers in their place
@@ -298,9 +305,8 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
         if loop.caller not in arguments or any(loop.holds(inner.caller) for inner in (*accepted, *refused)):
             continue
         kind = kind_of(loop.caller, loop.bodies_in_caller())
-        name = repeated_part(loop, model, seen)
-        if name is not None and not isinstance(kind, str) and are_interleaved(loop, kind.subs, kind.layer):
-            kind = f"its code calls `{name}` again, after other layers, and a layer is one part of the code"
+        if (reason := interruption(loop, [loop], kind)) is not None:
+            kind = reason
             refused += [loop] if loop.caller in stages else []
         if isinstance(kind, str):
             is_named = (loop.caller not in stages or loop in refused) and not _leaves_stream(loop, seen)
@@ -312,6 +318,7 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
         # Seen in: Perceiver AR
         beside = [other for other in accepted if other.caller == loop.caller]
         kind = kind_of(loop.caller, tuple(body for other in beside for body in other.bodies_in_caller()))
+        kind = interruption(loop, beside, kind) or kind
         if isinstance(kind, str):
             structure.untraced |= {loop.place(body): kind for body in loop.bodies}
             continue

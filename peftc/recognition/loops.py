@@ -290,11 +290,14 @@ def contains_name(module: str, name: str) -> bool:
     return not module or f"{name}.".startswith(f"{module}.")
 
 
-def are_interleaved(loop: Loop, subs: Sequence[SubLayer], layer: LayerGraph) -> bool:
-    """Whether sub-layers of one iteration run both before and behind those of another."""
-    for group in sub_layers_by_body(loop.bodies_in_caller(), subs, layer):
-        places = sorted(subs.index(sub) for sub in group)
-        if places and places[-1] - places[0] >= len(places):
+def are_interleaved(loop: Loop, loops: Sequence[Loop], subs: Sequence[SubLayer], layer: LayerGraph) -> bool:
+    """Whether sub-layers of an iteration run both before and behind those of another. `loops`: all
+    of the caller.
+    """
+    bodies = [body for one in loops for body in one.bodies_in_caller()]
+    for body, group in zip(bodies, sub_layers_by_body(bodies, subs, layer), strict=True):
+        places = [subs.index(sub) for sub in group]
+        if body in loop.bodies_in_caller() and places and max(places) - min(places) >= len(places):
             return True
     return False
 

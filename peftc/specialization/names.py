@@ -26,6 +26,7 @@ from peftc.tracing.bytecode import instructions_of
 
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_DEREF", "STORE_ATTR", "STORE_GLOBAL")
 _ENDS = (*_STORES, "RETURN_", "UNPACK_", "POP_TOP", "POP_JUMP", "STORE_SUBSCR")  # of the expression of a statement
+_NO_KEYWORD = re.compile(rf"^({'|'.join(keyword.kwlist)})$")
 _NO_NAME = re.compile(r"^(?=\W|\d|$)")  # begins what is no name
 
 
@@ -128,7 +129,7 @@ class GlobalNames:
         module, path = _home(value)
         if module == "builtins":
             return path
-        base = short = path.replace("<", "").replace(">", "").replace(".", "_")
+        base = short = _NO_KEYWORD.sub(r"\1_", path.replace("<", "").replace(">", "").replace(".", "_"))
         n = 1
         while short in self.parameters or self.values.get(short, value) is not value:
             n += 1
@@ -137,7 +138,7 @@ class GlobalNames:
             return short
         self.values[short] = value
         first, *inner = path.split(".")
-        if "<locals>" in inner:
+        if "<" in path:
             self.definitions[short] = f"# {short} is `{value.__qualname__}` in {module}"
             return short
         module = "peftc.runtime" if getattr(runtime, first, None) is value else module

@@ -103,6 +103,8 @@ def is_constant_value(value: Any) -> bool:
 
 def _count_constants(value: Any) -> float:
     """How many constants a value consists of: infinitely many if it has another part."""
+    if is_proxy(value) or isinstance(value, Attribute):
+        return math.inf
     if isinstance(value, _ATOMS):
         return 1
     if type(value) in (list, tuple, set, frozenset):

@@ -435,8 +435,8 @@ class OneAttention(SideBySide):
 
 
 @pytest.mark.parametrize("build", [Repeated, OneAttention])
-def test_modules_that_a_loop_calls_again_are_refused(build: Callable[[], Model]) -> None:
-    """An edit in the graph of the loop would be at the first of the calls alone."""
+def test_modules_that_a_loop_calls_again_after_others_are_refused(build: Callable[[], Model]) -> None:
+    """A layer is one part of the code: between two parts are the states of other layers."""
     sample = {"x": torch.randn(2, 5, 3)}
     with pytest.raises(peftc.PeftcError, match=r"several times") as error:
         peftc.compile(SPEC, build().eval(), sample=sample)
