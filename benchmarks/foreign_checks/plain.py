@@ -32,11 +32,14 @@ class Plain(nn.Module):
         self.base = model.requires_grad_(False)
         self.weights: dict[str, Tensor] = {}
         self.unreached: list[str] = []
+        self.calls: list[list[None]] = []  # so far, of the modules whose outputs are changed
         first: dict[int, str] = {}
         names = model.named_parameters(remove_duplicate=False)
         self.canonical = {name: first.setdefault(id(p), name) for name, p in names}
 
     def forward(self, **inputs: Any) -> Any:
+        for calls in self.calls:
+            calls.clear()
         return functional_call(self.base, self.weights, (), dict(inputs))
 
     def add(self, reference: Reference, delta: Tensor) -> None:
@@ -72,11 +75,14 @@ class Plain(nn.Module):
         repeated = vector.repeat_interleave(positions.shape[1] // len(vector))
         self._scale(reference.name, positions, repeated[None].expand(positions.shape))
 
-    def insert(self, x: str, h: str, form: Form) -> None:
+    def insert(self, x: str, h: str, form: Form, call: int | None = None) -> None:
         """h = form(x, h): x is the input of a module (`:out`: its output), h the output of one.
-        Either may be `:nchw`, an image with its features in the second dimension.
+        Either may be `:nchw`, an image with its features in the second dimension. `call`: which of
+        the calls of h's module in a forward; None for each.
         """
         seen: dict[str, Tensor] = {}
+        calls: list[None] = []
+        self.calls.append(calls)
         (x, *x_flags), (h, *h_flags) = x.split(":"), h.split(":")
         source, target = attention_module(self.base, x), attention_module(self.base, h)
         axes = [
@@ -88,6 +94,9 @@ class Plain(nn.Module):
             seen["x"] = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
 
         def change(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+            calls.append(None)
+            if call is not None and len(calls) != call + 1:
+                return out
             if "x" not in seen:
                 raise ValueError(f"the table's module {x} is not called before {h}")
             self.unreached = [one for one in self.unreached if one != h]

@@ -25,7 +25,7 @@ def reference_of(model: nn.Module, comparison: Comparison, trial: Trial, leaves:
         arm = trial.arms[int(edit.removeprefix("e"))]
         if arm.equation in (SEQUENTIAL, PARALLEL):
             x, h = _border(plain.base, comparison, path)
-            plain.insert(x, h, partial(_adapter, arm.equation == PARALLEL, parameters))
+            plain.insert(x, h, partial(_adapter, arm.equation == PARALLEL, parameters), _call(comparison, path))
         else:
             _change_weight(plain, arm, _entry(comparison, path), parameters)
     return plain
@@ -68,6 +68,14 @@ def _border(model: nn.Module, comparison: Comparison, path: str) -> tuple[str, s
     if not inner:
         raise NotComparable(f"{path} has no expected role")
     return tuple(_module(model, state, roles, inner) for state, roles in _STATES)  # type: ignore[return-value]
+
+
+def _call(comparison: Comparison, path: str) -> int | None:
+    """Which of the calls of its module a sub-layer is; None where its layer calls the module once."""
+    entry = next(e for p, e in comparison.sites.items() if p.startswith(f"{path}."))
+    place = entry.stack, entry.layer, entry.role, entry.text
+    numbers = sorted(e.number for e in comparison.sites.values() if (e.stack, e.layer, e.role, e.text) == place)
+    return numbers.index(entry.number) if len(numbers) > 1 else None
 
 
 _STATES = (("x", ("q", "up")), ("h", ("o", "down")))

@@ -116,8 +116,10 @@ CASES = (
         (
             Stack(
                 ("0.2.layers.0", "0.2.layers.1", *(f"{stage}.2.layers.0" for stage in (1, 2, 3))),
-                packed("layers.{i}.0.to_qkv", 128, o="layers.{i}.0.to_out.0", norm="layers.{i}.0.norm")
-                | feed_forward("layers.{i}.1", 0, 1, 4),
+                both(
+                    *2 * [packed("layers.{i}.0.to_qkv", 128, o="layers.{i}.0.to_out.0", norm="layers.{i}.0.norm")],
+                    feed_forward("layers.{i}.1", 0, 1, 4),
+                ),
             ),
         ),
     ),

@@ -137,7 +137,8 @@ class Expressions:
         if isinstance(value, float) and not math.isfinite(value):
             return f'float("{value}")'
         if isinstance(value, Enum):
-            return f"{self.names.of(type(value))}.{value.name}"
+            member = f".{value.name}" if value.name in type(value).__members__ else f"({value.value!r})"
+            return f"{self.names.of(type(value))}{member}"
         if value is None or isinstance(value, (bool, int, float, str, bytes)):
             return repr(value)
         if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):

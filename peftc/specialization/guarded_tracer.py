@@ -152,6 +152,9 @@ class GuardedTracer(RegionTracer):
             self.numbers[proxy.path] = None
         return proxy
 
+    def read_configuration(self, owner: str, name: str, value: PretrainedConfig) -> None:
+        """Its settings are guarded where the code reads them."""
+
     def read_config(self, config: Any, name: str, value: Any) -> Any:
         owner = self.config_paths[id(config)]
         if type(value) not in (int, float):

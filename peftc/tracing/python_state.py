@@ -5,17 +5,17 @@ that differ from call to call, of which a graph would hold those of its trace, a
 from __future__ import annotations
 
 import builtins
-import copy
-import math
 import pickle
 import random
 import sys
+from abc import ABCMeta
 from collections.abc import Generator
 from enum import Enum
 from functools import cache
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 from transformers import PretrainedConfig
@@ -26,18 +26,27 @@ from peftc.modules.torch_attributes import TABLES
 from peftc.tracing.operations import model_function
 from peftc.tracing.patches import INSTRUMENTED
 from peftc.tracing.proxy import Attribute, class_of, concrete_values, is_proxy
-from peftc.tracing.region_trace import TraceError
+from peftc.tracing.region_trace import Absent, TraceError
 from peftc.tracing.tracer_base import TracerBase, current_tracer
 
 MOST_ENTRIES = 64  # of a collection whose value is guarded
+_COLLECTION_TYPES: Any = (dict, list, tuple, set, frozenset)  # equal to those of derived classes
 _ATOMS = (
-    *(bool, int, float, str, bytes, type(None), type, Enum, FunctionType, BuiltinFunctionType),
+    *(type, Enum, FunctionType, BuiltinFunctionType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 _NO_OBJECTS = (type, Enum, nn.Module, torch.Tensor, fx.Proxy, ModuleType, PretrainedConfig, Exception)
 _LIBRARIES = frozenset({"torch", "builtins", "peftc", "logging", "threading", "weakref"})
 _COLLECTIONS = frozenset({list, dict, set})
-_SIMPLE = frozenset({bool, int, float, str, type(None)})
+_SIMPLE = frozenset({bool, int, float, str, bytes, type(None)})
+
+
+class _NoConstantError(Exception):
+    """A value has a part that is no constant."""
+
+
+class _Plain:
+    """The base of a class while it is made."""
 
 
 class _Meta(type):
@@ -96,27 +105,43 @@ def no_random_numbers() -> Generator[None]:
         raise TraceError(f"its code draws from {' and '.join(sources)}, and a graph has random numbers of torch alone")
 
 
-def is_constant_value(value: Any) -> bool:
-    """Whether a value is a constant or a small collection of some: equal is as good as the same."""
-    return _count_constants(value) <= MOST_ENTRIES
+def constant_copy(value: Any) -> Any:
+    """A copy of a constant or of a small collection of some; `Absent` where a value is no such."""
+    try:
+        return _constant(value) if _size(value) <= MOST_ENTRIES else Absent
+    except _NoConstantError:
+        return Absent
 
 
-def _count_constants(value: Any) -> float:
-    """How many constants a value consists of: infinitely many if it has another part."""
-    if is_proxy(value) or isinstance(value, Attribute):
-        return math.inf
-    if isinstance(value, _ATOMS):
+def _size(value: Any) -> int:
+    if not isinstance(value, _COLLECTION_TYPES) or is_proxy(value):
         return 1
-    if type(value) in (list, tuple, set, frozenset):
-        return 1 + sum(map(_count_constants, value)) if len(value) <= MOST_ENTRIES else math.inf
-    if type(value) is dict:
-        return 1 + sum(map(_count_constants, [*value, *value.values()])) if len(value) <= MOST_ENTRIES else math.inf
-    return math.inf
+    parts = value.values() if isinstance(value, dict) else value
+    return 1 + sum(map(_size, parts)) if len(value) <= MOST_ENTRIES else len(value)
+
+
+def _constant(value: Any) -> Any:
+    kind: Any = type(value)
+    collection = next((one for one in _COLLECTION_TYPES if isinstance(value, one)), None)
+    if collection is not None and not is_proxy(value) and not kind.__module__.startswith("peftc."):
+        if collection is dict:
+            return {_constant(k): _constant(v) for k, v in value.items()}
+        return collection(map(_constant, value))
+    if isinstance(value, np.generic):
+        return _constant(value.item())
+    if (kind in _SIMPLE and value == value) or (isinstance(value, _ATOMS) and not is_proxy(value)):
+        return value
+    raise _NoConstantError
 
 
 @cache
 def _reporting_class(cls: type) -> type:
-    """A subclass that reports reads and writes of members to the current tracer."""
+    """A subclass that reports reads and writes of members to the current tracer.
+
+    Raises: TypeError for a class of which there can be none.
+    """
+    if type(cls) not in (type, ABCMeta):
+        raise TypeError(cls)
     parent: Any = cls
 
     def __getattribute__(self: Any, name: str) -> Any:
@@ -141,8 +166,12 @@ def _reporting_class(cls: type) -> type:
             return value if tracer is None or name[:2] == "__" else tracer.read_object(self, name, value)
 
         members["__getattr__"] = __getattr__
-    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__", "__hash__")}
-    return type(cls)(cls.__name__, (cls,), names | members)
+    members |= {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__", "__hash__")}
+    if not any("__init_subclass__" in vars(base) for base in cls.__mro__[:-1]):
+        return type(cls)(cls.__name__, (cls,), members)
+    new = type(cls)(cls.__name__, (_Plain,), members)
+    new.__bases__ = (cls,)
+    return new
 
 
 def _is_own(value: object, name: str) -> bool:
@@ -176,8 +205,8 @@ class ReportingObjects:
         try:
             object.__setattr__(value, "__class__", _reporting_class(cls))
         except TypeError:
-            if is_constant_value(vars(value)):
-                self.tracer.attribute_guards[path, "__dict__"] = copy.deepcopy(vars(value))
+            if (members := constant_copy(dict(vars(value)))) is not Absent:
+                self.tracer.attribute_guards[path, "__dict__"] = members
             return
         self.paths[id(value)] = path
         self.classes.append((value, cls))

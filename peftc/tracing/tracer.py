@@ -5,7 +5,6 @@ reads numbers of modules as attributes, and records Python's decisions as guards
 """
 
 import contextlib
-import copy
 import inspect
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx, nn
+from transformers import PretrainedConfig
 from transformers.integrations.moe import ExpertsInterface
 
 from peftc.fakes.data_answers import fake_data_answers, fake_tensor_patches, no_data_answers
@@ -37,7 +37,7 @@ from peftc.tracing.proxy import (
 )
 from peftc.tracing.python_state import (
     ReportingObjects,
-    is_constant_value,
+    constant_copy,
     no_random_numbers,
     unchanged_collections,
     value_types,
@@ -45,7 +45,7 @@ from peftc.tracing.python_state import (
 from peftc.tracing.ragged_loops import ragged_result
 from peftc.tracing.record_nodes import RecordNodes
 from peftc.tracing.records import identities, is_named_tuple, is_record, mutable_parts, structure_of
-from peftc.tracing.region_trace import ModuleCall, RegionTrace, TraceError, getitem_root
+from peftc.tracing.region_trace import Absent, ModuleCall, RegionTrace, TraceError, getitem_root
 from peftc.tracing.tensor_caches import without_cached_tensors, without_proxies
 from peftc.tracing.tracer_base import TracerBase, check_transforms, patch_attribute
 
@@ -99,11 +99,19 @@ class RegionTracer(TracerBase):
             attribute = attribute_proxy(value, path, self, reading_instruction())
             self.numbers_read.append(attribute)
             return attribute
-        if is_constant_value(value):
-            self.attribute_guards[owner, name] = copy.deepcopy(value)
+        if isinstance(value, Attribute) or is_proxy(value):  # which the code has put there
+            return value
+        if value is Absent or (constant := constant_copy(value)) is not Absent:
+            self.attribute_guards[owner, name] = Absent if value is Absent else constant
+        elif isinstance(value, PretrainedConfig):
+            self.read_configuration(owner, name, value)
         else:
             self.objects.enter(path, value)
         return value
+
+    def read_configuration(self, owner: str, name: str, value: PretrainedConfig) -> None:
+        """Blocks that share a trace have one configuration, or equal ones."""
+        self.attribute_guards[owner, name] = value
 
     def write_attribute(self, module: nn.Module, name: str, value: Any) -> None:
         owner = self.module_names.get(id(module))

@@ -70,21 +70,19 @@ def drawn(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("build", "layers", "attentions", "calls"), CASES)
-def test_each_call_has_sites(
-    build: Callable[[], nn.Module], layers: int, attentions: list[str], calls: int
-) -> None:
+def test_each_call_has_sites(build: Callable[[], nn.Module], layers: int, attentions: list[str], calls: int) -> None:
     table = peftc.sites(built(build), sample=SAMPLE)
     assert not table.untraced
-    found = [(site.path.partition(".attn")[0], site.module) for site in table.sites if site.steps[-1][0] == "self"]
-    assert [module for _, module in found] == [name for name in attentions for _ in range(calls)]
-    assert len({path for path, _ in found}) == layers
+    attns = [(site.path.partition(".attn")[0], site.module) for site in table.sites if site.steps[-1][0] == "self"]
+    assert [module for _, module in attns] == [name for name in attentions for _ in range(calls)]
+    assert len({path for path, _ in attns}) == layers
 
 
 @pytest.mark.parametrize(("build", "layers", "attentions", "calls"), CASES)
 def test_an_edit_of_a_sub_layer_acts_at_its_call(
     build: Callable[[], nn.Module], layers: int, attentions: list[str], calls: int
 ) -> None:
-    """h + up(relu(down h)), with parameters of its own at each call, as a forward hook adds them."""
+    """h + up(relu(down h)), with parameters of its own at each call, as forward hooks add them."""
     base = built(build)
     spec = "peft 1  edit e at layer[*].attn { h += adapter(h, r=2, bias=false) }"
     model = peftc.compile(spec, deepcopy(base), sample=SAMPLE, seed=0)

@@ -108,42 +108,46 @@ def double(x: Tensor) -> Tensor:
 
 # code that reads a value, a value, and another one
 MEMBERS: dict[str, tuple[Code, Any, Any]] = {
-    "an index": (lambda l, x: l.norms[l.value](x), 0, 2),
-    "a private index": (lambda l, x: l.norms[l._private](x), 0, 2),
-    "a slice": (lambda l, x: nn.Sequential(*l.norms[: l.value])(x), 1, 3),
+    "an index": (lambda layer, x: layer.norms[layer.value](x), 0, 2),
+    "a private index": (lambda layer, x: layer.norms[layer._private](x), 0, 2),
+    "a slice": (lambda layer, x: nn.Sequential(*layer.norms[: layer.value])(x), 1, 3),
     "a range": (repeat, 1, 3),
     "a range, and a factor": (repeat_and_scale, 1, 3),
-    "a root": (lambda l, x: x * math.sqrt(l.value), 4, 9.0),
-    "a root of a float": (lambda l, x: x * math.sqrt(l.value), 4.0, 9.0),
-    "a text": (lambda l, x: l.norms.get_submodule(f"{l.value}")(x), 1, 2),
-    "a key": (lambda l, x: l.norms[{5: 0, 6: 1}[l.value]](x), 5, 6),
-    "an integer": (lambda l, x: l.norms[int(l.value)](x), 0.4, 1.4),
-    "a rounded number": (lambda l, x: l.norms[round(l.value)](x), 0.4, 1.4),
-    "bits": (lambda l, x: l.norms[l.value & 1](x), 1, 2),
-    "a private flag": (lambda l, x: l.norms[0](x) if l._private else x, True, False),
-    "a private factor": (lambda l, x: l._private * x, 2.0, 3.0),
-    "a list": (lambda l, x: l.norms[l.value[0]](x), [0], [2]),
-    "a text in a list": (lambda l, x: l.norms[0](x) if "b" in l.value else x, ["a"], ["b"]),
-    "a dictionary": (lambda l, x: l.norms[l.value["k"]](x), {"k": 0}, {"k": 1}),
-    "a set": (lambda l, x: l.norms[1 if 1 in l.value else 0](x), set(), {1}),
-    "nested tuples": (lambda l, x: l.norms[l.value[0][0]](x), ((0, 1), (1,)), ((2, 1), (1,))),
-    "a function of torch": (lambda l, x: l.value(l.norms[0](x)), torch.relu, torch.tanh),
-    "a function": (lambda l, x: l.value(l.norms[0](x)), double, lambda x: 3 * x),
-    "a dtype": (lambda l, x: 2 * x if l.value == torch.float32 else 3 * x, torch.float32, torch.float64),
-    "a member of an enumeration": (lambda l, x: 2 * x if l.value is Kind.FIRST else x, Kind.FIRST, Kind.SECOND),
-    "None": (lambda l, x: 2 * x if l.value is None else 3 * x, None, 3),
-    "a dataclass": (lambda l, x: l.norms[l.value.norm](x), Config(), Config(norm=2)),
-    "a factor in a dataclass": (lambda l, x: l.value.scale * x, Config(), Config(scale=3.0)),
-    "a flag in a dataclass": (lambda l, x: x if l.value.is_second else 2 * x, Config(), Config(is_second=True)),
-    "a frozen dataclass": (lambda l, x: l.norms[l.value.norm](x), Frozen(), Frozen(2)),
-    "a namespace": (lambda l, x: l.norms[l.value.norm](x), SimpleNamespace(norm=0), SimpleNamespace(norm=1)),
-    "arguments": (lambda l, x: l.norms[l.value.norm](x), Namespace(norm=0), Namespace(norm=1)),
-    "keys as attributes": (lambda l, x: l.norms[l.value.norm](x), Items(norm=0), Items(norm=1)),
+    "a root": (lambda layer, x: x * math.sqrt(layer.value), 4, 9.0),
+    "a root of a float": (lambda layer, x: x * math.sqrt(layer.value), 4.0, 9.0),
+    "a text": (lambda layer, x: layer.norms.get_submodule(f"{layer.value}")(x), 1, 2),
+    "a key": (lambda layer, x: layer.norms[{5: 0, 6: 1}[layer.value]](x), 5, 6),
+    "an integer": (lambda layer, x: layer.norms[int(layer.value)](x), 0.4, 1.4),
+    "a rounded number": (lambda layer, x: layer.norms[round(layer.value)](x), 0.4, 1.4),
+    "bits": (lambda layer, x: layer.norms[layer.value & 1](x), 1, 2),
+    "a private flag": (lambda layer, x: layer.norms[0](x) if layer._private else x, True, False),
+    "a private factor": (lambda layer, x: layer._private * x, 2.0, 3.0),
+    "a list": (lambda layer, x: layer.norms[layer.value[0]](x), [0], [2]),
+    "a text in a list": (lambda layer, x: layer.norms[0](x) if "b" in layer.value else x, ["a"], ["b"]),
+    "a dictionary": (lambda layer, x: layer.norms[layer.value["k"]](x), {"k": 0}, {"k": 1}),
+    "a set": (lambda layer, x: layer.norms[1 if 1 in layer.value else 0](x), set(), {1}),
+    "nested tuples": (lambda layer, x: layer.norms[layer.value[0][0]](x), ((0, 1), (1,)), ((2, 1), (1,))),
+    "a function of torch": (lambda layer, x: layer.value(layer.norms[0](x)), torch.relu, torch.tanh),
+    "a function": (lambda layer, x: layer.value(layer.norms[0](x)), double, lambda x: 3 * x),
+    "a dtype": (lambda layer, x: 2 * x if layer.value == torch.float32 else 3 * x, torch.float32, torch.float64),
+    "a member of an enumeration": (lambda layer, x: 2 * x if layer.value is Kind.FIRST else x, Kind.FIRST, Kind.SECOND),
+    "None": (lambda layer, x: 2 * x if layer.value is None else 3 * x, None, 3),
+    "a dataclass": (lambda layer, x: layer.norms[layer.value.norm](x), Config(), Config(norm=2)),
+    "a factor in a dataclass": (lambda layer, x: layer.value.scale * x, Config(), Config(scale=3.0)),
+    "a flag in a dataclass": (lambda layer, x: x if layer.value.is_second else 2 * x, Config(), Config(is_second=True)),
+    "a frozen dataclass": (lambda layer, x: layer.norms[layer.value.norm](x), Frozen(), Frozen(2)),
+    "a namespace": (
+        lambda layer, x: layer.norms[layer.value.norm](x),
+        SimpleNamespace(norm=0),
+        SimpleNamespace(norm=1),
+    ),
+    "arguments": (lambda layer, x: layer.norms[layer.value.norm](x), Namespace(norm=0), Namespace(norm=1)),
+    "keys as attributes": (lambda layer, x: layer.norms[layer.value.norm](x), Items(norm=0), Items(norm=1)),
 }
 
 
 def compiled(code: Code, *values: Any) -> tuple[Any, Any]:
-    """A base, and a copy that the edit leaves as it is; each layer is rewritten from its norms on."""
+    """A base, and a copy with an edit that changes nothing; all of a layer is rewritten."""
     torch.manual_seed(0)
     base = Layers(code, values).double().eval()
     model = peftc.compile("peft 1  edit e at layer[*].attn { h += adapter(res, r=2) }", deepcopy(base), sample=SAMPLE)
@@ -182,13 +186,21 @@ def test_layers_of_other_values_have_their_own_code(name: str) -> None:
 
 
 CHANGES: dict[str, tuple[Code, Callable[[], Any], Callable[[Any], object]]] = {
-    "an entry of a list": (lambda l, x: l.norms[l.value[0]](x), lambda: [0], lambda v: v.append(v.pop() + 1)),
-    "a member of a set": (lambda l, x: x if 1 in l.value else 2 * x, set, lambda v: v.add(1)),
-    "a key": (lambda l, x: l.norms[l.value["k"]](x), lambda: {"k": 0}, lambda v: v.update(k=1)),
-    "a member": (lambda l, x: l.norms[l.value.norm](x), Config, lambda v: setattr(v, "norm", 2)),
-    "a member of a member": (lambda l, x: l.norms[l.value.norm](x), Nested, lambda v: setattr(v.inner, "norm", 2)),
+    "an entry of a list": (
+        lambda layer, x: layer.norms[layer.value[0]](x),
+        lambda: [0],
+        lambda v: v.append(v.pop() + 1),
+    ),
+    "a member of a set": (lambda layer, x: x if 1 in layer.value else 2 * x, set, lambda v: v.add(1)),
+    "a key": (lambda layer, x: layer.norms[layer.value["k"]](x), lambda: {"k": 0}, lambda v: v.update(k=1)),
+    "a member": (lambda layer, x: layer.norms[layer.value.norm](x), Config, lambda v: setattr(v, "norm", 2)),
+    "a member of a member": (
+        lambda layer, x: layer.norms[layer.value.norm](x),
+        Nested,
+        lambda v: setattr(v.inner, "norm", 2),
+    ),
     "all of a member": (
-        lambda l, x: l.norms[l.value.norm](x),
+        lambda layer, x: layer.norms[layer.value.norm](x),
         Nested,
         lambda v: setattr(v, "inner", replace(v.inner, norm=2)),
     ),
@@ -208,8 +220,8 @@ def test_a_value_that_changes_in_place_is_seen(name: str) -> None:
 
 
 ABSENT: dict[str, Code] = {
-    "asked for": lambda l, x: 2 * x if hasattr(l, "extra") else x,
-    "with a default": lambda l, x: l.norms[getattr(l, "extra", 0)](x),
+    "asked for": lambda layer, x: 2 * x if hasattr(layer, "extra") else x,
+    "with a default": lambda layer, x: layer.norms[getattr(layer, "extra", 0)](x),
 }
 
 
@@ -225,7 +237,7 @@ def test_an_attribute_that_is_set_later_is_seen(name: str) -> None:
 
 
 def test_a_constant_of_a_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    base, model = compiled(lambda l, x: l.norms[l.constant](x), None, None)
+    base, model = compiled(lambda layer, x: layer.norms[layer.constant](x), None, None)
     before = base(**SAMPLE)
     monkeypatch.setattr(Layer, "constant", 1)
     assert not torch.equal(base(**SAMPLE), before)
@@ -235,13 +247,13 @@ def test_a_constant_of_a_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers_that_differ_in_an_index_alone_share_their_code() -> None:
     """An index that the graph passes on decides nothing."""
     torch.manual_seed(0)
-    model = Layers(lambda l, x: l.norms[0](x) * l.value, (1, 2, 3)).double()
+    model = Layers(lambda layer, x: layer.norms[0](x) * layer.value, (1, 2, 3)).double()
     sites = peftc.sites(model, sample=SAMPLE)
     assert len({site.kind for site in sites.sites if site.steps[-1][0] == "layer"}) == 1
 
 
 def test_objects_have_their_classes_after_an_analysis() -> None:
     value = Config()
-    _, model = compiled(lambda l, x: l.value.scale * x, value, value)
+    _, model = compiled(lambda layer, x: layer.value.scale * x, value, value)
     assert type(value) is Config
     assert {type(layer.value) for layer in model.layers} == {Config}

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 from benchmarks.foreign_models.case import Case, Stack
+from benchmarks.foreign_models.tables import both
 
 
 class Attention(nn.Module):
@@ -118,7 +119,7 @@ class Universal(nn.Module):
 
 UNIVERSAL = Stack(
     ("",),
-    attn_roles("attn") | {"ffn.up": "ff.0.weight", "ffn.down": "ff.2.weight"},
+    both(*3 * [attn_roles("attn") | {"ffn.up": "ff.0.weight", "ffn.down": "ff.2.weight"}]),  # a site for each call
     {"attn.h": None, "ffn.h": None},
 )
 
