@@ -71,7 +71,7 @@ def _border(model: nn.Module, comparison: Comparison, path: str) -> tuple[str, s
 
 
 def _call(comparison: Comparison, path: str) -> int | None:
-    """Which of the calls of its module a sub-layer is; None where its layer calls the module once."""
+    """Which of the calls of its module a sub-layer is; None where there is one in its layer."""
     entry = next(e for p, e in comparison.sites.items() if p.startswith(f"{path}."))
     place = entry.stack, entry.layer, entry.role, entry.text
     numbers = sorted(e.number for e in comparison.sites.values() if (e.stack, e.layer, e.role, e.text) == place)

@@ -28,7 +28,7 @@ from peftc.modules.torch_attributes import ATTRIBUTES
 from peftc.tracing.in_place import leaves, version
 from peftc.tracing.operations import attention, autograd_function, enter_context, exit_context, script_function
 from peftc.tracing.proxy import concrete_values, contains_proxy, is_proxy
-from peftc.tracing.region_trace import Absent, TraceError
+from peftc.tracing.region_trace import TraceError
 from peftc.tracing.tensor_provenance import RecordedCall
 from peftc.tracing.tracer_base import (
     TracerBase,
@@ -175,7 +175,7 @@ def instrument(cls: type) -> type:
             value = parent.__getattr__(self, name)
         except AttributeError:
             if tracer is not None and name[:2] != "__":
-                tracer.read_attribute(self, name, Absent)
+                tracer.note_absence(self, name)
             raise
         if isinstance(value, torch.Tensor) and tracer is not None:
             tracer.read_tensor(self, name, value)

@@ -86,6 +86,12 @@ class RegionTracer(TracerBase):
             return member
         return self.read_member(owner, name, member)
 
+    def note_absence(self, module: nn.Module, name: str) -> None:
+        """Guards that a module has no such attribute: the code has asked for it."""
+        owner = self.module_names.get(id(module))
+        if owner is not None and self.recording:
+            self.attribute_guards[owner, name] = Absent
+
     def note_read(self, owner: str, name: str) -> None:
         if self.recording:
             self.reads.add((owner, name))
@@ -101,8 +107,8 @@ class RegionTracer(TracerBase):
             return attribute
         if isinstance(value, Attribute) or is_proxy(value):  # which the code has put there
             return value
-        if value is Absent or (constant := constant_copy(value)) is not Absent:
-            self.attribute_guards[owner, name] = Absent if value is Absent else constant
+        if (constant := constant_copy(value)) is not Absent:
+            self.attribute_guards[owner, name] = constant
         elif isinstance(value, PretrainedConfig):
             self.read_configuration(owner, name, value)
         else:

@@ -128,8 +128,18 @@ class TracerBase(fx.Tracer):
         """What Python gets for `module.name`: `value`. Subclasses may return a proxy of it."""
         return value
 
+    def note_absence(self, module: nn.Module, name: str) -> None:
+        """Called when Python asks `module` for an attribute that it does not have."""
+
     def write_attribute(self, module: nn.Module, name: str, value: Any) -> None:
         """Called when Python sets an attribute of `module` to a number, a text or the like."""
+
+    def read_object(self, value: object, name: str, member: Any) -> Any:
+        """What Python gets for `value.name`, of an object that a module holds: `member`, or a proxy."""
+        return member
+
+    def write_object(self, written: object, name: str, value: Any) -> None:
+        """Called when Python sets a member of an object that a module holds."""
 
     def read_tensor(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
         """Called when Python reads a parameter or buffer of `module`."""
