@@ -135,7 +135,7 @@ class TracerBase(fx.Tracer):
         """Called when Python sets an attribute of `module` to a number, a text or the like."""
 
     def read_object(self, value: object, name: str, member: Any) -> Any:
-        """What Python gets for `value.name`, of an object that a module holds: `member`, or a proxy."""
+        """What Python gets for `value.name`, of an object in a module: `member`, or a proxy."""
         return member
 
     def write_object(self, written: object, name: str, value: Any) -> None:

@@ -55,12 +55,12 @@ CASES: list[tuple[Callable[[], nn.Module], int, list[str], int]] = [
 ]
 
 
-def built(build: Callable[[], nn.Module]) -> nn.Module:
+def built(build: Callable[[], nn.Module]) -> Any:
     torch.manual_seed(0)
     return build().double().eval()
 
 
-def drawn(model: nn.Module) -> dict[str, Tensor]:
+def drawn(model: nn.Module) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(1)
     parameters = dict(sorted(peftc.parameters(model).items()))
     with torch.no_grad():
