@@ -209,8 +209,7 @@ def _types_of_blocks(model: nn.Module, seen: SampleForward, mode: FakeTensorMode
     for name, (key, arguments) in seen.layers.items():
         block, known = submodule(model, name), traced.setdefault(key, [])
         arguments_of.setdefault(key, arguments)  # of the first block; the others have none
-        kind = next((kind for kind in known if isinstance(kind, str) or kind.decides_equally(block)), None)
-        if kind is None:
+        if (kind := next((k for k in known if isinstance(k, str) or k.decides_equally(block)), None)) is None:
             calls = seen.calls.items()
             several = [relative_name(n, name) for n, c in calls if c.output_path and n.startswith(f"{name}.")]
             kind = trace_layer(block, arguments_of[key], mode, several=several)
@@ -286,17 +285,15 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
         """The type of a module, of which the iterations are entered."""
         key, values = arguments[caller]
         known, module = types.setdefault((key, bodies), []), submodule(model, caller)
-        kind = next((kind for kind in known if isinstance(kind, str) or kind.decides_equally(module)), None)
-        if kind is None:
+        if (kind := next((k for k in known if isinstance(k, str) or k.decides_equally(module)), None)) is None:
             known.append(kind := trace_layer(module, values, mode, bodies))
         return kind
 
     def interruption(loop: Loop, beside: Sequence[Loop], kind: LayerType | str) -> str | None:
         """Why the iterations of a loop are no layers: other layers run between two calls of one."""
         name = repeated_part(loop, model, seen)
-        if name is None or isinstance(kind, str) or not are_interleaved(loop, beside, kind.subs, kind.layer):
-            return None
-        return f"its code calls `{name}` several times, with other layers in between"
+        is_whole = name is None or isinstance(kind, str) or not are_interleaved(loop, beside, kind.subs, kind.layer)
+        return None if is_whole else f"its code calls `{name}` several times, with other layers in between"
 
     members: dict[str, list[_Layer]] = {}
     accepted: list[Loop] = []

@@ -82,19 +82,17 @@ def is_cached_call(frame: FrameType) -> bool:
     return hasattr(called, "cache_parameters") and hasattr(called, "__wrapped__")
 
 
-def is_only_compared_with_none(code: CodeType, offset: int) -> bool:
-    """Whether all that code does with what it reads at an offset is `is None`."""
-    after = [i for i in _instructions(code) if i.offset > offset and i.opname not in ("CACHE", "NOP", "NOT_TAKEN")][:2]
+def is_used_unseen(code: CodeType, offset: int, is_operand: bool) -> bool:
+    """Whether C code may use a number that code reads at an offset: `range`, an index of a list.
+    It does not where the number is an operand of the graph and no variable, or compared with None.
+    """
+    after = _instructions_behind(code, offset)[:2]
     names = [i.opname for i in after]
-    if names and names[0].endswith(("_IF_NONE", "_IF_NOT_NONE")):
+    if names and names[0].startswith(("STORE_FAST", "STORE_DEREF")):
         return True
-    return len(after) == 2 and names == ["LOAD_CONST", "IS_OP"] and after[0].argval is None
-
-
-def has_variable(code: CodeType, offset: int) -> bool:
-    """Whether code gives what it reads at an offset to a variable, and may read that repeatedly."""
-    after = _instructions_behind(code, offset)[:1]
-    return bool(after) and after[0].opname.startswith(("STORE_FAST", "STORE_DEREF"))
+    asks_for_none = bool(names) and names[0].endswith(("_IF_NONE", "_IF_NOT_NONE"))
+    is_compared = names == ["LOAD_CONST", "IS_OP"] and after[0].argval is None
+    return not (is_operand or asks_for_none or is_compared)
 
 
 def _instructions_behind(code: CodeType, offset: int) -> list[dis.Instruction]:

@@ -12,14 +12,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
-from peftc.tracing.bytecode import (
-    asks_for_class,
-    has_variable,
-    is_cached_call,
-    is_only_compared_with_none,
-    is_raised,
-    running_instruction,
-)
+from peftc.tracing.bytecode import asks_for_class, is_cached_call, is_raised, is_used_unseen, running_instruction
 from peftc.tracing.in_place import AUGMENTED, Binding, leaves, version
 from peftc.tracing.ragged_loops import RaggedSizes, Segments
 from peftc.tracing.records import contents, converted, is_named_tuple, is_record
@@ -333,7 +326,7 @@ class Attribute:
         """Whether C code may have used the value. It rests on what the code has done so far."""
         if self.position is None or self.path.rpartition(".")[2] == "training":
             return False
-        return has_variable(*self.position) or not (self.is_operand or is_only_compared_with_none(*self.position))
+        return is_used_unseen(*self.position, self.is_operand)
 
 
 _OPERATORS = """

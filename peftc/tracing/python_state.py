@@ -23,9 +23,10 @@ from transformers import PretrainedConfig
 from peftc.concurrency.interrupts import shielded
 from peftc.fakes.python_globals import global_variables
 from peftc.modules.torch_attributes import TABLES
+from peftc.tracing.bytecode import reading_instruction
 from peftc.tracing.operations import model_function
-from peftc.tracing.patches import INSTRUMENTED
-from peftc.tracing.proxy import Attribute, class_of, concrete_values, is_proxy
+from peftc.tracing.patches import INSTRUMENTED, PLAIN
+from peftc.tracing.proxy import Attribute, attribute_proxy, class_of, concrete_values, is_proxy
 from peftc.tracing.region_trace import Absent, TraceError
 from peftc.tracing.tracer_base import TracerBase, current_tracer
 
@@ -36,7 +37,6 @@ _ATOMS = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 _NO_OBJECTS = (type, Enum, nn.Module, torch.Tensor, fx.Proxy, ModuleType, PretrainedConfig, Exception)
-_LIBRARIES = frozenset({"torch", "builtins", "peftc", "logging", "threading", "weakref"})
 _COLLECTIONS = frozenset({list, dict, set})
 _SIMPLE = frozenset({bool, int, float, str, bytes, type(None)})
 
@@ -202,7 +202,7 @@ class ReportingObjects:
         cls = type(value)
         if id(value) in self.paths or isinstance(value, _NO_OBJECTS) or not hasattr(value, "__dict__"):
             return
-        if is_proxy(value) or cls.__module__.partition(".")[0] in _LIBRARIES:
+        if is_proxy(value) or cls.__module__.partition(".")[0] in ("torch", "peftc"):
             return
         try:
             object.__setattr__(value, "__class__", _reporting_class(cls))
@@ -220,6 +220,101 @@ class ReportingObjects:
         while self.classes:
             value, cls = self.classes.pop()
             object.__setattr__(value, "__class__", cls)
+
+
+class MemberTracer(TracerBase):
+    """Sees what code reads and writes of the values in modules, and of objects in these."""
+
+    def __init__(self, path_prefix: tuple[bool, ...] = ()) -> None:
+        super().__init__(path_prefix)
+        self.reads, self.writes = set[tuple[str, str]](), set[tuple[str, str]]()  # by Python
+        self.numbers_read: list[Attribute] = []
+        self.objects = ReportingObjects(self)
+
+    def read_attribute(self, module: nn.Module, name: str, value: Any) -> Any:
+        owner = self.module_names.get(id(module))
+        if owner is None:
+            return value
+        if type(value) in PLAIN:
+            self.note_read(owner, name)
+        if value is None or type(value) is str:  # blocks that share a trace have the same
+            return value
+        return self.read_member(owner, name, value)
+
+    def read_object(self, value: object, name: str, member: Any) -> Any:
+        """What the code gets for a member of an object that a module holds."""
+        owner = self.objects.paths.get(id(value))
+        if owner is None:
+            return member
+        self.note_read(owner, name)
+        if member is None or type(member) is str:
+            self.attribute_guards[owner, name] = member
+            return member
+        return self.read_member(owner, name, member)
+
+    def note_absence(self, module: nn.Module, name: str) -> None:
+        """Guards that a module has no such attribute: the code has asked for it."""
+        owner = self.module_names.get(id(module))
+        if owner is not None and self.recording:
+            self.attribute_guards[owner, name] = Absent
+
+    def note_read(self, owner: str, name: str) -> None:
+        if self.recording:
+            self.reads.add((owner, name))
+            if (owner, name) in self.writes:
+                self.reject_write(name)
+
+    def read_member(self, owner: str, name: str, value: Any) -> Any:
+        """A number is read by the graph; other constants are guarded, and objects report reads."""
+        path = f"{owner}.{name}".lstrip(".")
+        if type(value) in (int, float) or name == "training":
+            attribute = attribute_proxy(value, path, self, reading_instruction())
+            self.numbers_read.append(attribute)
+            return attribute
+        if isinstance(value, Attribute) or is_proxy(value):  # which the code has put there
+            return value
+        if (constant := constant_copy(value)) is not Absent:
+            self.attribute_guards[owner, name] = constant
+        elif isinstance(value, PretrainedConfig):
+            self.read_configuration(owner, name, value)
+        else:
+            self.objects.enter(path, value)
+        return value
+
+    def read_configuration(self, owner: str, name: str, value: PretrainedConfig) -> None:
+        """Blocks that share a trace have one configuration, or equal ones."""
+        self.attribute_guards[owner, name] = value
+
+    def write_attribute(self, module: nn.Module, name: str, value: Any) -> None:
+        owner = self.module_names.get(id(module))
+        if owner is not None:
+            self.note_write(owner, name, vars(module).get(name, nn.Module), value)
+
+    def write_object(self, written: object, name: str, value: Any) -> None:
+        owner = self.objects.paths.get(id(written))
+        if owner is not None:
+            self.note_write(owner, name, vars(written).get(name, nn.Module), value)
+
+    def note_write(self, owner: str, name: str, old: Any, value: Any) -> None:
+        if not self.recording:
+            return
+        if name == "training":  # another call may find another value
+            self.reject_write(name)
+        if (type(old), old) != (type(value), value):
+            self.writes.add((owner, name))
+            if (owner, name) in self.reads:
+                self.reject_write(name)
+
+    def reject_write(self, name: str) -> None:
+        """Raises: TraceError for a counter, or a flag that says what an earlier call has done."""
+        raise TraceError(f"its code sets `{name}`, which it depends on, and a graph sets no attributes")
+
+    def guard_numbers(self) -> None:
+        """Guards the numbers that Python has used, or may have."""
+        for number in self.numbers_read:
+            if number.is_used_by_python:
+                owner, _, name = number.path.rpartition(".")
+                self.attribute_guards[owner, name] = number.value
 
 
 def _entries(collection: Any) -> set[tuple[Any, ...]]:

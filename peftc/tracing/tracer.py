@@ -13,47 +13,39 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx, nn
-from transformers import PretrainedConfig
 from transformers.integrations.moe import ExpertsInterface
 
 from peftc.fakes.data_answers import fake_data_answers, fake_tensor_patches, no_data_answers
 from peftc.fakes.python_globals import unchanged_globals
 from peftc.modules.packed import is_stand_in
 from peftc.modules.walk import submodule
-from peftc.tracing.bytecode import Origin, position_of, reading_instruction, running_stack
+from peftc.tracing.bytecode import Origin, position_of, running_stack
 from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, leaves, version
 from peftc.tracing.module_calls import bind_arguments, functional_linear, is_constant, with_positional_tensors
 from peftc.tracing.operations import DIRECT, attention, model_function, python_target
-from peftc.tracing.patches import PLAIN, has_context_decorator, instrument_modules, patch_libraries
+from peftc.tracing.patches import has_context_decorator, instrument_modules, patch_libraries
 from peftc.tracing.proxy import (
     Attribute,
     ConcreteProxy,
     MaskIndices,
-    attribute_proxy,
     concrete_values,
     is_proxy,
     mask_of_indices,
     nested_nodes,
 )
-from peftc.tracing.python_state import (
-    ReportingObjects,
-    constant_copy,
-    no_random_numbers,
-    unchanged_collections,
-    value_types,
-)
+from peftc.tracing.python_state import MemberTracer, no_random_numbers, unchanged_collections, value_types
 from peftc.tracing.ragged_loops import ragged_result
 from peftc.tracing.record_nodes import RecordNodes
 from peftc.tracing.records import identities, is_named_tuple, is_record, mutable_parts, structure_of
-from peftc.tracing.region_trace import Absent, ModuleCall, RegionTrace, TraceError, getitem_root
+from peftc.tracing.region_trace import ModuleCall, RegionTrace, TraceError, getitem_root
 from peftc.tracing.tensor_caches import without_cached_tensors, without_proxies
-from peftc.tracing.tracer_base import TracerBase, check_transforms, patch_attribute
+from peftc.tracing.tracer_base import check_transforms, patch_attribute
 
 UNKNOWN_MODULE = "a module that is no child of its modules"
 CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, str, int, float, complex, bool)
 
 
-class RegionTracer(TracerBase):
+class RegionTracer(MemberTracer):
     """Traces `root.forward`. `inline`: whether the code of a child, by name, is entered."""
 
     def __init__(self, inline: Callable[[str], bool], path_prefix: tuple[bool, ...] = ()) -> None:
@@ -61,87 +53,6 @@ class RegionTracer(TracerBase):
         self.inline = inline
         self.optional_results = set[Origin]()  # parts of results that Python gets as None where they are None
         self.records = RecordNodes(self)
-        self.reads, self.writes = set[tuple[str, str]](), set[tuple[str, str]]()  # of attributes, by Python
-        self.numbers_read: list[Attribute] = []
-        self.objects = ReportingObjects(self)
-
-    def read_attribute(self, module: nn.Module, name: str, value: Any) -> Any:
-        owner = self.module_names.get(id(module))
-        if owner is None:
-            return value
-        if type(value) in PLAIN:
-            self.note_read(owner, name)
-        if value is None or type(value) is str:  # blocks that share a trace have the same
-            return value
-        return self.read_member(owner, name, value)
-
-    def read_object(self, value: object, name: str, member: Any) -> Any:
-        """What the code gets for a member of an object that a module holds."""
-        owner = self.objects.paths.get(id(value))
-        if owner is None:
-            return member
-        self.note_read(owner, name)
-        if member is None or type(member) is str:
-            self.attribute_guards[owner, name] = member
-            return member
-        return self.read_member(owner, name, member)
-
-    def note_absence(self, module: nn.Module, name: str) -> None:
-        """Guards that a module has no such attribute: the code has asked for it."""
-        owner = self.module_names.get(id(module))
-        if owner is not None and self.recording:
-            self.attribute_guards[owner, name] = Absent
-
-    def note_read(self, owner: str, name: str) -> None:
-        if self.recording:
-            self.reads.add((owner, name))
-            if (owner, name) in self.writes:
-                self.reject_write(name)
-
-    def read_member(self, owner: str, name: str, value: Any) -> Any:
-        """A number is read by the graph; other constants are guarded, and objects report reads."""
-        path = f"{owner}.{name}".lstrip(".")
-        if type(value) in (int, float) or name == "training":
-            attribute = attribute_proxy(value, path, self, reading_instruction())
-            self.numbers_read.append(attribute)
-            return attribute
-        if isinstance(value, Attribute) or is_proxy(value):  # which the code has put there
-            return value
-        if (constant := constant_copy(value)) is not Absent:
-            self.attribute_guards[owner, name] = constant
-        elif isinstance(value, PretrainedConfig):
-            self.read_configuration(owner, name, value)
-        else:
-            self.objects.enter(path, value)
-        return value
-
-    def read_configuration(self, owner: str, name: str, value: PretrainedConfig) -> None:
-        """Blocks that share a trace have one configuration, or equal ones."""
-        self.attribute_guards[owner, name] = value
-
-    def write_attribute(self, module: nn.Module, name: str, value: Any) -> None:
-        owner = self.module_names.get(id(module))
-        if owner is not None:
-            self.note_write(owner, name, vars(module).get(name, nn.Module), value)
-
-    def write_object(self, written: object, name: str, value: Any) -> None:
-        owner = self.objects.paths.get(id(written))
-        if owner is not None:
-            self.note_write(owner, name, vars(written).get(name, nn.Module), value)
-
-    def note_write(self, owner: str, name: str, old: Any, value: Any) -> None:
-        if not self.recording:
-            return
-        if name == "training":  # another call may find another value
-            self.reject_write(name)
-        if (type(old), old) != (type(value), value):
-            self.writes.add((owner, name))
-            if (owner, name) in self.reads:
-                self.reject_write(name)
-
-    def reject_write(self, name: str) -> None:
-        """Raises: TraceError for a counter, or a flag that says what an earlier call has done."""
-        raise TraceError(f"its code sets `{name}`, which it depends on, and a graph sets no attributes")
 
     def guard_implementation(self, call: fx.Node) -> None:
         """Guards which attention implementation runs, as only some return attention weights."""
@@ -341,10 +252,7 @@ class RegionTracer(TracerBase):
 
     def snapshot(self) -> RegionTrace:
         """The trace so far: after an error, up to where it was raised."""
-        for number in self.numbers_read:
-            if number.is_used_by_python:
-                owner, _, name = number.path.rpartition(".")
-                self.attribute_guards[owner, name] = number.value
+        self.guard_numbers()
         typed = ((n, p) for n, p in self.root.named_parameters() if p.is_floating_point() and not is_stand_in(p))
         parameter_dtype = next(((n, p.dtype) for n, p in typed), None)
         decisions = (self.guards, self.attribute_guards, self.depends_on_dtype, parameter_dtype)
