@@ -32,10 +32,7 @@ from peftc.tracing.tracer_base import TracerBase, current_tracer
 
 MOST_ENTRIES = 64  # of a collection whose value is guarded
 _COLLECTION_TYPES: Any = (dict, list, tuple, set, frozenset)  # equal to those of derived classes
-_ATOMS = (
-    *(type, Enum, FunctionType, BuiltinFunctionType),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
+_ATOMS = (type, Enum, FunctionType, BuiltinFunctionType, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _NO_OBJECTS = (type, Enum, nn.Module, torch.Tensor, fx.Proxy, ModuleType, PretrainedConfig, Exception)
 _COLLECTIONS = frozenset({list, dict, set})
 _SIMPLE = frozenset({bool, int, float, str, bytes, type(None)})
