@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,13 +34,15 @@ def observe(
     mode: FakeTensorMode,
     candidates: Collection[str],
     others: Collection[str] = (),
+    kinds: Mapping[str, int] = MappingProxyType({}),
 ) -> SampleForward:
     """Runs the model on `sample`, or on inputs made for it; then towers that this misses.
     `candidates`: modules that may be layers. `others`: modules whose arguments are recorded, too.
+    `kinds`: numbers that tell candidates of one structure apart.
     Raises: what the first call raises.
     """
     questions = truth_questions()
-    record_of = partial(record_call, model, mode=mode, candidates=candidates, others=others)
+    record_of = partial(record_call, model, mode=mode, candidates=candidates, others=others, kinds=kinds)
     inputs, record = run_on_sample(model, sample, lambda inputs: record_of(lambda: model(**inputs)))
     record.sample = inputs
     for other in map(copy_sample, further_samples(sample)):
@@ -67,28 +70,36 @@ def record_call(
     candidates: Collection[str],
     before: SampleForward | None = None,
     others: Collection[str] = (),
+    kinds: Mapping[str, int] = MappingProxyType({}),
 ) -> SampleForward:
     """Records one call. Repeated layers run only where the call fails without them. `before`: what
     earlier calls showed; a call that then fails counts if it reached more layers.
     """
     try:
-        return Recorder(model, mode, candidates, others).run(call)
+        return Recorder(model, mode, candidates, others, kinds).run(call)
     except Exception:  # a layer may need what a skipped layer does
-        return Recorder(model, mode, candidates, others).run(call, run_all=True, before=before)
+        return Recorder(model, mode, candidates, others, kinds).run(call, run_all=True, before=before)
 
 
 class Recorder:
     """Forward hooks of every module, which note its calls in `record`."""
 
     def __init__(
-        self, model: nn.Module, mode: FakeTensorMode, candidates: Collection[str], others: Collection[str] = ()
+        self,
+        model: nn.Module,
+        mode: FakeTensorMode,
+        candidates: Collection[str],
+        others: Collection[str] = (),
+        kinds: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.others = frozenset(others)
         self.model, self.mode, self.record = model, mode, SampleForward(candidates=set(candidates))
         self.names, self.every = dict[int, str](), list[nn.Module]()
         self.observes_forwards = False
         key = cache(structure_key)  # of modules, which do not change meanwhile
-        self.structure_key: Callable[[nn.Module], str] = lambda module: key(prototype_of(module))
+        numbers = {id(submodule(model, name)): f" {number}" for name, number in kinds.items()}
+        self.structure_key: Callable[[nn.Module], str]
+        self.structure_key = lambda module: key(prototype_of(module)) + numbers.get(id(module), "")
         self.keys = set[str]()
         self.layer_keys: dict[tuple[str, str], str] = {}
         self.arguments = CallArguments()

@@ -1,7 +1,7 @@
 """Types of layers: one traced graph for all layers of one structure."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.utils.parametrize import is_parametrized
+from transformers import PretrainedConfig
 
 from peftc.dataflow.feature_axis import features_dim
 from peftc.dataflow.layer_graph import LayerGraph
@@ -33,6 +34,7 @@ from peftc.recognition.token_mixing import has_state, is_weighted, moves_entries
 from peftc.recognition.unplaced.untraced import UntracedPart, attending_modules, opaque_modules, untraced_parts
 from peftc.tracing.module_calls import forward_signature
 from peftc.tracing.proxy import concrete_values
+from peftc.tracing.python_state import constant_copy
 from peftc.tracing.region_trace import Absent, NoneAccess, RegionTrace, TraceError, UnknownLength
 from peftc.tracing.tracer import RegionTracer
 
@@ -69,7 +71,8 @@ class LayerType:
                 own = attribute_of(block, f"{owner}.{name}".lstrip("."))
             except AttributeError:
                 own = Absent
-            if own is not value and own != value:
+            is_same = own is value or (value is not Absent and constant_copy(own) == value)
+            if not is_same and not (isinstance(value, PretrainedConfig) and own == value):
                 return False
         return True
 
@@ -86,6 +89,20 @@ class LayerType:
         """Whether the graph calls a module, or reads its parameters."""
         readers = (str(n.target).rpartition(".")[0] for n in self.traced.graph.nodes if n.op == "get_attr")
         return not module or any(call.name == module for call in self.traced.calls) or module in readers
+
+
+def kinds_of_one_structure(
+    types: Mapping[str, LayerType | str], layers: Mapping[str, tuple[str, Any]]
+) -> dict[str, int]:
+    """The number of the type of each block whose key others have, of another type: only the first
+    of them has run in the sample forward. `layers`: the key of each block, and more.
+    """
+    kinds: dict[str, list[LayerType | str]] = {}
+    for name, (key, _) in layers.items():
+        known = kinds.setdefault(key, [])
+        known += [] if any(types[name] is kind for kind in known) else [types[name]]
+    several = {key: list(map(id, known)) for key, known in kinds.items() if len(known) > 1}
+    return {name: several[key].index(id(types[name])) for name, (key, _) in layers.items() if key in several}
 
 
 class _LayerTracer(RegionTracer):

@@ -25,7 +25,7 @@ from peftc.recognition.layer_candidates import (
     stack_path,
     without_numbers,
 )
-from peftc.recognition.layer_types import LayerType, trace_layer
+from peftc.recognition.layer_types import LayerType, kinds_of_one_structure, trace_layer
 from peftc.recognition.loops import (
     Loop,
     are_interleaved,
@@ -34,6 +34,7 @@ from peftc.recognition.loops import (
     find_loops,
     first_norms,
     is_stage,
+    leaves_stream,
     may_hold_layers,
     own_part,
     repeated_part,
@@ -160,8 +161,11 @@ def _structure_of_blocks(
 ) -> tuple[ModelStructure, dict[str, list[SubLayer]]]:
     """One sample forward, each type of block in it traced; and the sub-layers of each block."""
     seen = observe(model, sample, mode, blocks)
-    structure = ModelStructure(model, mode, seen, [])
     types = _types_of_blocks(model, seen, mode)
+    if kinds := kinds_of_one_structure(types, seen.layers):
+        seen = observe(model, sample, mode, blocks, kinds=kinds)
+        types = _types_of_blocks(model, seen, mode)
+    structure = ModelStructure(model, mode, seen, [])
     members: dict[str, list[tuple[str, LayerType]]] = {}
     others: list[str] = []
     lists = ListPaths(model)
@@ -306,7 +310,7 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
             kind = reason
             refused += [loop] if loop.caller in stages else []
         if isinstance(kind, str):
-            is_named = (loop.caller not in stages or loop in refused) and not _leaves_stream(loop, seen)
+            is_named = (loop.caller not in stages or loop in refused) and not leaves_stream(loop, seen)
             structure.untraced |= {loop.place(body): kind for body in loop.bodies if is_named}
         elif len(kind.subs) > 1 and not is_stage(loop, model, kind.subs):
             accepted.append(loop)
@@ -334,15 +338,6 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
             path = stack_path(model, remaining[0][0], seen.candidates, ListPaths(model))
             members.setdefault(path, []).extend(remaining)
     structure.stacks = _stacks(members, seen)
-
-
-def _leaves_stream(loop: Loop, seen: SampleForward) -> bool:
-    """Whether what one iteration computes of tokens has other features: it is added to none."""
-    # Seen in: no transformers model, but heads in a ModuleDict, as in Z-Image of diffusers
-    last = seen.calls.get(loop.bodies[-1][-1])  # none for a list whose elements are called
-    if last is None or len(loop.bodies) > 1:
-        return False
-    return len(last.input_shape) == len(last.output_shape) == 3 and last.input_shape[-1] != last.output_shape[-1]
 
 
 def calls_outside(layers: Collection[str], seen: SampleForward) -> list[str]:

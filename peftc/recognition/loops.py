@@ -290,6 +290,15 @@ def contains_name(module: str, name: str) -> bool:
     return not module or f"{name}.".startswith(f"{module}.")
 
 
+def leaves_stream(loop: Loop, seen: SampleForward) -> bool:
+    """Whether what one iteration computes of tokens has other features: it is added to none."""
+    # Seen in: no transformers model, but heads in a ModuleDict, as in Z-Image of diffusers
+    last = seen.calls.get(loop.bodies[-1][-1])  # none for a list whose elements are called
+    if last is None or len(loop.bodies) > 1:
+        return False
+    return len(last.input_shape) == len(last.output_shape) == 3 and last.input_shape[-1] != last.output_shape[-1]
+
+
 def are_interleaved(loop: Loop, loops: Sequence[Loop], subs: Sequence[SubLayer], layer: LayerGraph) -> bool:
     """Whether sub-layers of an iteration run both before and behind those of another. `loops`: all
     of the caller.
@@ -315,7 +324,7 @@ def sub_layers_by_body(
         inside = ([i for i, body in enumerate(bodies) if _in_body(name, body)] for name in weights)
         counts = Counter(own[0] for own in inside if own)  # of bodies in each other the inner one, which comes first
         if counts:
-            i = max(counts, key=lambda i: (counts[i], i))
+            i = max(counts, key=lambda i: (counts[i], i))  # of equal ones the last, which runs it
             if first.setdefault(weights, i) == i:
                 groups[i].append(sub)
     return groups

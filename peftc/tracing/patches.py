@@ -44,11 +44,7 @@ TAKE_SIZES = ("reshape", "broadcast_to", "tile", "narrow", "split")  # torch con
 REJECT_SIZES = ("expand", "new_zeros", "new_ones", "new_empty")  # methods that take no proxy as the first of sizes
 CRASH = ("where",)  # ends the process when its second argument only looks like a tensor and the third is a number
 PLAIN = frozenset({bool, int, float, str, tuple, list, type(None)})  # attributes that decisions may rest on
-NO_STATE = (ATTRIBUTES - {"training"}) | {
-    "_is_hf_initialized",
-    "peftc_choice",
-    "_peftc",
-}  # are no part of a model's code
+NO_STATE = (ATTRIBUTES - {"training"}) | {"_is_hf_initialized", "peftc_choice", "_peftc"}  # not the model's own
 MANAGERS: tuple[Any, ...] = (torch.autocast, torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
 GRADIENT_QUERIES = ("is_grad_enabled", "is_inference_mode_enabled")
 AUTOCAST_QUERIES = ("is_autocast_enabled", "get_autocast_dtype", "is_autocast_cache_enabled")
@@ -129,11 +125,11 @@ def _constructor_arguments(manager: Any) -> tuple[tuple[Any, ...], dict[str, Any
     return ((manager.mode,), {}) if isinstance(manager, torch.set_grad_enabled) else ((), {})
 
 
-def _is_member(module: nn.Module, name: str) -> bool:
-    """Whether an attribute is one of the module's own, or a value of its class: no method."""
-    if name in object.__getattribute__(module, "__dict__"):
+def is_member(value: object, name: str) -> bool:
+    """Whether an attribute is one of the object's own, or a value of its class: no method."""
+    if name in object.__getattribute__(value, "__dict__"):
         return True
-    owner = next((vars(cls) for cls in type(module).__mro__ if name in vars(cls)), None)
+    owner = next((vars(cls) for cls in type(value).__mro__ if name in vars(cls)), None)
     return owner is not None and name[:2] != "__" and not hasattr(type(owner[name]), "__get__")
 
 
@@ -159,7 +155,7 @@ def instrument(cls: type) -> type:
     def __getattribute__(self: Any, name: str) -> Any:
         value = parent.__getattribute__(self, name)
         tracer = current_tracer()
-        if tracer is None or name in NO_STATE or (type(value) not in PLAIN and not _is_member(self, name)):
+        if tracer is None or name in NO_STATE or (type(value) not in PLAIN and not is_member(self, name)):
             return value
         return tracer.read_attribute(self, name, value)
 

@@ -25,7 +25,7 @@ from peftc.fakes.python_globals import global_variables
 from peftc.modules.torch_attributes import TABLES
 from peftc.tracing.bytecode import reading_instruction
 from peftc.tracing.operations import model_function
-from peftc.tracing.patches import INSTRUMENTED, PLAIN
+from peftc.tracing.patches import INSTRUMENTED, PLAIN, is_member
 from peftc.tracing.proxy import Attribute, attribute_proxy, class_of, concrete_values, is_proxy
 from peftc.tracing.region_trace import Absent, TraceError
 from peftc.tracing.tracer_base import TracerBase, current_tracer
@@ -146,7 +146,7 @@ def _reporting_class(cls: type) -> type:
     def __getattribute__(self: Any, name: str) -> Any:
         value = parent.__getattribute__(self, name)
         tracer = current_tracer()
-        if tracer is None or name[:2] == "__" or not _is_own(self, name):
+        if tracer is None or name[:2] == "__" or not is_member(self, name):
             return value
         return tracer.read_object(self, name, value)
 
@@ -171,14 +171,6 @@ def _reporting_class(cls: type) -> type:
     new = type(cls)(cls.__name__, (_Plain,), members)
     new.__bases__ = (cls,)
     return new
-
-
-def _is_own(value: object, name: str) -> bool:
-    """Whether a member is an object's own, or a value of its class: no method."""
-    if name in object.__getattribute__(value, "__dict__"):
-        return True
-    owner = next((vars(cls) for cls in type(value).__mro__ if name in vars(cls)), None)
-    return owner is not None and not hasattr(type(owner[name]), "__get__")
 
 
 class ReportingObjects:

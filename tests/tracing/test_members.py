@@ -185,6 +185,28 @@ def test_layers_of_other_values_have_their_own_code(name: str) -> None:
     torch.testing.assert_close(model(**SAMPLE), base(**SAMPLE), atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("private", [False, True])
+def test_modules_that_a_layer_picks_by_index_are_where_it_calls_them(private: bool) -> None:
+    """Sites, and edits by name: what no layer calls is refused."""
+    name = "_private" if private else "value"
+    torch.manual_seed(0)
+    base = Layers(lambda layer, x: layer.heads[getattr(layer, name)](x), (0, 1)).double().eval()
+    for layer in base.layers:
+        layer.heads = nn.ModuleList([Attention(D), Attention(D)]).double()
+    model = deepcopy(base)
+    modules = [site.module for site in peftc.sites(model, sample=SAMPLE).sites if site.path.endswith(".q")]
+    assert {"layers.0.heads.0.q", "layers.1.heads.1.q"} <= {*modules}
+    assert not {"layers.0.heads.1.q", "layers.1.heads.0.q"} & {*modules}
+    spec = 'peft 1  edit e at "layers.1.heads.{}.q" {{ h += lora(x, r=2) }}'
+    with pytest.raises(peftc.PeftcError, match="no forward of the sample calls"):
+        peftc.compile(spec.format(0), deepcopy(base), sample=SAMPLE)
+    peftc.compile(spec.format(1), model, sample=SAMPLE)
+    with torch.no_grad():
+        for parameter in peftc.parameters(model).values():
+            nn.init.normal_(parameter)
+    assert not torch.equal(model(**SAMPLE), base(**SAMPLE))
+
+
 CHANGES: dict[str, tuple[Code, Callable[[], Any], Callable[[Any], object]]] = {
     "an entry of a list": (
         lambda layer, x: layer.norms[layer.value[0]](x),
