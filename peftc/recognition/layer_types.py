@@ -11,7 +11,6 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.utils.parametrize import is_parametrized
-from transformers import PretrainedConfig
 
 from peftc.dataflow.feature_axis import features_dim
 from peftc.dataflow.layer_graph import LayerGraph
@@ -34,7 +33,7 @@ from peftc.recognition.token_mixing import has_state, is_weighted, moves_entries
 from peftc.recognition.unplaced.untraced import UntracedPart, attending_modules, opaque_modules, untraced_parts
 from peftc.tracing.module_calls import forward_signature
 from peftc.tracing.proxy import concrete_values
-from peftc.tracing.python_state import constant_copy
+from peftc.tracing.python_state import are_equal
 from peftc.tracing.region_trace import Absent, NoneAccess, RegionTrace, TraceError, UnknownLength
 from peftc.tracing.tracer import RegionTracer
 
@@ -71,8 +70,7 @@ class LayerType:
                 own = attribute_of(block, f"{owner}.{name}".lstrip("."))
             except AttributeError:
                 own = Absent
-            is_same = own is value or (value is not Absent and constant_copy(own) == value)
-            if not is_same and not (isinstance(value, PretrainedConfig) and own == value):
+            if not are_equal(own, value):
                 return False
         return True
 

@@ -12,7 +12,7 @@ from abc import ABCMeta
 from collections.abc import Generator
 from enum import Enum
 from functools import cache
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -131,6 +131,25 @@ def _constant(value: Any) -> Any:
     if (kind in _SIMPLE and value == value) or (isinstance(value, _ATOMS) and not is_proxy(value)):
         return value
     raise _NoConstantError
+
+
+def are_equal(own: Any, value: Any) -> bool:
+    """Whether code does with one value what it does with another, which it has read in a trace."""
+    if own is value or own is Absent or value is Absent:
+        return own is value
+    if isinstance(value, PretrainedConfig):
+        return bool(own == value)
+    if isinstance(value, FunctionType):
+        return isinstance(own, FunctionType) and _parts(own) == _parts(value)
+    return constant_copy(own) == value
+
+
+def _parts(function: FunctionType) -> list[Any]:
+    """What a function consists of: constants, and other objects by their `id`."""
+    cells = [cell for cell in function.__closure__ or () if cell != CellType()]  # which is empty
+    values = [function.__defaults__, function.__kwdefaults__, *(cell.cell_contents for cell in cells)]
+    copies = [(value, constant_copy(value)) for value in values]
+    return [function.__code__, *(id(value) if copy is Absent else copy for value, copy in copies)]
 
 
 @cache

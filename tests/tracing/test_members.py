@@ -274,6 +274,17 @@ def test_layers_that_differ_in_an_index_alone_share_their_code() -> None:
     assert len({site.kind for site in sites.sites if site.steps[-1][0] == "layer"}) == 1
 
 
+@pytest.mark.parametrize(("factors", "kinds"), [((2, 2, 2), 1), ((2, 3, 2), 2)])
+def test_layers_with_equal_functions_share_their_code(factors: tuple[int, ...], kinds: int) -> None:
+    def multiply(factor: int) -> Callable[[Tensor], Tensor]:
+        return lambda x: factor * x
+
+    base, model = compiled(lambda layer, x: layer.value(layer.norms[0](x)), *map(multiply, factors))
+    sites = peftc.sites(base, sample=SAMPLE)
+    assert len({site.kind for site in sites.sites if site.steps[-1][0] == "layer"}) == kinds
+    torch.testing.assert_close(model(**SAMPLE), base(**SAMPLE), atol=1e-12, rtol=0)
+
+
 def test_objects_have_their_classes_after_an_analysis() -> None:
     value = Config()
     _, model = compiled(lambda layer, x: layer.value.scale * x, value, value)
