@@ -247,7 +247,7 @@ class StateLookup:
 
 def missing(name: str, anchor: Anchor) -> Diagnostic:
     message = f"in this call, the model computes no `{name}` where the sample forward does"
-    help_ = "report the model and the call; the model has not been changed by this call"
+    help_ = "compile with a `sample` like this call; the model has not been changed by it"
     return Diagnostic("P403", message, notes=(f"looked for {anchor}",), help=help_)
 
 
