@@ -65,14 +65,19 @@ class LayerType:
 
     def decides_equally(self, block: nn.Module) -> bool:
         """Whether the attributes that decide in the trace have the same values in another block."""
-        for (owner, name), value in self.traced.attribute_guards.items():
+        for path, value in self.decisions:
             try:
-                own = attribute_of(block, f"{owner}.{name}".lstrip("."))
+                own = attribute_of(block, path)
             except AttributeError:
                 own = Absent
-            if not are_equal(own, value):
+            if own is not value and not are_equal(own, value):
                 return False
         return True
+
+    @cached_property
+    def decisions(self) -> list[tuple[str, Any]]:
+        """The attributes that decide in the trace, by path, with the values that they had."""
+        return [(f"{owner}.{name}".lstrip("."), v) for (owner, name), v in self.traced.attribute_guards.items()]
 
     @property
     def is_module(self) -> bool:
@@ -95,12 +100,15 @@ def kinds_of_one_structure(
     """The number of the type of each block whose key others have, of another type: only the first
     of them has run in the sample forward. `layers`: the key of each block, and more.
     """
-    kinds: dict[str, list[LayerType | str]] = {}
+    if len(set(map(id, types.values()))) == len({key for key, _ in layers.values()}):
+        return {}
+    kinds: dict[str, dict[int, int]] = {}
     for name, (key, _) in layers.items():
-        known = kinds.setdefault(key, [])
-        known += [] if any(types[name] is kind for kind in known) else [types[name]]
-    several = {key: list(map(id, known)) for key, known in kinds.items() if len(known) > 1}
-    return {name: several[key].index(id(types[name])) for name, (key, _) in layers.items() if key in several}
+        if not isinstance(types[name], str):
+            known = kinds.setdefault(key, {})
+            known.setdefault(id(types[name]), len(known))
+    several = {key: known for key, known in kinds.items() if len(known) > 1}
+    return {name: several[key].get(id(types[name]), -1) for name, (key, _) in layers.items() if key in several}
 
 
 class _LayerTracer(RegionTracer):

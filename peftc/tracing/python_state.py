@@ -135,7 +135,7 @@ def _constant(value: Any) -> Any:
 
 def are_equal(own: Any, value: Any) -> bool:
     """Whether code does with one value what it does with another, which it has read in a trace."""
-    if own is value or own is Absent or value is Absent:
+    if own is Absent or value is Absent:
         return own is value
     if isinstance(value, PretrainedConfig):
         return bool(own == value)
