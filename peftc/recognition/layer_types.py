@@ -97,18 +97,19 @@ class LayerType:
 def kinds_of_one_structure(
     types: Mapping[str, LayerType | str], layers: Mapping[str, tuple[str, Any]]
 ) -> dict[str, int]:
-    """The number of the type of each block whose key others have, of another type: only the first
-    of them has run in the sample forward. `layers`: the key of each block, and more.
+    """Numbers of blocks that have one key, by what they call: of those, only the first has run in
+    the sample forward. `layers`: the key of each block, and more.
     """
     if len(set(map(id, types.values()))) == len({key for key, _ in layers.values()}):
         return {}
-    kinds: dict[str, dict[int, int]] = {}
+    kinds: dict[str, dict[Any, int]] = {}
+    numbers: dict[str, int] = {}
     for name, (key, _) in layers.items():
-        if not isinstance(types[name], str):
+        kind = types[name]
+        if not isinstance(kind, str):
             known = kinds.setdefault(key, {})
-            known.setdefault(id(types[name]), len(known))
-    several = {key: known for key, known in kinds.items() if len(known) > 1}
-    return {name: several[key].get(id(types[name]), -1) for name, (key, _) in layers.items() if key in several}
+            numbers[name] = known.setdefault(tuple(call.name for call in kind.traced.calls), len(known))
+    return {name: number for name, number in numbers.items() if len(kinds[layers[name][0]]) > 1}
 
 
 class _LayerTracer(RegionTracer):
