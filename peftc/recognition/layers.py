@@ -377,9 +377,9 @@ def _layers_around_loops(layers: Mapping[str, LayerType], structure: ModelStruct
         loops = find_loops(structure.model, structure.seen, calls) if len(kind.subs) > 1 or lacks else []
         bodies = [[relative_name(part, name) for part in body] for loop in loops for body in loop.bodies]
         groups = sub_layers_by_body(bodies, kind.subs, kind.layer)
-        several = max(map(len, groups), default=0) > 1 or len({sub.kind for sub in kind.subs}) == 1
-        in_loops = {weights_of(sub, kind.layer) for group in groups for sub in group}
-        if several and in_loops == {weights_of(sub, kind.layer) for sub in kind.subs}:
+        weights = [{weights_of(sub, kind.layer) for sub in group} for group in groups]
+        several = max(map(len, weights), default=0) > 1 or len({sub.kind for sub in kind.subs}) == 1
+        if several and set().union(*weights) == {weights_of(sub, kind.layer) for sub in kind.subs}:
             stages.add(key)
     return {name for name, kind in layers.items() if kind.key in stages}
 
