@@ -31,9 +31,9 @@ from peftc.recognition.roles import sub_layers
 from peftc.recognition.sublayer import SubLayer
 from peftc.recognition.token_mixing import has_state, is_weighted, moves_entries
 from peftc.recognition.unplaced.untraced import UntracedPart, attending_modules, opaque_modules, untraced_parts
+from peftc.tracing.members import are_equal
 from peftc.tracing.module_calls import forward_signature
 from peftc.tracing.proxy import concrete_values
-from peftc.tracing.python_state import are_equal
 from peftc.tracing.region_trace import Absent, NoneAccess, RegionTrace, TraceError, UnknownLength
 from peftc.tracing.tracer import RegionTracer
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from peftc.specialization.symbolic_sizes import SymbolicSizes
 from peftc.tracing.bytecode import Origin
 from peftc.tracing.in_place import storage_id
 from peftc.tracing.module_calls import is_constant
-from peftc.tracing.proxy import Attribute, ConcreteProxy, attribute_proxy, concrete_values, is_proxy
+from peftc.tracing.proxy import Attribute, ConcreteProxy, concrete_values, is_proxy
 from peftc.tracing.region_trace import RegionTrace, TraceError, is_input
 from peftc.tracing.tracer import RegionTracer
 from peftc.tracing.tracer_base import current_tracer
@@ -46,7 +45,6 @@ class GuardedTracer(RegionTracer):
         self.typed: set[fx.Node] = set()
         self.dtypes: dict[str, torch.dtype] = {}  # of parameters whose dtype the code may have read
         self.numbers: dict[str, None] = {}  # attributes that were read, and may be None in other modules
-        self.config_paths: dict[int, str] = {}  # by id
 
     # Arguments ------------------------------------------------------------------------------------
 
@@ -132,35 +130,17 @@ class GuardedTracer(RegionTracer):
 
     # Modules and configs --------------------------------------------------------------------------
 
-    def read_attribute(self, module: nn.Module, name: str, value: Any) -> Any:
-        owner = self.module_names.get(id(module))
-        if owner is not None and (value is None or isinstance(value, str)):
-            self.note_read(owner, name)
-            return self.read_option(owner, name, value)
-        return super().read_attribute(module, name, value)
-
-    def read_object(self, value: object, name: str, member: Any) -> Any:
-        owner = self.objects.paths.get(id(value))
-        if owner is not None and (member is None or isinstance(member, str)):
-            self.note_read(owner, name)
-            return self.read_option(owner, name, member)
-        return super().read_object(value, name, member)
+    def read_module_option(self, owner: str, name: str, value: str | None) -> Any:
+        return self.read_option(owner, name, value)
 
     def read_member(self, owner: str, name: str, value: Any) -> Any:
-        proxy = super().read_member(owner, name, value)
-        if name != "training" and isinstance(proxy, Attribute):
-            self.numbers[proxy.path] = None
-        return proxy
+        member = super().read_member(owner, name, value)
+        if name != "training" and isinstance(member, Attribute):
+            self.numbers[member.path] = None
+        return member
 
     def read_configuration(self, owner: str, name: str, value: PretrainedConfig) -> None:
-        """Its settings are guarded where the code reads them."""
-
-    def read_config(self, config: Any, name: str, value: Any) -> Any:
-        owner = self.config_paths[id(config)]
-        if type(value) not in (int, float):
-            return self.read_option(owner, name, value)
-        self.numbers[f"{owner}.{name}"] = None
-        return attribute_proxy(value, f"{owner}.{name}", self)
+        self.objects.enter(f"{owner}.{name}".lstrip("."), value)
 
     def read_option(self, owner: str, name: str, value: Any) -> Any:
         if isinstance(value, str):
@@ -197,11 +177,6 @@ class GuardedTracer(RegionTracer):
         return [*super().patches(), (FakeTensor, "device", wrap)]
 
     def trace_region(self, root: nn.Module, arguments: Mapping[str, Any]) -> RegionTrace:
-        for name, module in root.named_modules():
-            for key, value in vars(module).items():
-                if isinstance(value, PretrainedConfig) and id(value) not in self.config_paths:
-                    self.config_paths[id(value)] = f"{name}.{key}".lstrip(".")
-                    object.__setattr__(value, "__class__", reporting_config(type(value)))  # a copy for this trace
         states = _states(root)
         with leaf_functions(self.leaf_functions):
             trace = super().trace_region(root, arguments)
@@ -256,23 +231,6 @@ def _guarding(name: str) -> Callable[..., Any]:
 for _name in set(vars(str)).difference(("__new__", "__getattribute__", "__repr__", "maketrans")):
     if callable(getattr(str, _name)):
         setattr(GuardedString, _name, _guarding(_name))
-
-
-@cache
-def reporting_config(cls: type) -> type:
-    """A subclass of a config class that reports what is read to the recording tracer."""
-    parent: Any = cls
-
-    def __getattribute__(self: Any, name: str) -> Any:
-        tracer = current_tracer()
-        if not isinstance(tracer, GuardedTracer):
-            return parent.__getattribute__(self, name)
-        with tracer.pause():
-            value = parent.__getattribute__(self, name)
-        plain = value is None or type(value) in (bool, int, float, str)
-        return tracer.read_config(self, name, value) if plain and not name.startswith("__") else value
-
-    return type(cls.__name__, (cls,), {"__getattribute__": __getattribute__, "__module__": cls.__module__})
 
 
 def name_of(node: fx.Node) -> str:

@@ -26,7 +26,6 @@ from peftc.tracing.bytecode import instructions_of
 
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_DEREF", "STORE_ATTR", "STORE_GLOBAL")
 _ENDS = (*_STORES, "RETURN_", "UNPACK_", "POP_TOP", "POP_JUMP", "STORE_SUBSCR")  # of the expression of a statement
-_NO_KEYWORD = re.compile(rf"^({'|'.join(keyword.kwlist)})$")
 _NO_NAME = re.compile(r"^(?=\W|\d|$)")  # begins what is no name
 
 
@@ -129,7 +128,8 @@ class GlobalNames:
         module, path = _home(value)
         if module == "builtins":
             return path
-        base = short = _NO_KEYWORD.sub(r"\1_", path.replace("<", "").replace(">", "").replace(".", "_"))
+        base = path.replace("<", "").replace(">", "").replace(".", "_")
+        base = short = f"{base}_" if keyword.iskeyword(base) else base  # of a lambda
         n = 1
         while short in self.parameters or self.values.get(short, value) is not value:
             n += 1

@@ -21,6 +21,7 @@ from peftc.modules.packed import is_stand_in
 from peftc.modules.walk import submodule
 from peftc.tracing.bytecode import Origin, position_of, running_stack
 from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, leaves, version
+from peftc.tracing.members import MemberTracer
 from peftc.tracing.module_calls import bind_arguments, functional_linear, is_constant, with_positional_tensors
 from peftc.tracing.operations import DIRECT, attention, model_function, python_target
 from peftc.tracing.patches import has_context_decorator, instrument_modules, patch_libraries
@@ -33,10 +34,18 @@ from peftc.tracing.proxy import (
     mask_of_indices,
     nested_nodes,
 )
-from peftc.tracing.python_state import MemberTracer, no_random_numbers, unchanged_collections, value_types
+from peftc.tracing.python_state import no_random_numbers, unchanged_collections, value_types
 from peftc.tracing.ragged_loops import ragged_result
-from peftc.tracing.record_nodes import RecordNodes
-from peftc.tracing.records import identities, is_named_tuple, is_record, mutable_parts, structure_of
+from peftc.tracing.records import (
+    constructor_fields,
+    contents,
+    identities,
+    is_named_tuple,
+    is_record,
+    mutable_parts,
+    record_leaves,
+    structure_of,
+)
 from peftc.tracing.region_trace import ModuleCall, RegionTrace, TraceError, getitem_root
 from peftc.tracing.tensor_caches import without_cached_tensors, without_proxies
 from peftc.tracing.tracer_base import check_transforms, patch_attribute
@@ -287,6 +296,40 @@ class RegionTracer(MemberTracer):
         node = self.create_node("placeholder", name, default, {})
         node.meta["example"] = value
         return ConcreteProxy(node, self, value)
+
+
+class RecordNodes:
+    """The node of each dataclass or named tuple that traced code constructs and passes on, and what
+    it held then. The graph constructs it at its first use.
+
+    `return x, Intermediates(hiddens=hiddens, last=x)`
+    """
+
+    def __init__(self, tracer: RegionTracer) -> None:
+        self.tracer = tracer
+        self.nodes: dict[int, tuple[Any, object, fx.Node]] = {}  # the record keeps its id unique
+
+    def node(self, record: Any) -> fx.Node | None:
+        """The node that stands for a record; None for a record from outside of the trace."""
+        if id(record) in self.nodes:
+            _, before, node = self.nodes[id(record)]
+            if before != identities(record):
+                raise TraceError(f"the code changes a {type(record).__name__} that it has passed on")
+            return node
+        if self._is_attribute(record) or not any(map(is_proxy, record_leaves(record))):
+            return None
+        values = contents(record)
+        fields = {name: values.pop(name) for name in constructor_fields(record) if name in values}
+        node = self.tracer.record_node(type(record), (), fields)
+        node.meta["example"] = concrete_values(record)
+        for name, value in values.items():
+            self.tracer.record_node(setattr, (node, name, value))
+        self.nodes[id(record)] = (record, identities(record), node)
+        return node
+
+    def _is_attribute(self, record: Any) -> bool:
+        """Whether a module holds the record: then it lives longer than a call."""
+        return any(value is record for module in self.tracer.root.modules() for value in vars(module).values())
 
 
 def plain_tensors(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

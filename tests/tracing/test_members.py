@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 import peftc
 from tests.layers import Attention, Network
@@ -142,6 +143,16 @@ MEMBERS: dict[str, tuple[Code, Any, Any]] = {
         SimpleNamespace(norm=1),
     ),
     "arguments": (lambda layer, x: layer.norms[layer.value.norm](x), Namespace(norm=0), Namespace(norm=1)),
+    "a configuration of transformers": (
+        lambda layer, x: layer.norms[layer.value.norm](x),
+        PretrainedConfig(norm=0),
+        PretrainedConfig(norm=1),
+    ),
+    "a list in a configuration": (
+        lambda layer, x: layer.norms[layer.value.norms[0]](x),
+        PretrainedConfig(norms=[0]),
+        PretrainedConfig(norms=[1]),
+    ),
     "keys as attributes": (lambda layer, x: layer.norms[layer.value.norm](x), Items(norm=0), Items(norm=1)),
 }
 
