@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -22,8 +22,9 @@ from peftc.diagnostics.model_line import model_line
 from peftc.fakes.tensors import fake_copy
 from peftc.modules.lazy_children import attribute_of
 from peftc.modules.walk import submodule
+from peftc.observation.sample_forward import SampleForward
 from peftc.recognition.attention.patterns import reads_scores
-from peftc.recognition.loops import contains_name, sub_layers_in_loop
+from peftc.recognition.loops import Loop, are_interleaved, contains_name, repeated_part, sub_layers_in_loop
 from peftc.recognition.moe.experts import find_experts
 from peftc.recognition.moe.routers import has_matrix, routing_leaves
 from peftc.recognition.residual_stream import gives_states, stream_input
@@ -94,11 +95,18 @@ class LayerType:
         return not module or any(call.name == module for call in self.traced.calls) or module in readers
 
 
+def equal_type(types: Iterable[LayerType | str], block: nn.Module) -> LayerType | str | None:
+    """The type that a block shares, among those of its structure. What is not traced is of one."""
+    return next((kind for kind in types if isinstance(kind, str) or kind.decides_equally(block)), None)
+
+
 def kinds_of_one_structure(
     types: Mapping[str, LayerType | str], layers: Mapping[str, tuple[str, Any]]
 ) -> dict[str, int]:
-    """Numbers of blocks that have one key, by what they call: of those, only the first has run in
-    the sample forward. `layers`: the key of each block, and more.
+    """A number for each block of a key whose blocks call different modules. Blocks of one number
+    call the same: of a key, only the first block has run in the sample forward.
+
+    Args: `layers`: the key of each block, and its arguments.
     """
     if len(set(map(id, types.values()))) == len({key for key, _ in layers.values()}):
         return {}
@@ -343,3 +351,32 @@ def example_width(layer_type: LayerType) -> int:
     stream = layer_type.subs[0].res if layer_type.subs else layer_type.stream
     assert stream is not None
     return shape(stream)[features_dim(stream, layer_type.layer)]
+
+
+@dataclass
+class LoopTypes:
+    """The types of modules that have loops. `arguments`: of each, with the key of its structure."""
+
+    model: nn.Module
+    mode: FakeTensorMode
+    seen: SampleForward
+    arguments: Mapping[str, tuple[str, dict[str, Any]]]
+    known: dict[object, list[LayerType | str]] = field(default_factory=dict[object, list[LayerType | str]])
+
+    def of(self, loops: Sequence[Loop]) -> LayerType | str:
+        """The type of the module of some loops, of which the iterations are entered."""
+        key, values = self.arguments[loops[0].caller]
+        bodies = tuple(body for loop in loops for body in loop.bodies_in_caller())
+        module, known = submodule(self.model, loops[0].caller), self.known.setdefault((key, bodies), [])
+        if (kind := equal_type(known, module)) is None:
+            known.append(kind := trace_layer(module, values, self.mode, bodies))
+        return kind
+
+    def interruption(self, loop: Loop, loops: Sequence[Loop]) -> str | None:
+        """Why the iterations of a loop are no layers: others run between two calls of one part.
+        `loops`: those of the module.
+        """
+        name, kind = repeated_part(loop, self.model, self.seen), self.of(loops)
+        if name is None or isinstance(kind, str) or not are_interleaved(loop, loops, kind.subs, kind.layer):
+            return None
+        return f"its code calls `{name}` several times, with other layers in between"

@@ -25,10 +25,9 @@ from peftc.recognition.layer_candidates import (
     stack_path,
     without_numbers,
 )
-from peftc.recognition.layer_types import LayerType, kinds_of_one_structure, trace_layer
+from peftc.recognition.layer_types import LayerType, LoopTypes, equal_type, kinds_of_one_structure, trace_layer
 from peftc.recognition.loops import (
     Loop,
-    are_interleaved,
     attribute_loops,
     contains_name,
     find_loops,
@@ -37,7 +36,6 @@ from peftc.recognition.loops import (
     leaves_stream,
     may_hold_layers,
     own_part,
-    repeated_part,
     sub_layers_by_body,
     weights_of,
 )
@@ -213,7 +211,7 @@ def _types_of_blocks(model: nn.Module, seen: SampleForward, mode: FakeTensorMode
     for name, (key, arguments) in seen.layers.items():
         block, known = submodule(model, name), traced.setdefault(key, [])
         arguments_of.setdefault(key, arguments)  # of the first block; the others have none
-        if (kind := next((k for k in known if isinstance(k, str) or k.decides_equally(block)), None)) is None:
+        if (kind := equal_type(known, block)) is None:
             calls = seen.calls.items()
             several = [relative_name(n, name) for n, c in calls if c.output_path and n.startswith(f"{name}.")]
             kind = trace_layer(block, arguments_of[key], mode, several=several)
@@ -283,30 +281,15 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
     if not loops:
         return
     arguments = observe(model, sample, mode, seen.candidates, {loop.caller for loop in loops}).arguments
-    types: dict[object, list[LayerType | str]] = {}
-
-    def kind_of(caller: str, bodies: Sequence[Sequence[str]]) -> LayerType | str:
-        """The type of a module, of which the iterations are entered."""
-        key, values = arguments[caller]
-        known, module = types.setdefault((key, bodies), []), submodule(model, caller)
-        if (kind := next((k for k in known if isinstance(k, str) or k.decides_equally(module)), None)) is None:
-            known.append(kind := trace_layer(module, values, mode, bodies))
-        return kind
-
-    def interruption(loop: Loop, beside: Sequence[Loop], kind: LayerType | str) -> str | None:
-        """Why the iterations of a loop are no layers: other layers run between two calls of one."""
-        name = repeated_part(loop, model, seen)
-        is_whole = name is None or isinstance(kind, str) or not are_interleaved(loop, beside, kind.subs, kind.layer)
-        return None if is_whole else f"its code calls `{name}` several times, with other layers in between"
-
+    types = LoopTypes(model, mode, seen, arguments)
     members: dict[str, list[_Layer]] = {}
     accepted: list[Loop] = []
     refused: list[Loop] = []  # in stages, which are no layers in their place
     for loop in loops:
         if loop.caller not in arguments or any(loop.holds(inner.caller) for inner in (*accepted, *refused)):
             continue
-        kind = kind_of(loop.caller, loop.bodies_in_caller())
-        if (reason := interruption(loop, [loop], kind)) is not None:
+        kind = types.of([loop])
+        if (reason := types.interruption(loop, [loop])) is not None:
             kind = reason
             refused += [loop] if loop.caller in stages else []
         if isinstance(kind, str):
@@ -318,8 +301,7 @@ def _add_loops(structure: ModelStructure, sample: Mapping[str, Any] | None) -> N
         # Loops of one module are in one graph, since one edit may be in several of them.
         # Seen in: Perceiver AR
         beside = [other for other in accepted if other.caller == loop.caller]
-        kind = kind_of(loop.caller, tuple(body for other in beside for body in other.bodies_in_caller()))
-        kind = interruption(loop, beside, kind) or kind
+        kind = types.interruption(loop, beside) or types.of(beside)
         if isinstance(kind, str):
             structure.untraced |= {loop.place(body): kind for body in loop.bodies}
             continue

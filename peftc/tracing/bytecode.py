@@ -83,8 +83,10 @@ def is_cached_call(frame: FrameType) -> bool:
 
 
 def is_used_unseen(code: CodeType, offset: int, is_operand: bool) -> bool:
-    """Whether C code may use a number that code reads at an offset: `range`, an index of a list.
-    It does not where the number is an operand of the graph and no variable, or compared with None.
+    """Whether C code (`range`, an index of a list) may use the number that code reads at an offset.
+
+    It does not use an operand of the graph that code gives to no variable, nor what code only
+    compares with None.
     """
     after = _instructions_behind(code, offset)[:2]
     names = [i.opname for i in after]

@@ -311,8 +311,8 @@ def mask_of_indices(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 class Attribute:
     """A number that the graph reads from a module; Python's own use of it guards its value.
 
-    C code of Python (`range`, an index of a list, `math.sqrt`) uses it unseen: a number that is no
-    operand of the graph has its value guarded, too. `position`: where the code reads it.
+    C code (`range`, an index of a list, `math.sqrt`) uses a number without a call of its methods.
+    So a number that is no operand of the graph is guarded, too. `position`: where code reads it.
     """
 
     path: str
@@ -323,7 +323,7 @@ class Attribute:
 
     @property
     def is_used_by_python(self) -> bool:
-        """Whether C code may have used the value. It rests on what the code has done so far."""
+        """Whether C code may have used the value. It is known once the code has run."""
         if self.position is None or self.path.rpartition(".")[2] == "training":
             return False
         return is_used_unseen(*self.position, self.is_operand)
