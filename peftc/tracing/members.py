@@ -125,7 +125,7 @@ def _reporting_class(cls: type) -> type:
     if not any("__init_subclass__" in vars(base) for base in cls.__mro__[:-1]):
         return type(cls)(cls.__name__, (cls,), members)
     new = type(cls)(cls.__name__, (_Plain,), members)
-    new.__bases__ = (cls,)
+    new.__bases__ = (cls,)  # which calls no `__init_subclass__`: code of a model's own, perhaps a registry
     return new
 
 
