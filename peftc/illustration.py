@@ -13,14 +13,15 @@ from peftc.installation.compiled_model import CompiledModel, analyse_base, plan_
 from peftc.installation.record import InstalledSpec
 from peftc.installation.spec_names import task_names
 from peftc.models.samples import joint_sample
+from peftc.observation.own_source import own_source
 from peftc.pictures.code import GeneratedCode, Variant
 from peftc.pictures.panels import diagram_of
 from peftc.pictures.picture import Picture
 from peftc.recognition.analysis import ModelLike
 from peftc.semantics.files import Include
 from peftc.semantics.spec_argument import Settings, SpecLike, flat_spec
-from peftc.specialization.generated_class import GeneratedClass, captions
-from peftc.specialization.own_source import own_source
+from peftc.specialization.generated_class import GeneratedClass
+from peftc.specialization.variants import captions
 from peftc.syntax import ast
 from peftc.syntax.printer import print_spec
 
@@ -106,6 +107,6 @@ def _listings(compiled: CompiledModel) -> Iterator[GeneratedCode]:
         kinds[id(kind)] = kind
         modules.setdefault(id(kind), []).append(name)
     for key, kind in kinds.items():
-        forward, pairs = own_source(kind), zip(captions(kind.variants), kind.variants, strict=True)
+        forward, pairs = own_source(kind.base), zip(captions(kind.variants), kind.variants, strict=True)
         variants = tuple(Variant(one.name, caption, tuple(one.source.splitlines())) for caption, one in pairs)
         yield GeneratedCode(kind.name, tuple(modules[key]), forward.name, tuple(forward.lines), variants)

@@ -25,14 +25,15 @@ from peftc.installation.compiled_model import CompiledModel, analyse_base, plan_
 from peftc.installation.record import InstalledSpec, installation_of
 from peftc.installation.spec_names import require_tasks, task_names
 from peftc.models.sources import load_model, load_or_initialize, resolve
+from peftc.observation.own_source import own_source
 from peftc.planning.planner import PlanResult
 from peftc.planning.report.plan import percent, render_plan
 from peftc.recognition.analysis import Analysis
 from peftc.runtime import respecialize
 from peftc.semantics.expand import expand
 from peftc.semantics.spec_argument import default_name, parse_settings
-from peftc.specialization.generated_class import GeneratedClass, captions
-from peftc.specialization.own_source import own_source
+from peftc.specialization.generated_class import GeneratedClass
+from peftc.specialization.variants import captions
 from peftc.standalone import save_standalone
 from peftc.syntax import ast
 from peftc.verification.report import render_verification
@@ -182,7 +183,7 @@ def forward_file(kind: GeneratedClass, modules: list[str]) -> str:
 
 def forward_diff(kind: GeneratedClass, file: str) -> str:
     """A unified diff from the model's own forward to each variant; empty without its source."""
-    own, before = own_source(kind).lines, own_source(kind).name
+    own, before = own_source(kind.base).lines, own_source(kind.base).name
     if not own:
         return ""
     lines: list[str] = []

@@ -22,6 +22,7 @@ from peftc.modules.instance_forward import FORWARD, code_class
 from peftc.modules.offload import HOOK, execution_device, onload_device
 from peftc.modules.walk import Named, all_named_modules, all_parameters, submodule
 from peftc.observation.layer_keys import distinctive_members
+from peftc.observation.reachable_code import reachable_code
 from peftc.planning import ir
 from peftc.rewriting.edits import CONTAINER, SHARED, Region, empty_container, module_name
 from peftc.rewriting.form_copies import FormCopies, FormCopy, container_copy
@@ -31,7 +32,6 @@ from peftc.rewriting.region_list import RegionList
 from peftc.sharding.layouts import note_edits
 from peftc.specialization.generated_class import ClassKey, GeneratedClass, class_key, names_pattern
 from peftc.task_modules.tasked_module import Tasked
-from peftc.tracing.bytecode import reachable_code
 
 Options = tuple[torch.dtype, torch.device]
 

@@ -23,6 +23,7 @@ from peftc.modules.base_values import BASE_VALUES
 from peftc.modules.function_parts import held_part
 from peftc.modules.instance_forward import FORWARD
 from peftc.modules.walk import all_named_modules, modules_in
+from peftc.observation.reachable_code import CodeReads
 from peftc.rewriting.edits import CONTAINER
 
 COMPLETENESS = "peftc_completeness"  # attribute of a compiled model: its `Completeness`
@@ -37,7 +38,8 @@ class Completeness:
     """Checks that no edited module of a compiled model has been replaced.
 
     Every call compares `links`: the children on the paths from the model to its edited modules. If
-    one has changed, all modules are searched: an edited one may be in a wrapper, or elsewhere.
+    one has changed, all modules are searched: an edited one may be in a wrapper, or elsewhere. It
+    also compares what rewritten code reads, which a search lets their classes renew.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -45,6 +47,7 @@ class Completeness:
         self.number = next(_count)
         self.attribute = f"whole_{self.number}"  # of `DYNAMO_VIEW`, read by compiled code
         self.links: tuple[tuple[Any, ...], ...] | None = None  # owners, names, modules, their classes
+        self.code_reads = CodeReads()  # of the edited modules
         self.has_names = False  # whether each edited module still has the name that it was compiled under
         _registry[self.number] = self
 
@@ -59,7 +62,8 @@ class Completeness:
         if self.links is None:
             return False
         owners, names, modules, classes = self.links
-        return all(map(is_, map(dict.get, owners, names), modules)) and all(map(is_, map(type, modules), classes))
+        are_linked = all(map(is_, map(dict.get, owners, names), modules)) and all(map(is_, map(type, modules), classes))
+        return are_linked and self.code_reads.are_current()
 
     def search(self, model: nn.Module, record: Installation) -> None:
         """Searches all modules, renews `links`.
@@ -71,7 +75,8 @@ class Completeness:
         elsewhere = [name for name in _names(record) if not _is_edited_at(model, name, record)]
         missing = [name for name in elsewhere if not _contains_edits(model, name, record)]
         regions = [name for name, _ in record.regions]
-        if sum(CONTAINER in vars(module)["_modules"] for module in edited_modules(model, record)) < len(regions):
+        edited = edited_modules(model, record)
+        if sum(CONTAINER in vars(module)["_modules"] for module in edited) < len(regions):
             raise PeftcError(_replaced(model, missing[0]) if missing else _merged(model, regions))
         trained = {name.rpartition(".")[0] for name in record.parameters_of_base}
         if lost := [name for name in missing if name in trained]:
@@ -85,6 +90,7 @@ class Completeness:
             help_ = "save the edits, construct the model anew, and load them: a copy has the functions of its original"
             raise PeftcError(Diagnostic("P452", message, help=help_))
         self.has_names = not elsewhere
+        self.code_reads = _renewed_reads(edited)
         parts = tuple(zip(*links, strict=True)) or ((), (), ())
         self.links = (*parts, tuple(map(type, parts[2])))
 
@@ -95,6 +101,14 @@ class Completeness:
         if not self.has_names:
             name = next(name for name in _names(record) if not _is_edited_at(model, name, record))
             raise PeftcError(_replaced(model, name, _contains_edits(model, name, record)))
+
+
+def _renewed_reads(edited: Iterable[nn.Module]) -> CodeReads:
+    kinds: dict[Any, None] = dict.fromkeys(getattr(type(module), "_peftc_kind", None) for module in edited)
+    kinds.pop(None, None)
+    for kind in kinds:
+        kind.renew()
+    return CodeReads(*(read for kind in kinds for read in kind.reads.reads.values()))
 
 
 def complete_installation(model: nn.Module) -> Installation:

@@ -28,8 +28,8 @@ from peftc.modules.memory import storage_of
 from peftc.modules.module_rows import ModuleRows, Row, Span
 from peftc.modules.torch_attributes import ATTRIBUTES, getter
 from peftc.modules.walk import Named, all_named_modules, modules_in
+from peftc.observation.reachable_code import reachable_code
 from peftc.rewriting.edits import CONTAINER, SHARED
-from peftc.tracing.bytecode import reachable_code
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, type)
 _HOOKS = frozenset(key for key in ATTRIBUTES if key.endswith(("_hooks", "_called", "_with_kwargs")))

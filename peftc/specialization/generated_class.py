@@ -6,10 +6,9 @@ import inspect
 import linecache
 import re
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any, cast
 
@@ -20,10 +19,10 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from peftc.concurrency.context import ALL, CHOICE, NO_CHOICE, NO_EDITS, ChoiceVar, preserve_choices
 from peftc.concurrency.interrupts import Deferral, shielded
 from peftc.diagnostics import Diagnostic, PeftcError
-from peftc.diagnostics.diagnostic import printable
 from peftc.modules.form_hooks import has_hooks
 from peftc.modules.instance_forward import FORWARD, GENERATED, replace_base, with_generated_forward
 from peftc.modules.subclasses import constructor, subclass
+from peftc.observation.reachable_code import CodeReads, reachable_code
 from peftc.rewriting.boundary import boundary_graph
 from peftc.rewriting.edits import CONTAINER, RegionEdit
 from peftc.rewriting.insert import Inserter
@@ -37,9 +36,10 @@ from peftc.specialization.expressions import call_arguments, conjunction, functi
 from peftc.specialization.names import FIXED_NAMES, GlobalNames
 from peftc.specialization.region_forward import forward_of
 from peftc.specialization.tensor_reads import READ, compile_reads, read, renamed_code, unpack_weights
+from peftc.specialization.variants import Variant, captions
 from peftc.specialization.visible_children import child_members
-from peftc.tracing.bytecode import reachable_code
 from peftc.tracing.module_calls import bind_arguments
+from peftc.tracing.patches import patching_lock
 from peftc.tracing.region_trace import RegionTrace
 from peftc.tracing.tracer_base import is_tracing
 
@@ -51,7 +51,7 @@ def uncompiled(function: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 
 NUMBERED = ("variant_", "PASSTHROUGH")  # begin the names of other functions and constants of generated code
-CALLING_FORMS = "calling forms"
+CALLING_FORMS, WITHOUT = "calling forms", "without "  # begin the names of attributes that have other classes
 _PLACE = re.compile(rf"\b{CONTAINER}\.\w+\.\w+(?=\.)")  # of the forms of an edit (`RegionEdit.place`)
 ClassKey = tuple[Any, ...]
 _both_modes = ContextVar("both_modes", default=False)
@@ -65,50 +65,6 @@ def specializing_both_modes() -> Generator[None]:
         yield
     finally:
         _both_modes.reset(token)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One specialisation of a forward.
-
-    Args:
-        predicate: the source of `holds`, and the names that it uses.
-        traits: what its conditions mean.
-    """
-
-    name: str
-    conditions: tuple[str, ...]
-    make_graph: Callable[[], fx.Graph]
-    source: str
-    predicate: tuple[str, Mapping[str, Any]]
-    passthrough: frozenset[str]
-    traits: Mapping[str, str] = field(default_factory=dict[str, str])
-
-    @cached_property
-    def graph(self) -> fx.Graph:
-        return self.make_graph()
-
-    @cached_property
-    def holds(self) -> Callable[..., bool]:
-        """Whether it is for a call: a function of the module and the arguments."""
-        source, values = self.predicate
-        namespace = dict(values)
-        exec(compile(source, f"<peftc {self.name}>", "exec"), namespace)
-        return namespace["holds"]
-
-
-def captions(variants: Sequence[Variant]) -> list[str]:
-    """What each variant is for: mode, cache, distinctive traits; of twins also a condition."""
-    names = dict.fromkeys(n for v in variants for n in v.traits if n not in ("mode", "cache"))
-    shown = ["cache", *(n for n in names if len({v.traits.get(n) for v in variants}) > 1)]
-    words = [[v.traits.get("mode", "training and evaluation"), *map(v.traits.get, shown)] for v in variants]
-    labels = [", ".join(filter(None, each)) for each in words]
-    texts: list[str] = []
-    for variant, label in zip(variants, labels, strict=True):
-        twins = [v for v, other in zip(variants, labels, strict=True) if other == label and v is not variant]
-        own = next((c for c in variant.conditions if any(c not in v.conditions for v in twins)), None)
-        texts.append(printable(label if own is None else f"{label}, {own}")[:110])
-    return texts
 
 
 class GeneratedClass:
@@ -138,8 +94,9 @@ class GeneratedClass:
         self.base, self.inline, self.edits, self.name, self.members = base, inline, edits, name, members
         self.entered, self.calls_forms = entered, calls_forms
         self.entered_names = tuple(sorted(inline - {""}))
-        # The code that its variants are traced from.
+        # The code that its variants are traced from, and what that reads.
         self.code = tuple(map(reachable_code, (base, *entered))) if like is None else like.code
+        self.reads = CodeReads.of(base, *entered) if inline else CodeReads()
         self.signature = signature_of(base) if like is None else like.signature
         hiding = [n for n in [*self.signature.parameters][1:] if n in FIXED_NAMES or n.startswith(NUMBERED)]
         if inline and hiding:
@@ -191,7 +148,7 @@ class GeneratedClass:
             names = off.split(" ")
             edits = () if off == ALL else tuple(edit for edit in self.edits if edit.edit not in names)
             arguments = (self.base, self.inline, edits, self.name, self.members, self.entered)
-            other = GeneratedClass(*arguments) if edits else Unedited(self.base.forward)
+            other = GeneratedClass(*arguments) if edits else Unedited(self.base)
             other = self if len(edits) == len(self.edits) and off != ALL else other
             return vars(self).setdefault(without_name(off), other)
 
@@ -209,11 +166,30 @@ class GeneratedClass:
 
     # Variants -------------------------------------------------------------------------------------
 
+    def renew(self) -> None:
+        """Where code has been patched, or reads something else, forgets the variants: the next call
+        is traced.
+        """
+        if self.reads.are_current() or is_tracing():
+            return
+        with patching_lock, self.lock, Deferral():  # a trace in another thread may have patched torch
+            reads, last = CodeReads.of(self.base, *self.entered), self.reads
+            self.reads = reads
+            if reads.are_equal(last):
+                return
+            self.code = tuple(map(reachable_code, (self.base, *self.entered)))
+            self.signature = signature_of(self.base)
+            self.names = GlobalNames(self.signature.parameters)
+            self.variants, self.dispatch = [], self._respecialize
+            for name in [n for n in vars(self) if n == CALLING_FORMS or n.startswith(WITHOUT)]:
+                delattr(self, name)
+
     def respecialize(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Runs a call that no variant holds for: traces it, inserts the edits, adds the variant."""
         if is_tracing():  # of another region: only shapes count, which are those of the base
             return cast("Any", self.base).forward(module, *args, **kwargs)
         with self.lock:
+            self.renew()
             variant = self.variant_for(module, *args, **kwargs)  # another thread may have been first
             variant = variant or self.specialize(module, args, kwargs)
             if _both_modes.get():
@@ -236,6 +212,7 @@ class GeneratedClass:
         paths = CallPaths(self.name, traces, self.names, self.rewrite)
         with _disable_current_modes():  # a program that is exported would have the operations of the trace
             paths.follow()
+        self.reads = CodeReads.of(self.base, *self.entered)  # the model's own code may have set some of them
         variant = self.variant(paths.graph, paths.others, tuple(paths.conditions), traces.passthrough, paths.traits)
         if not variant.holds(module, *args, **kwargs):
             message = f"the forward made for a call of {self.name} does not recognise that call"
@@ -317,15 +294,19 @@ def signature_of(cls: type[nn.Module]) -> inspect.Signature:
 
 def without_name(off: str) -> str:
     """The attribute that has the class without some edits; dynamo takes no dots in its name."""
-    return f"without {off.replace('.', '/')}"
+    return f"{WITHOUT}{off.replace('.', '/')}"
 
 
 @dataclass(frozen=True)
 class Unedited:
     """Stands for a class whose edits are all disabled: `dispatch` is the region's own forward."""
 
-    dispatch: Callable[..., Any]
+    base: type[nn.Module]
     entered_names: tuple[str, ...] = ()
+
+    @property
+    def dispatch(self) -> Callable[..., Any]:
+        return self.base.forward
 
     def for_hooks_of(self, module: nn.Module) -> Unedited:
         return self

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice, pairwise
 from pathlib import Path
-from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import nn
@@ -159,40 +159,6 @@ def compares_identity(function: Callable[..., Any], owner: type, depth: int = DE
         return False
     callees = FunctionCode.of(function, owner).callees(instructions)
     return any(compares_identity(callee, owner, depth - 1) for callee in callees)
-
-
-_CALLABLES = (FunctionType, MethodType, property)
-
-
-def reachable_code(cls: type) -> tuple[Any, ...]:
-    """The functions that a forward may call, with code and constants; equal until patched."""
-    functions: dict[int, tuple[Any, ...]] = {}
-
-    def visit(value: Any) -> None:
-        value = value.__func__ if isinstance(value, MethodType) else value
-        value = value.fget if isinstance(value, property) else value
-        if not isinstance(value, FunctionType) or id(value) in functions:
-            return
-        names = _code_names(value.__code__)
-        members = {n: value.__globals__[n] for n in names if n in value.__globals__}
-        plain = tuple((n, v) for n, v in members.items() if v is None or isinstance(v, (bool, int, float, str)))
-        functions[id(value)] = (value, value.__code__, plain)
-        if value.__module__.partition(".")[0] in LIBRARIES:
-            return
-        modules = [v for v in members.values() if isinstance(v, ModuleType)]
-        cells = [c.cell_contents for c in value.__closure__ or () if c != CellType()]
-        methods = [getattr(cls, n, None) for n in names]  # names are followed, not calls
-        for inner in (*members.values(), *cells, *methods, *(getattr(m, n, None) for m in modules for n in names)):
-            if isinstance(inner, _CALLABLES):
-                visit(inner)
-
-    visit(getattr(cls, "forward", None))
-    return tuple(functions.values())
-
-
-def _code_names(code: CodeType) -> list[str]:
-    inner = (name for c in code.co_consts if isinstance(c, CodeType) for name in _code_names(c))
-    return list(dict.fromkeys((*code.co_names, *inner)))
 
 
 def _aliases(names: set[str], instructions: Sequence[dis.Instruction]) -> set[str]:

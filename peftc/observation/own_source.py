@@ -4,7 +4,7 @@ import inspect
 import textwrap
 from dataclasses import dataclass
 
-from peftc.specialization.generated_class import GeneratedClass
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -15,8 +15,8 @@ class OwnSource:
     lines: list[str]
 
 
-def own_source(kind: GeneratedClass) -> OwnSource:
-    forward = inspect.unwrap(kind.base.forward)
+def own_source(cls: type[nn.Module]) -> OwnSource:
+    forward = inspect.unwrap(cls.forward)
     name = f"{forward.__module__}.{forward.__qualname__}"
     try:
         return OwnSource(name, textwrap.dedent(inspect.getsource(forward)).splitlines())
