@@ -14,6 +14,7 @@ from peftc.tracing.bytecode import LIBRARIES
 _CALLABLES = (FunctionType, MethodType, property)
 MOST = 64  # entries of a global dictionary that are compared
 _CONSTANTS = (bool, int, float, str)
+_LIBRARIES = LIBRARIES | {"peftc"}  # which patches methods of torch while it analyses a model
 Read = tuple[Any, str, Any]  # an owner, a name, the value
 
 
@@ -92,7 +93,7 @@ def _class_reads(cls: type, names: Iterable[str]) -> Iterator[Read]:
 
 
 def _is_of_library(value: Any) -> bool:
-    return str(value.__module__).partition(".")[0] in LIBRARIES
+    return str(value.__module__).partition(".")[0] in _LIBRARIES
 
 
 def _reachable_functions(cls: type) -> list[FunctionType]:
