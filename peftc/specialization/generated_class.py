@@ -172,7 +172,7 @@ class GeneratedClass:
         """
         if self.reads.are_current() or is_tracing():
             return
-        with patching_lock, self.lock, Deferral():  # a trace in another thread may have patched torch
+        with self.lock, patching_lock, Deferral():  # a trace in another thread may have patched torch
             reads, last = CodeReads.of(self.base, *self.entered), self.reads
             self.reads = reads
             if reads.are_equal(last):
