@@ -77,6 +77,7 @@ class GraphPrinter:
         self.expressions = Expressions(names, signature)
         self.texts = self.expressions.texts
         self.loops = loops_of(graph)
+        self.assigned = assigned_attributes(graph)
         self.straight = 1 + max((i for i, n in enumerate(graph.nodes) if n.target is branch), default=-1)
         reserved = {*names.values, *self.computed.values()}
         self.locals = LocalNames(graph, signature, reserved, self.texts, not self.loops and not self.straight)
@@ -153,7 +154,7 @@ class GraphPrinter:
         elif target is setattr:
             self.same(node)
             self.write(node, [f"{self.texts[node]}.{node.args[1]} = {value(node.args[2])}"])
-        elif is_read_of_form(node) or (node.op == "get_attr" and not (is_form(node) and len(node.users) > 1)):
+        elif is_read_of_form(node) or (node.op == "get_attr" and not self.is_kept(node)):
             self.texts[node] = self.expressions.of(node)
         elif is_size(node) and len(node.users) <= 2:
             self.flush()
@@ -172,6 +173,12 @@ class GraphPrinter:
             text = self.nested(node)
             self.flush()
             self.assign(node, text)
+
+    def is_kept(self, node: fx.Node) -> bool:
+        """Whether a variable keeps what is read here: for several users, or as code assigns
+        another.
+        """
+        return (is_form(node) and len(node.users) > 1) or node.target in self.assigned
 
     def same(self, node: fx.Node) -> None:
         """`node` stands for its first operand, which has been changed in place."""
@@ -276,6 +283,13 @@ def raised(error: Exception, names: GlobalNames) -> str:
         return f"raise {names.of(untraced)}({str(error)!r})"
     kind = type(error) if type(error).__module__ == "builtins" else RuntimeError
     return f"raise {kind.__name__}({str(error)!r})"
+
+
+def assigned_attributes(graph: fx.Graph) -> set[str]:
+    """The paths of attributes that code assigns: `mlp.loss`."""
+    owners = ((node.args[0], node.args[1]) for node in graph.nodes if node.target is setattr)
+    modules = ((str(owner.target), name) for owner, name in owners if isinstance(owner, fx.Node))
+    return {f"{module.removeprefix('_self')}.{name}".lstrip(".") for module, name in modules}
 
 
 def remove_dead(graph: fx.Graph, others: Mapping[int, OtherPath | Exception]) -> None:

@@ -25,9 +25,9 @@ from peftc.modules.packed import is_stand_in
 from peftc.specialization.leaf_functions import LeafFunction, innermost_function, leaf_functions, running_frames
 from peftc.specialization.symbolic_sizes import SymbolicSizes
 from peftc.tracing.bytecode import Origin
-from peftc.tracing.in_place import storage_id
+from peftc.tracing.in_place import leaves, storage_id
 from peftc.tracing.module_calls import is_constant
-from peftc.tracing.proxy import Attribute, ConcreteProxy, concrete_values, is_proxy
+from peftc.tracing.proxy import Attribute, ConcreteProxy, concrete_values, contains_proxy, is_proxy
 from peftc.tracing.region_trace import RegionTrace, TraceError, is_input
 from peftc.tracing.tracer import RegionTracer
 from peftc.tracing.tracer_base import current_tracer
@@ -45,6 +45,8 @@ class GuardedTracer(RegionTracer):
         self.typed: set[fx.Node] = set()
         self.dtypes: dict[str, torch.dtype] = {}  # of parameters whose dtype the code may have read
         self.numbers: dict[str, None] = {}  # attributes that were read, and may be None in other modules
+        self.assignments: dict[tuple[int, str], list[int]] = {}  # by module and name: of what, by `id`
+        self.replaced: dict[str, fx.Node] = {}  # tensors of modules before the code has assigned others
 
     # Arguments ------------------------------------------------------------------------------------
 
@@ -150,6 +152,26 @@ class GuardedTracer(RegionTracer):
         self.attribute_guards[owner, name] = value
         return value
 
+    def write_attribute(self, module: nn.Module, name: str, value: Any) -> None:
+        """Records the assignment, but of tensors that depend on no argument, as tables of
+        positions: each call computes them anew.
+        """
+        super().write_attribute(module, name, value)
+        if id(module) not in self.module_names or not (contains_proxy(value) or is_constant(value)):
+            return
+        old = next((own[name] for own in (vars(module), *_tables(module)) if name in own), None)
+        if isinstance(old, torch.Tensor) and (path := self.tensor_names.get(id(old))) is not None:
+            self.replaced.setdefault(path, self.attribute_node(path, old))
+        self.record_node(setattr, (module, name, value))
+        self.assignments[id(module), name] = list(map(id, leaves(value)))
+
+    def note_left(self, module: nn.Module, name: str, value: Any) -> None:
+        if self.assignments.get((id(module), name)) != list(map(id, leaves(value))):
+            raise TraceError(f"its code puts tensors into what `{name}` holds, and a graph sets attributes alone")
+
+    def attribute_node(self, path: str, value: Any) -> fx.Node:
+        return self.replaced.get(path) or super().attribute_node(path, value)
+
     def read_tensor(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
         if is_stand_in(value):
             return  # the matrix, which is computed with in the dtype of the input
@@ -187,6 +209,10 @@ class GuardedTracer(RegionTracer):
             if is_read and after is not before and not _have_one_memory(before, after):
                 raise TraceError(f"the code replaces `{path}`, which a later call reads")
         return trace
+
+
+def _tables(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return vars(module)["_buffers"], vars(module)["_parameters"]
 
 
 def _states(root: nn.Module) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 from peftc.tracing.bytecode import reading_instruction
 from peftc.tracing.patches import INSTRUMENTED, PLAIN, is_member
-from peftc.tracing.proxy import Attribute, attribute_proxy, is_proxy
+from peftc.tracing.proxy import Attribute, attribute_proxy, contains_proxy, is_proxy
 from peftc.tracing.region_trace import Absent, TraceError
 from peftc.tracing.tracer_base import TracerBase, current_tracer
 
@@ -178,7 +178,7 @@ class MemberTracer(TracerBase):
 
     def read_attribute(self, module: nn.Module, name: str, value: Any) -> Any:
         owner = self.module_names.get(id(module))
-        if owner is None:
+        if owner is None or (owner, name) in self.writes:  # this call has written the value
             return value
         if value is None or isinstance(value, str):
             self.note_read(owner, name)
@@ -187,7 +187,7 @@ class MemberTracer(TracerBase):
 
     def read_object(self, value: object, name: str, member: Any) -> Any:
         owner = self.objects.paths.get(id(value))
-        if owner is None:
+        if owner is None or (owner, name) in self.writes:
             return member
         if member is None or isinstance(member, str):
             self.note_read(owner, name)
@@ -234,12 +234,10 @@ class MemberTracer(TracerBase):
     def note_read(self, owner: str, name: str) -> None:
         if self.recording:
             self.reads.add((owner, name))
-            if (owner, name) in self.writes:
-                self.reject_write(name)
 
     def write_attribute(self, module: nn.Module, name: str, value: Any) -> None:
         owner = self.module_names.get(id(module))
-        if owner is not None:
+        if owner is not None and type(value) in PLAIN and not contains_proxy(value):
             self.note_write(owner, name, vars(module).get(name, nn.Module), value)
 
     def write_object(self, written: object, name: str, value: Any) -> None:

@@ -161,9 +161,12 @@ def instrument(cls: type) -> type:
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         tracer = current_tracer()
-        if tracer is not None and type(value) in PLAIN:
+        if tracer is not None:
             tracer.write_attribute(self, name, value)
-        parent.__setattr__(self, name, value)
+        if tracer is not None and is_proxy(value) and (name in self._buffers or name in self._parameters):
+            vars(self)[name] = value  # found before them, and taken out again: they hold tensors only
+        else:
+            parent.__setattr__(self, name, value)
 
     def __getattr__(self: Any, name: str) -> Any:
         tracer = current_tracer()

@@ -7,7 +7,7 @@ call has left of its own values no graph holds.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from peftc.concurrency.interrupts import shielded
 from peftc.tracing.proxy import contains_proxy
 from peftc.tracing.region_trace import TraceError
 
-_REGISTRIES = ("_parameters", "_buffers", "_modules")
+_TENSORS = ("_parameters", "_buffers")
+_REGISTRIES = (*_TENSORS, "_modules")
 
 
 class _Cache(dict[Any, Any]):
@@ -58,25 +59,35 @@ class _Cache(dict[Any, Any]):
 
 
 @shielded
-def without_proxies(root: nn.Module) -> Generator[None]:
-    """Restores the attributes of modules in which the traced code has left proxies."""
+def without_proxies(root: nn.Module, note_left: Callable[[nn.Module, str, Any], None]) -> Generator[None]:
+    """Restores the attributes of modules in which the traced code has left proxies, and calls
+    `note_left` for each.
+    """
     # Seen in: Recurrent Gemma, whose recurrences keep their last state
-    before = [(vars(module), dict(vars(module))) for module in root.modules()]
-    members = [(name, value) for _, own in before for name, value in own.items() if type(value) in (list, dict)]
-    copies = [(value, value.copy()) for name, value in members if name not in _REGISTRIES]
+    modules = list(root.modules())
+    tables = [(module, table) for module in modules for table in (vars(module), *map(vars(module).get, _TENSORS))]
+    before = [(module, table, dict(table)) for module, table in tables if table is not None]
+    members = [(module, name, value) for module in modules for name, value in vars(module).items()]
+    collections = [one for one in members if type(one[2]) in (list, dict) and one[1] not in _REGISTRIES]
+    copies = [(*one, one[2].copy()) for one in collections]
+    left: list[tuple[nn.Module, str, Any]] = []
     try:
         yield
     finally:
-        for own, attributes in before:
+        for module, own, attributes in before:
             changed = [name for name, value in own.items() if value is not attributes.get(name)]
             for name in filter(lambda name, own=own: contains_proxy(own[name]), changed):
+                left.append((module, name, own[name]))
                 own[name] = attributes.get(name)
                 if name not in attributes:
                     del own[name]
-        for value, entries in copies:
+        for module, name, value, entries in copies:
             if contains_proxy(value):
+                left.append((module, name, value.copy()))
                 value.clear()
                 (value.extend if type(value) is list else value.update)(entries)
+    for one in left:
+        note_left(*one)
 
 
 @shielded

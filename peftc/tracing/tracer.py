@@ -248,7 +248,7 @@ class RegionTracer(MemberTracer):
             no_data_answers(),
             fake_tensor_patches(),
             unchanged_globals(root),
-            without_proxies(root),
+            without_proxies(root, self.note_left),
             without_cached_tensors(root),
             unchanged_collections(self, root),
             value_types(root),

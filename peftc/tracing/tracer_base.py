@@ -132,7 +132,10 @@ class TracerBase(fx.Tracer):
         """Called when Python asks `module` for an attribute that it does not have."""
 
     def write_attribute(self, module: nn.Module, name: str, value: Any) -> None:
-        """Called when Python sets an attribute of `module` to a number, a text or the like."""
+        """Called before Python sets an attribute of `module`."""
+
+    def note_left(self, module: nn.Module, name: str, value: Any) -> None:
+        """Called at the end for each attribute of `module` in which the code has left proxies."""
 
     def read_object(self, value: object, name: str, member: Any) -> Any:
         """What Python gets for `value.name`, of an object in a module: `member`, or a proxy."""

@@ -4,9 +4,8 @@ and buffers that code replaces.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -79,14 +78,22 @@ def test_tensors_that_are_no_buffers_are_read_and_written() -> None:
         torch.testing.assert_close(by_token(model, x), whole, rtol=0, atol=1e-10)
 
 
-def test_code_that_replaces_what_a_later_call_reads_is_not_entered() -> None:
-    """Without the assignment, the next call would not see the keys of this one."""
+def test_code_that_replaces_what_a_later_call_reads() -> None:
+    """The next call sees the keys of this one, without the prefix."""
     torch.manual_seed(0)
-    sample = {"x": torch.randn(2, T, D)}
-    with pytest.raises(peftc.PeftcError, match="replaces `joined`"):
-        peftc.compile(PREFIX, Layers(Replacing(), Replacing()).eval(), seed=0, sample=sample)
+    model, x = Layers(Replacing(), Replacing()).double().eval(), torch.randn(2, T, D, dtype=torch.float64)
+    peftc.compile(PREFIX, model, seed=0, sample={"x": x})
+    for parameter in peftc.parameters(model).values():
+        nn.init.normal_(parameter)
+    empty: list[Any] = [layer.joined for layer in model.layers]
+    with torch.no_grad():
+        whole = model(x)
+        for layer, joined in zip(model.layers, empty, strict=True):
+            assert cast(Any, layer).joined.shape == (2, T, 2 * D)
+            cast(Any, layer).joined = joined
+        torch.testing.assert_close(by_token(model, x), whole, rtol=0, atol=1e-10)
     named = LORA.replace("layer[*].attn.k", '"**.k"')
-    peftc.compile(named, Layers(Replacing(), Replacing()).eval(), seed=0, sample=sample)
+    peftc.compile(named, Layers(Replacing(), Replacing()).eval(), seed=0, sample={"x": x.float()})
 
 
 def test_keys_and_values_that_are_joined_have_no_role_and_are_named() -> None:
