@@ -11,7 +11,7 @@ import functools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -37,10 +37,15 @@ def global_variables(*roots: nn.Module) -> list[dict[str, Any]]:
 
 
 @shielded
-def unchanged_globals(root: nn.Module) -> Generator[None]:
+def unchanged_globals(
+    root: nn.Module,
+    contains_proxy: Callable[[Any], bool] = lambda _: False,
+    note_left: Callable[[Any, str, Any], None] = lambda *_: None,
+) -> Generator[None]:
     """For runs without data. Inside the block, the files of a model's classes call functions past
-    their `lru_cache`. After it, variables of these files, of their classes and functions, and
-    collections in them are restored where code has put tensors without data.
+    their `lru_cache`. After it, variables of these files, of their classes, functions and objects,
+    and collections in them are restored where code has put tensors without data or proxies.
+    `note_left`: called for each that has a proxy.
     """
     # Seen in: no transformers model, but the decay masks of yet-another-retnet
     files = {id(file): file for file in global_variables(root)}
@@ -49,45 +54,63 @@ def unchanged_globals(root: nn.Module) -> Generator[None]:
     tables = [(table, table.copy()) for table in _collections([*files.values(), *own])]
     tables += [(file, file.copy()) for file in files.values()]
     places = _unwrap(files)
+    left: list[tuple[Any, str, Any]] = []
+
+    def is_new(owner: Any, name: object, value: Any, before: Any) -> bool:
+        if value is before:
+            return False
+        if contains_proxy(value):
+            left.append((owner, str(name), value))
+            return True
+        return any(isinstance(tensor, FakeTensor) for tensor in tensors_in(value))
+
     try:
         yield
     finally:
         _wrap(files, places)
         for table, before in tables:
-            _restore(table, before)
+            _restore(table, before, is_new)
         for owner, before in variables:
-            for name in [name for name, value in vars(owner).items() if _is_new(value, before.get(name))]:
+            for name in [n for n, value in vars(owner).items() if is_new(owner, n, value, before.get(n))]:
                 if name in before:
                     setattr(owner, name, before[name])
                 else:
                     delattr(owner, name)
+    for one in left:
+        note_left(*one)
 
 
 def _owners(files: Iterable[dict[str, Any]]) -> list[Any]:
-    """The classes and functions that files define."""
-    values = ((file.get("__name__"), value) for file in files for value in file.values())
-    return [v for name, v in values if isinstance(v, (type, FunctionType)) and v.__module__ == name]
+    """The classes and functions that files define, and their global objects."""
+    values = ((file.get("__name__"), value) for file in files for name, value in file.items() if name[:2] != "__")
+    return [value for name, value in values if _is_defined(value, name) or _is_object(value)]
+
+
+def _is_defined(value: Any, file: Any) -> bool:
+    return isinstance(value, (type, FunctionType)) and value.__module__ == file
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value is an object of a class that no library defines."""
+    of_library = str(type(value).__module__).partition(".")[0] in (*_LIBRARIES, *sys.stdlib_module_names)
+    return not of_library and isinstance(getattr(value, "__dict__", None), dict)
 
 
 def _collections(tables: Iterable[dict[str, Any]]) -> Iterator[Any]:
     return (v for table in tables for name, v in table.items() if type(v) in (dict, list) and name[:2] != "__")
 
 
-def _restore(table: Any, before: Any) -> None:
-    """Gives a dictionary or a list its entries again, if tensors without data came in."""
+def _restore(table: Any, before: Any, is_new: Callable[[Any, object, Any, Any], bool]) -> None:
+    """Gives a dictionary or a list its entries again, if new ones came in."""
     if isinstance(table, list):
-        if any(_is_new(value) for value in table[len(before) :]):
+        if any(is_new(table, i, value, None) for i, value in enumerate(table[len(before) :], len(before))):
             table[:] = before
         return
-    for key in [key for key, value in table.items() if _is_new(value, before.get(key))]:
+    for key in [key for key, value in table.items() if is_new(table, key, value, before.get(key))]:
         if key in before:
             table[key] = before[key]
         else:
             del table[key]
-
-
-def _is_new(value: Any, before: Any = None) -> bool:
-    return value is not before and any(isinstance(tensor, FakeTensor) for tensor in tensors_in(value))
 
 
 def _unwrap(files: dict[int, dict[str, Any]]) -> list[tuple[int, str]]:

@@ -32,6 +32,8 @@ from peftc.tracing.region_trace import RegionTrace, TraceError, is_input
 from peftc.tracing.tracer import RegionTracer
 from peftc.tracing.tracer_base import current_tracer
 
+OF_GRADIENTS = ("grad_fn", "is_leaf", "grad", "_base", "_version")  # members of tensors: how they were computed
+
 
 class GuardedTracer(RegionTracer):
     """Traces one call. `symbolic`: constants (`**key` for keywords) that become proxies, too."""
@@ -45,7 +47,7 @@ class GuardedTracer(RegionTracer):
         self.typed: set[fx.Node] = set()
         self.dtypes: dict[str, torch.dtype] = {}  # of parameters whose dtype the code may have read
         self.numbers: dict[str, None] = {}  # attributes that were read, and may be None in other modules
-        self.assignments: dict[tuple[int, str], list[int]] = {}  # by module and name: of what, by `id`
+        self.assignments: dict[tuple[int, str], list[int]] = {}  # by owner and name: of what, by `id`
         self.replaced: dict[str, fx.Node] = {}  # tensors of modules before the code has assigned others
 
     # Arguments ------------------------------------------------------------------------------------
@@ -84,6 +86,8 @@ class GuardedTracer(RegionTracer):
     def guard(self, node: fx.Node, kind: str, value: Any) -> Any:
         """A truth known only at run time (of a size from a cache) becomes a branch of the graph."""
         numeric = kind in ("int", "float", "bool")
+        if self.recording and node.target is getattr and node.args[1] in OF_GRADIENTS:
+            raise TraceError(f"its code decides on `{node.args[1]}` of a tensor, and a trace has other tensors")
         if not self.recording or not any(map(has_side_effects, ancestors(node))):
             return super().guard(node, kind, value)
         if node not in self.deciding_functions:
@@ -153,20 +157,29 @@ class GuardedTracer(RegionTracer):
         return value
 
     def write_attribute(self, module: nn.Module, name: str, value: Any) -> None:
-        """Records the assignment, but of tensors that depend on no argument, as tables of
-        positions: each call computes them anew.
-        """
         super().write_attribute(module, name, value)
-        if id(module) not in self.module_names or not (contains_proxy(value) or is_constant(value)):
+        if id(module) in self.module_names:
+            old = next((own[name] for own in (vars(module), *_tables(module)) if name in own), None)
+            self.assign(module, module, name, value, old)
+
+    def write_object(self, written: object, name: str, value: Any) -> None:
+        super().write_object(written, name, value)
+        if (path := self.objects.paths.get(id(written))) is not None:
+            self.assign(written, self.attribute_node(path, written), name, value, vars(written).get(name))
+
+    def assign(self, owner: object, argument: Any, name: str, value: Any, old: Any) -> None:
+        """Records an assignment, but of tensors that depend on no argument, as tables of positions:
+        each call computes them anew. `argument`: what stands for the owner.
+        """
+        if not self.recording or not (contains_proxy(value) or is_constant(value)):
             return
-        old = next((own[name] for own in (vars(module), *_tables(module)) if name in own), None)
         if isinstance(old, torch.Tensor) and (path := self.tensor_names.get(id(old))) is not None:
             self.replaced.setdefault(path, self.attribute_node(path, old))
-        self.record_node(setattr, (module, name, value))
-        self.assignments[id(module), name] = list(map(id, leaves(value)))
+        self.record_node(setattr, (argument, name, value))
+        self.assignments[id(owner), name] = list(map(id, leaves(value)))
 
-    def note_left(self, module: nn.Module, name: str, value: Any) -> None:
-        if self.assignments.get((id(module), name)) != list(map(id, leaves(value))):
+    def note_left(self, owner: Any, name: str, value: Any) -> None:
+        if self.assignments.get((id(owner), name)) != list(map(id, leaves(value))):
             raise TraceError(f"its code puts tensors into what `{name}` holds, and a graph sets attributes alone")
 
     def attribute_node(self, path: str, value: Any) -> fx.Node:

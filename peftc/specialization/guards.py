@@ -34,7 +34,7 @@ def conditions(
     texts += [*facts.values(), *(f"{attribute_path(n)} is not None" for n in tracer.numbers if n not in paths)]
     for (name, args), value in tracer.global_state.items():  # queries of torch's state
         query = f"torch.{name}({', '.join(map(repr, args))})"
-        texts.append(_equals(query, value, expressions) if isinstance(value, bool) else f"{query} == {value}")
+        texts.append(_equals(query, value, expressions))
     if traced.depends_on_dtype:
         texts += _dtypes(traced, tracer, passthrough, expressions)
     texts += [_condition(guard, expressions) for guard in traced.guards if not _is_unknown_before(guard)]

@@ -141,13 +141,17 @@ class ReportingObjects:
         self.tracer = tracer
         self.paths: dict[int, str] = {}
         self.classes: list[tuple[object, type]] = []
+        self.before: list[tuple[object, dict[str, Any]]] = []  # what they held
 
     def enter(self, path: str, value: object) -> None:
         """Lets an object report, or guards all of one whose class cannot be changed."""
         cls = type(value)
-        if id(value) in self.paths or isinstance(value, _NO_OBJECTS) or not hasattr(value, "__dict__"):
+        if id(value) in self.paths or isinstance(value, _NO_OBJECTS) or is_proxy(value):
             return
-        if is_proxy(value) or cls.__module__.partition(".")[0] in ("torch", "peftc"):
+        if cls.__module__.partition(".")[0] in ("torch", "peftc", "builtins"):
+            return
+        self.before.append((value, _members_of(value)))
+        if not hasattr(value, "__dict__"):
             return
         try:
             object.__setattr__(value, "__class__", _reporting_class(cls))
@@ -161,10 +165,32 @@ class ReportingObjects:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
+        """Takes out the proxies that code has put into objects."""
         while self.classes:
             value, cls = self.classes.pop()
             object.__setattr__(value, "__class__", cls)
+        left: list[tuple[object, str, Any]] = []
+        while self.before:
+            value, before = self.before.pop()
+            for name, member in _members_of(value).items():
+                if member is before.get(name) or not contains_proxy(member):
+                    continue
+                left.append((value, name, member))
+                if name in before:
+                    object.__setattr__(value, name, before[name])
+                else:
+                    object.__delattr__(value, name)
+        for one in left if error is None else ():
+            self.tracer.note_left(*one)
+
+
+def _members_of(value: object) -> dict[str, Any]:
+    """Those in its dictionary and in its slots."""
+    slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
+    names = {name for own in slots for name in ((own,) if isinstance(own, str) else own)} - {"__dict__", "__weakref__"}
+    members = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return members | getattr(value, "__dict__", {})
 
 
 class MemberTracer(TracerBase):
@@ -242,7 +268,7 @@ class MemberTracer(TracerBase):
 
     def write_object(self, written: object, name: str, value: Any) -> None:
         owner = self.objects.paths.get(id(written))
-        if owner is not None:
+        if owner is not None and not contains_proxy(value):
             self.note_write(owner, name, vars(written).get(name, nn.Module), value)
 
     def note_write(self, owner: str, name: str, old: Any, value: Any) -> None:

@@ -47,7 +47,8 @@ PLAIN = frozenset({bool, int, float, str, tuple, list, type(None)})  # attribute
 NO_STATE = ATTRIBUTES - {"training"}  # attributes of torch, not of a model
 MANAGERS: tuple[Any, ...] = (torch.autocast, torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
 GRADIENT_QUERIES = ("is_grad_enabled", "is_inference_mode_enabled")
-AUTOCAST_QUERIES = ("is_autocast_enabled", "get_autocast_dtype", "is_autocast_cache_enabled")
+OF_OBJECTS = ("is_tensor", "is_storage")  # queries of what they are given
+STATES = (bool, int, float, str, torch.dtype)  # of torch, that a query returns
 # Their C code takes proxies for tensors and ends the process, or they ask examples for gradients.
 TRANSFORMS: tuple[tuple[Any, str], ...] = (
     (vmap, "_create_batched_inputs"),
@@ -111,9 +112,24 @@ def _reject_enter(tracer: TracerBase, enter: Any, self: Any) -> Any:
 
 def _record_query(name: str, tracer: TracerBase, query: Any, /, *args: Any, **kwargs: Any) -> Any:
     value = query(*args, **kwargs)
-    if not any(is_gradient_context(node) == (name in GRADIENT_QUERIES) for _, node in tracer.open_contexts):
-        tracer.global_state[name, (*args, *kwargs.values())] = value
+    arguments = (*args, *kwargs.values())
+    is_local = any(_decides(node, name) for _, node in tracer.open_contexts)
+    if not is_local and isinstance(value, STATES) and all(type(argument) is str for argument in arguments):
+        tracer.global_state[name, arguments] = value
     return value
+
+
+def _decides(context: fx.Node, query: str) -> bool:
+    """Whether the block that a node enters decides what a query returns."""
+    return query in GRADIENT_QUERIES if is_gradient_context(context) else "autocast" in query
+
+
+@cache
+def queries() -> tuple[str, ...]:
+    """The functions of torch that tell a state of it, such as `get_default_dtype`."""
+    names = [name for name in dir(torch) if name.startswith(("is_", "are_", "get_")) and name not in SEEDS]
+    of_values = (*dir(torch._C._VariableFunctions), *OF_OBJECTS)  # pyright: ignore
+    return tuple(name for name in names if callable(getattr(torch, name)) and name not in of_values)
 
 
 def _constructor_arguments(manager: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -215,7 +231,7 @@ def patch_libraries(tracer: TracerBase) -> Generator[None]:
         (nn.functional, "multi_head_attention_forward", intercept(_trace_attention, contains_proxy)),
         *((manager, name, intercept(partial(record, manager))) for manager in MANAGERS for name, record in block),
         (torch.inference_mode, "__enter__", intercept(_reject_enter)),
-        *((torch, name, intercept(partial(_record_query, name))) for name in GRADIENT_QUERIES + AUTOCAST_QUERIES),
+        *((torch, name, intercept(partial(_record_query, name))) for name in queries()),
         *tracer.patches(),
     ]
     with patching_lock, contextlib.ExitStack() as stack:

@@ -134,8 +134,10 @@ class TracerBase(fx.Tracer):
     def write_attribute(self, module: nn.Module, name: str, value: Any) -> None:
         """Called before Python sets an attribute of `module`."""
 
-    def note_left(self, module: nn.Module, name: str, value: Any) -> None:
-        """Called at the end for each attribute of `module` in which the code has left proxies."""
+    def note_left(self, owner: Any, name: str, value: Any) -> None:
+        """Called at the end for each member of a module, an object, a class, or a global collection
+        in which the code has left proxies.
+        """
 
     def read_object(self, value: object, name: str, member: Any) -> Any:
         """What Python gets for `value.name`, of an object in a module: `member`, or a proxy."""

@@ -6,6 +6,7 @@ refused.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,7 +22,27 @@ SHAPES = ((2, 5, D), (3, 4, D), (2, 5, D))
 Code = Callable[[Any, Tensor], Tensor]
 
 
+@dataclass
+class State:
+    hidden: Any = None
+    size: int = 0
+
+
+class Slots:
+    __slots__ = ("hidden",)
+
+    def __init__(self) -> None:
+        self.hidden: Any = None
+
+
+STATE = State()
+LAST: list[Any] = []
+last: Any = None
+
+
 class FeedForward(nn.Module):
+    last: Any = None
+
     def __init__(self, code: Code) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(D, 12), nn.Linear(12, D)
@@ -29,6 +50,7 @@ class FeedForward(nn.Module):
         self.register_buffer("mean", torch.ones(12))
         self.values: list[Tensor] = []
         self.entries: dict[str, Tensor] = {}
+        self.state, self.slots = State(), Slots()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.tanh(self.code(self, self.up(x))))
@@ -122,7 +144,14 @@ def own_value(self: Any, hidden: Tensor) -> Tensor:
     return hidden * self.size
 
 
+def of_an_object(self: Any, hidden: Tensor) -> Tensor:
+    self.state.hidden = hidden
+    self.state.size = hidden.shape[1]
+    return hidden
+
+
 ASSIGNMENTS: list[Code] = [
+    of_an_object,
     loss, loss_in_training, value, several, size, text, of_a_child, total, buffer, value_before, first_call, own_value
 ]  # fmt: skip
 
@@ -153,7 +182,36 @@ def new_buffer(self: Any, hidden: Tensor) -> Tensor:
     return hidden
 
 
-REFUSED: list[Code] = [append, append_to_new, entry, past_setattr, new_buffer]
+def of_slots(self: Any, hidden: Tensor) -> Tensor:
+    self.slots.hidden = hidden
+    return hidden
+
+
+def of_a_class(self: Any, hidden: Tensor) -> Tensor:
+    FeedForward.last = hidden
+    return hidden
+
+
+def of_a_global_object(self: Any, hidden: Tensor) -> Tensor:
+    STATE.hidden = hidden
+    return hidden
+
+
+def append_to_global(self: Any, hidden: Tensor) -> Tensor:
+    LAST.append(hidden)
+    return hidden
+
+
+def global_variable(self: Any, hidden: Tensor) -> Tensor:
+    global last
+    last = hidden
+    return hidden
+
+
+REFUSED: list[Code] = [
+    of_slots, of_a_class, of_a_global_object, append_to_global,
+    global_variable, append, append_to_new, entry, past_setattr, new_buffer
+]  # fmt: skip
 SPECS = {
     "hidden": "edit a at layer[*].ffn.hidden { h += adapter(x, r=2, init=lora) }",
     "Linear": "edit a at layer[*].ffn.up { h += lora(x, r=2) }",
@@ -176,6 +234,7 @@ def compiled(code: Code, spec: str) -> nn.Module:
 
 def assert_states_equal(model: nn.Module, base: nn.Module) -> None:
     for own, other in zip(model.layers, base.layers, strict=True):  # pyright: ignore
+        assert_equal(vars(own.ffn.state), vars(other.ffn.state))
         for name in ("loss", "seen", "size", "mean", "values", "entries"):
             assert_equal(getattr(own.ffn, name), getattr(other.ffn, name))
         assert_equal(vars(own.ffn.down).get("last"), vars(other.ffn.down).get("last"))
@@ -229,10 +288,19 @@ def test_they_have_what_the_edit_changes() -> None:
     torch.testing.assert_close(losses, [hidden.pow(2).mean() for hidden in changed])
 
 
+def reset() -> None:
+    global last
+    FeedForward.last = STATE.hidden = last = None
+    LAST.clear()
+
+
 @pytest.mark.parametrize("code", REFUSED)
 def test_what_a_graph_cannot_hold_is_refused(code: Code) -> None:
-    with pytest.raises(peftc.PeftcError, match=r"puts tensors into what `(seen|values|entries|mean)` holds"):
+    with pytest.raises(peftc.PeftcError, match=r"puts tensors into what `\w+` holds"):
         compiled(code, SPECS["hidden"])(inputs(SHAPES[0]))
+    assert FeedForward.last is STATE.hidden is last is None
+    assert not LAST
     model, base = compiled(code, SPECS["Linear"]), network(code)  # whose own code runs
     torch.testing.assert_close(model(inputs(SHAPES[0])), base(inputs(SHAPES[0])))
     assert_states_equal(model, base)
+    reset()
