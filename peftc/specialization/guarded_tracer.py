@@ -32,7 +32,12 @@ from peftc.tracing.region_trace import RegionTrace, TraceError, is_input
 from peftc.tracing.tracer import RegionTracer
 from peftc.tracing.tracer_base import current_tracer
 
-OF_GRADIENTS = ("grad_fn", "is_leaf", "grad", "_base", "_version")  # members of tensors: how they were computed
+HISTORY = ("grad_fn", "is_leaf", "grad", "_base", "_version")
+
+
+def tells_history(node: fx.Node) -> bool:
+    """Whether a node reads how a tensor was computed: a trace has other tensors."""
+    return node.target is getattr and node.args[1] in HISTORY and isinstance(example(node.args[0]), torch.Tensor)
 
 
 class GuardedTracer(RegionTracer):
@@ -79,6 +84,8 @@ class GuardedTracer(RegionTracer):
         proxy = super().create_proxy(kind, target, *args, **kwargs)
         if target is operator.getitem and is_proxy(proxy) and is_input(proxy.node):
             self.guard(proxy.node, "ndim", getattr(proxy.node.meta["example"], "ndim", None))
+        if is_proxy(proxy) and tells_history(proxy.node):
+            self.guard(proxy.node, "is", proxy.node.meta["example"])
         return proxy
 
     # Decisions ------------------------------------------------------------------------------------
@@ -86,8 +93,6 @@ class GuardedTracer(RegionTracer):
     def guard(self, node: fx.Node, kind: str, value: Any) -> Any:
         """A truth known only at run time (of a size from a cache) becomes a branch of the graph."""
         numeric = kind in ("int", "float", "bool")
-        if self.recording and node.target is getattr and node.args[1] in OF_GRADIENTS:
-            raise TraceError(f"its code decides on `{node.args[1]}` of a tensor, and a trace has other tensors")
         if not self.recording or not any(map(has_side_effects, ancestors(node))):
             return super().guard(node, kind, value)
         if node not in self.deciding_functions:

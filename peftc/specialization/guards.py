@@ -13,7 +13,7 @@ from peftc.dataflow.operations import has_side_effects
 from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.runtime.guards import SMALLER
 from peftc.specialization.expressions import Expressions, attribute_path
-from peftc.specialization.guarded_tracer import GuardedTracer
+from peftc.specialization.guarded_tracer import GuardedTracer, tells_history
 from peftc.specialization.passthrough_arguments import Call
 from peftc.tracing.module_calls import is_constant
 from peftc.tracing.operations import attention, model_function
@@ -135,13 +135,14 @@ class RunTimeDecision(PeftcError):
 
 def _condition(guard: Guard, expressions: Expressions) -> str:
     """The condition for one guard. Raises: P406 if its value is known only at run time."""
-    acting = next((n for n in ancestors(guard.node) if has_side_effects(n)), None)
+    acting = next((n for n in ancestors(guard.node) if has_side_effects(n) or tells_history(n)), None)
     if acting is not None and (device := _device_of_arguments(guard, expressions)):
         return device
     if acting is not None:
         origin = acting.meta.get("origin", ("?",))[0] or "the region"
         message = "the forward takes a Python decision on a value that is only known while it runs"
-        notes = (f"the value depends on `{acting.target}` of `{origin}`",)
+        name = acting.args[1] if acting.target is getattr else acting.target
+        notes = (f"the value depends on `{name}` of `{origin}`",)
         notes += (f"at {guard.line}",) if guard.line is not None else ()
         raise RunTimeDecision(Diagnostic("P406", message, notes=notes, help=SMALLER), guard.node)
     text, value = expressions.of_arguments(guard.node), guard.value
