@@ -30,24 +30,44 @@ def is_edited(module: nn.Module) -> bool:
 
 
 def computes_product(module: nn.Module, weight: WeightRef) -> bool:
-    """Whether the forward of a module, or of its class, multiplies by its weight and adds its bias.
+    """Whether the forward of a module, or of its class, multiplies by its weight and adds its bias,
+    whatever values the weight has: code may limit them.
 
     A forward that fails on vectors (on ids, of an embedding) counts as one that does not.
     """
     cls = base_class(module) if is_edited(module) else code_class(module)
     if cls.forward.__module__.startswith("torch.nn."):
         return True
-    stored = dense(getattr(module, weight.attribute).detach())
+    parameter = getattr(module, weight.attribute)
+    stored = dense(parameter.detach())
     if not has_values(stored) or not stored.is_floating_point():
         return True  # folding refuses it with a reason of its own
-    matrix = stored.t() if weight.transposed else stored
     try:
         with torch.no_grad():
-            x = _vectors(module, matrix)
-            result, product = cls.forward(module, x), _product(module, matrix, x)
-            return result.shape == product.shape and is_close(result, product)
+            is_plain = type(parameter) in (Tensor, nn.Parameter)
+            others = (_other_values(stored),) if is_plain else ()  # a packed matrix is no parameter of these values
+            return all(_is_product(cls, module, weight, values) for values in (stored, *others))
     except Exception:  # whatever the class's own code raises
         return False
+
+
+def _is_product(cls: type[nn.Module], module: nn.Module, weight: WeightRef, values: Tensor) -> bool:
+    own = cls.__new__(cls)  # whose weight the code may change
+    parameters = vars(module)["_parameters"].copy()
+    if type(parameters.get(weight.attribute)) is nn.Parameter:
+        parameters[weight.attribute] = nn.Parameter(values.clone(), requires_grad=False)
+    vars(own).update(vars(module) | {"_parameters": parameters})
+    matrix = values.t() if weight.transposed else values
+    x = _vectors(own, matrix)
+    product = _product(own, matrix, x)
+    result = cls.forward(own, x)
+    return result.shape == product.shape and is_close(result, product)
+
+
+def _other_values(stored: Tensor) -> Tensor:
+    """Large values of other signs."""
+    numbers = torch.arange(stored.numel(), device=stored.device, dtype=torch.float32).reshape(stored.shape)
+    return -64 * (stored + numbers.mul(1.3).cos().to(stored.dtype))
 
 
 def _vectors(module: nn.Module, matrix: Tensor) -> Tensor:

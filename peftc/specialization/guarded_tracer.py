@@ -32,6 +32,7 @@ from peftc.tracing.region_trace import RegionTrace, TraceError, is_input
 from peftc.tracing.tracer import RegionTracer
 from peftc.tracing.tracer_base import current_tracer
 
+_HELD: dict[type, str] = {nn.Parameter: "parameter", nn.Module: "module"}  # by modules, and no graph makes them
 HISTORY = ("grad_fn", "is_leaf", "grad", "_base", "_version")
 
 
@@ -53,6 +54,7 @@ class GuardedTracer(RegionTracer):
         self.dtypes: dict[str, torch.dtype] = {}  # of parameters whose dtype the code may have read
         self.numbers: dict[str, None] = {}  # attributes that were read, and may be None in other modules
         self.assignments: dict[tuple[int, str], list[int]] = {}  # by owner and name: of what, by `id`
+        self.assigned = set[str]()  # paths of attributes of modules
         self.replaced: dict[str, fx.Node] = {}  # tensors of modules before the code has assigned others
 
     # Arguments ------------------------------------------------------------------------------------
@@ -173,15 +175,22 @@ class GuardedTracer(RegionTracer):
             self.assign(written, self.attribute_node(path, written), name, value, vars(written).get(name))
 
     def assign(self, owner: object, argument: Any, name: str, value: Any, old: Any) -> None:
-        """Records an assignment, but of tensors that depend on no argument, as tables of positions:
-        each call computes them anew. `argument`: what stands for the owner.
+        """Records an assignment, but of tensors that depend on constants alone, as tables of
+        positions: each call computes them anew. `argument`: what stands for the owner.
         """
-        if not self.recording or not (contains_proxy(value) or is_constant(value)):
+        has_proxy = contains_proxy(value)
+        kind = None if has_proxy else next((n for cls, n in _HELD.items() if isinstance(value, cls)), None)
+        if kind is not None:
+            raise TraceError(f"its code sets the {kind} `{name}`")
+        is_tensor = not has_proxy and isinstance(value, torch.Tensor)
+        is_state = is_tensor and self.provenance.depends_on_parameters(value)
+        if not self.recording or not (has_proxy or is_constant(value) or is_state):
             return
         if isinstance(old, torch.Tensor) and (path := self.tensor_names.get(id(old))) is not None:
             self.replaced.setdefault(path, self.attribute_node(path, old))
         self.record_node(setattr, (argument, name, value))
         self.assignments[id(owner), name] = list(map(id, leaves(value)))
+        self.assigned.add(f"{self.module_names.get(id(owner), '')}.{name}".lstrip("."))
 
     def note_left(self, owner: Any, name: str, value: Any) -> None:
         if self.assignments.get((id(owner), name)) != list(map(id, leaves(value))):
@@ -223,7 +232,9 @@ class GuardedTracer(RegionTracer):
         reads = {node.target for node in trace.graph.nodes if node.op == "get_attr"}
         for path, value in _states(root).items():
             before, after = states.get(path), concrete_values(value)
-            is_read = path in states and (is_proxy(value) if before is None else path in reads)
+            is_read = (
+                path in states and path not in self.assigned and (is_proxy(value) if before is None else path in reads)
+            )
             if is_read and after is not before and not _have_one_memory(before, after):
                 raise TraceError(f"the code replaces `{path}`, which a later call reads")
         return trace

@@ -221,6 +221,7 @@ def patch_libraries(tracer: TracerBase) -> Generator[None]:
         (AttentionInterface, "get_interface", intercept(_record_interface)),
         *((torch, name, intercept(_record_function, contains_proxy)) for name in FACTORIES + TAKE_SIZES + CRASH),
         *((torch.Tensor, name, intercept(partial(_record_method, name), contains_proxy)) for name in REJECT_SIZES),
+        (torch.Tensor, "data", _settable_data),
         (torch, "_check_with", intercept(_guard_check, contains_proxy)),
         (torch.jit.ScriptFunction, "__call__", intercept(_record_script_function, contains_proxy)),
         (FUNCTION_BASE, "apply", _recording_apply),
@@ -255,6 +256,8 @@ class ProvenanceMode(TorchFunctionMode):
         kwargs, tracer = kwargs or {}, self.tracer
         if getattr(func, "__self__", None) is DTYPE and tracer.recording and id(args[0]) in tracer.tensor_names:
             tracer.read_dtype(args[0])
+        if getattr(func, "__name__", "") == "__set__" and tracer.recording and id(args[0]) in tracer.tensor_names:
+            tracer.write_member(args[0], func.__self__.__name__, args[1])
         call = RecordedCall.of(func, args, kwargs, tracer.graph) if tracer.recording else None
         if call is None:
             return func(*args, **kwargs)
@@ -268,6 +271,25 @@ class ProvenanceMode(TorchFunctionMode):
             written = [t for t, before in zip(tensors, versions_before, strict=True) if version(t) != before]
         tracer.provenance.record(call, result, written)
         return result
+
+
+def _settable_data(original: Any) -> property:
+    """`Tensor.data`, whose C code takes a proxy for a tensor and ends the process."""
+
+    def set_data(tensor: torch.Tensor, value: Any) -> None:
+        tracer = current_tracer()
+        if tracer is None or not is_proxy(value):
+            original.__set__(tensor, value)
+        elif id(tensor) in tracer.tensor_names and concrete_values(value).shape == tensor.shape:
+            tracer.write_member(tensor, "data", value)
+        else:
+            raise TraceError("its code gives a tensor the data of another one")
+
+    return _Data(original.__get__, set_data)
+
+
+class _Data(property):
+    __name__ = "data"  # which those see that record a read of it
 
 
 def _record_function(tracer: TracerBase, function: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -56,7 +56,8 @@ def _tensor_methods() -> frozenset[Any]:
 
 
 class TensorProvenance:
-    """The call that made each tensor, by id; `parameters` have nodes of their own."""
+    """The call that made each tensor, by id; `parameters`, the tensors that modules
+    hold, have nodes of their own."""
 
     def __init__(self, tracer: fx.Tracer, parameters: Container[int]) -> None:
         self.tracer, self.parameters = tracer, parameters
@@ -69,6 +70,7 @@ class TensorProvenance:
         self.calls_on: dict[int, list[RecordedCall]] = {}  # by storage: what reads, returns or writes it
         self.writes: dict[int, frozenset[int]] = {}  # by call: the storages that it changes
         self.written = set[int]()  # storages
+        self.held = set[int]()  # storages of parameters
         self.open = set[int]()  # storages whose nodes are being created
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
@@ -96,9 +98,23 @@ class TensorProvenance:
         self.writes[id(call)] = storages = frozenset(map(storage_id, written))
         with_nodes = any(id(call) in self.call_nodes for storage in storages for call in self.calls_on[storage])
         self.written |= storages
-        if with_nodes or any(id(t) in self.parameters for t in leaves((call.args, call.kwargs))):
+        if with_nodes or storages & self.held:
             for storage in storages:
                 self.create_nodes_on(storage)
+
+    def depends_on_parameters(self, tensor: torch.Tensor) -> bool:
+        """Whether a recorded tensor is computed from parameters, not from constants alone."""
+        pending, seen = [tensor], set[int]()
+        while pending:
+            one = pending.pop()
+            if id(one) in self.parameters or storage_id(one) in self.held:
+                return True
+            if id(one) in seen or one not in self:
+                continue
+            seen.add(id(one))
+            call = self.parts[id(one)][0] if id(one) in self.parts else self.calls[id(one)]
+            pending += [t for t in leaves((call.args, call.kwargs)) if isinstance(t, torch.Tensor)]
+        return False
 
     def create_nodes_on(self, storage: int) -> None:
         """Creates the nodes of all calls so far on memory that is written, in their order."""

@@ -20,7 +20,7 @@ from peftc.fakes.python_globals import unchanged_globals
 from peftc.modules.packed import is_stand_in
 from peftc.modules.walk import submodule
 from peftc.tracing.bytecode import Origin, position_of, running_stack
-from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, leaves, version
+from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, leaves, storage_id, version
 from peftc.tracing.members import MemberTracer
 from peftc.tracing.module_calls import bind_arguments, functional_linear, is_constant, with_positional_tensors
 from peftc.tracing.operations import DIRECT, attention, model_function, python_target
@@ -191,6 +191,9 @@ class RegionTracer(MemberTracer):
         node.meta["example"] = value
         return node
 
+    def write_member(self, tensor: torch.Tensor, name: str, value: Any) -> None:
+        self.record_node(setattr, (tensor, name, value))
+
     def call_module(
         self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], direct: bool = False
     ) -> Any:
@@ -240,6 +243,7 @@ class RegionTracer(MemberTracer):
         self.module_names |= {id(module): name for name, module in root.named_modules()}
         named = (*plain_tensors(root), *root.named_parameters(), *root.named_buffers())
         self.tensor_names |= {id(t): name for name, t in named}
+        self.provenance.held |= {storage_id(t) for _, t in named}
         forward = inspect.unwrap(type(root).forward)
         args, kwargs = self.placeholders(inspect.signature(forward), arguments)
         gradients = torch.set_grad_enabled(torch.is_grad_enabled())  # restores the mode, whatever the code does

@@ -152,6 +152,9 @@ class TracerBase(fx.Tracer):
     def read_dtype(self, tensor: torch.Tensor) -> None:
         """Called when Python reads the dtype of a parameter or buffer."""
 
+    def write_member(self, tensor: torch.Tensor, name: str, value: Any) -> None:
+        """Called before Python sets a member of a parameter or buffer, such as `data`."""
+
     def patches(self) -> Iterable[tuple[Any, str, Callable[[Any], Any]]]:
         """What a kind of tracer patches beside the rest: owner, attribute, and its replacement."""
         return ()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, cast
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -41,6 +44,19 @@ class Stored(nn.Module):
         return torch.addmm(self.bias, x.flatten(0, -2), self.weight).view(*x.shape[:-1], -1)
 
 
+class Limited(nn.Linear):
+    """As the EEGNet of braindecode: rows of a norm over 4 are scaled. Those of the base are not."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=4.0)
+        return super().forward(input)
+
+
+class Clipped(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight.clamp(-1, 1), self.bias)
+
+
 class Block(nn.Module):
     def __init__(self, q: nn.Module, up: nn.Module) -> None:
         super().__init__()
@@ -71,6 +87,8 @@ SPECS = (
         (Scaled, False),
         (Normed, False),
         (Stored, True),
+        (Limited, False),
+        (Clipped, False),
     ],
 )
 @pytest.mark.parametrize("spec", SPECS)
@@ -86,3 +104,54 @@ def test_a_fold_is_what_the_model_computed(kind: type[nn.Linear], folds: bool, s
         report = peftc.fold(model, widen=True)
         torch.testing.assert_close(model(x), before, rtol=0, atol=1e-10)
     assert bool(report.folded) is folds
+
+
+@torch.no_grad()
+def test_a_check_changes_no_weight() -> None:
+    model = peftc.compile(
+        f"peft 1\n{SPECS[1]}",
+        Layers(Block(Limited(D, D), Limited(D, 2 * D))),
+        seed=0,
+        sample={"x": torch.randn(2, 5, D)},
+    )
+    cast(Any, model.layers)[0].up.weight.mul_(100)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert not peftc.fold(model).folded
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def limited_in_place(layer: Any) -> None:
+    layer.up.weight.data = F.normalize(layer.up.weight.data, dim=1)
+
+
+def limited_under_no_grad(layer: Any) -> None:
+    with torch.no_grad():
+        layer.up.weight.clamp_(-0.1, 0.1)
+
+
+class LimitedByItsBlock(Block):
+    limit: Callable[[Any], None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).limit(self)
+        return super().forward(x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("limit", [limited_in_place, limited_under_no_grad])
+@pytest.mark.parametrize("index", ["*", "1"])
+def test_a_block_limits_the_weight_of_its_linear(limit: Any, index: str) -> None:
+    class Limiting(LimitedByItsBlock):
+        pass
+
+    Limiting.limit = limit
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, D, dtype=torch.float64)
+    model = Layers(*(Limiting(nn.Linear(D, D), nn.Linear(D, 2 * D)) for _ in range(2))).double().eval()
+    model(x)
+    peftc.compile(f"peft 1\nedit e at layer[{index}].ffn.up {{ h += lora(x, r=2) }}", model, seed=0, sample={"x": x})
+    for parameter in peftc.parameters(model).values():
+        parameter.add_(torch.randn_like(parameter))
+    before = model(x)
+    assert not peftc.fold(model).folded
+    torch.testing.assert_close(model(x), before, rtol=0, atol=1e-10)

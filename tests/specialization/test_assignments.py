@@ -50,7 +50,7 @@ class FeedForward(nn.Module):
         self.register_buffer("mean", torch.ones(12))
         self.values: list[Tensor] = []
         self.entries: dict[str, Tensor] = {}
-        self.state, self.slots = State(), Slots()
+        self.state, self.slots, self.dropout = State(), Slots(), nn.Dropout(0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.tanh(self.code(self, self.up(x))))
@@ -150,7 +150,31 @@ def of_an_object(self: Any, hidden: Tensor) -> Tensor:
     return hidden
 
 
+def data(self: Any, hidden: Tensor) -> Tensor:
+    self.down.weight.data = functional.normalize(self.down.weight.data, dim=1)
+    return hidden
+
+
+def data_in_place(self: Any, hidden: Tensor) -> Tensor:
+    self.down.weight.data.mul_(0.5)
+    return hidden
+
+
+def data_of_activations(self: Any, hidden: Tensor) -> Tensor:
+    self.mean.data = hidden.detach().mean((0, 1))
+    return hidden
+
+
+def count(self: Any, hidden: Tensor) -> Tensor:
+    self.loss = self.loss + 1
+    return hidden
+
+
 ASSIGNMENTS: list[Code] = [
+    data,
+    data_in_place,
+    data_of_activations,
+    count,
     of_an_object,
     loss, loss_in_training, value, several, size, text, of_a_child, total, buffer, value_before, first_call, own_value
 ]  # fmt: skip
@@ -174,6 +198,16 @@ def entry(self: Any, hidden: Tensor) -> Tensor:
 
 def past_setattr(self: Any, hidden: Tensor) -> Tensor:
     self.__dict__["seen"] = hidden
+    return hidden
+
+
+def parameter(self: Any, hidden: Tensor) -> Tensor:
+    self.down.weight = nn.Parameter(self.down.weight * 0.5)
+    return hidden
+
+
+def module(self: Any, hidden: Tensor) -> Tensor:
+    self.dropout = nn.Identity()
     return hidden
 
 
@@ -237,6 +271,7 @@ def assert_states_equal(model: nn.Module, base: nn.Module) -> None:
         assert_equal(vars(own.ffn.state), vars(other.ffn.state))
         for name in ("loss", "seen", "size", "mean", "values", "entries"):
             assert_equal(getattr(own.ffn, name), getattr(other.ffn, name))
+        assert_equal(own.ffn.down.weight, other.ffn.down.weight)
         assert_equal(vars(own.ffn.down).get("last"), vars(other.ffn.down).get("last"))
 
 
@@ -292,6 +327,12 @@ def reset() -> None:
     global last
     FeedForward.last = STATE.hidden = last = None
     LAST.clear()
+
+
+@pytest.mark.parametrize("code", [parameter, module])
+def test_modules_and_parameters_stay(code: Code) -> None:
+    with pytest.raises(peftc.PeftcError, match=r"P407.*its code sets the (module|parameter)"):
+        compiled(code, SPECS["hidden"])(inputs(SHAPES[0]))
 
 
 @pytest.mark.parametrize("code", REFUSED)
