@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from peftc.dataflow.nodes import example
-from peftc.tracing.in_place import AUGMENTED, WRITES
+from peftc.tracing.in_place import AUGMENTED, EFFECT, WRITES
 from peftc.tracing.operations import attention, autograd_function, model_function, new_version, segment
 
 
@@ -239,7 +239,12 @@ def has_side_effects(node: fx.Node) -> bool:
     """Whether running a node twice could change something, or costs a module's forward."""
     if node.op not in ("call_function", "call_method"):
         return node.op == "call_module"
-    if WRITES in node.meta or is_in_place(node) or node.target in (attention, model_function, segment):
+    if (
+        WRITES in node.meta
+        or EFFECT in node.meta
+        or is_in_place(node)
+        or node.target in (attention, model_function, segment)
+    ):
         return True
     return op_of(node) in (Op.DROPOUT, Op.CACHE) or name_of(node) in ("append", "pop", "setdefault", "_assert")
 

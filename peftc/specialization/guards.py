@@ -15,6 +15,7 @@ from peftc.runtime.guards import SMALLER
 from peftc.specialization.expressions import Expressions, attribute_path
 from peftc.specialization.guarded_tracer import GuardedTracer, tells_history
 from peftc.specialization.passthrough_arguments import Call
+from peftc.tracing.in_place import EFFECT
 from peftc.tracing.module_calls import is_constant
 from peftc.tracing.operations import attention, model_function
 from peftc.tracing.region_trace import Absent, Guard, RegionTrace, getitem_root
@@ -185,8 +186,13 @@ def _is_unknown_before(guard: Guard) -> bool:
 
 
 def _is_child_result(node: fx.Node) -> bool:
+    """Whether only the run tells a value: of a module's call, or of a method that changes its
+    object.
+    """
     root = getitem_root(node)
-    return root.op == "call_module" or root.target in (attention, model_function)
+    if root.op == "call_module" or root.target in (attention, model_function):
+        return True
+    return root is node and EFFECT in node.meta
 
 
 def mutable_guards(traced: RegionTrace) -> list[Guard]:

@@ -34,6 +34,7 @@ AUGMENTED = {
 }
 OUT_OF_PLACE_NAMES = {function: function.__name__[1:] for function in AUGMENTED}  # `add` of `iadd`
 WRITES = "writes"  # in a node's meta: the storages that it changes in place
+EFFECT = "effect"  # in the meta of a method's call: it changes its object, which is no tensor
 
 # Inside, function modes are off. With them, a trace would record reads of tensor properties.
 disable_function_modes: Any = torch._C.DisableTorchFunction  # pyright: ignore[reportPrivateUsage]

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def is_record(value: Any) -> bool:
@@ -99,3 +100,22 @@ def identities(part: Any) -> list[tuple[object, int]]:
     else:
         items = part.items() if isinstance(part, dict) else contents(part).items()  # pyright: ignore
     return [(key, id(value)) for key, value in items]
+
+
+def state_of(value: Any, depth: int = 3) -> list[Any]:
+    """What an object holds, as objects, so that states before and after a call can be compared."""
+    if depth == 0 or isinstance(value, (torch.Tensor, nn.Module, type)):
+        return []
+    if isinstance(value, dict):
+        parts: Any = list(value.items())  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    elif isinstance(value, (list, tuple)):
+        parts = list(enumerate(value))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    else:
+        parts = list(getattr(value, "__dict__", {}).items())
+    return [(key, part, state_of(part, depth - 1)) for key, part in parts]
+
+
+def are_one_state(one: list[Any], other: list[Any]) -> bool:
+    """Whether two states hold the same objects."""
+    pairs = zip(one, other, strict=len(one) == len(other))
+    return len(one) == len(other) and all(a[0] == b[0] and a[1] is b[1] and are_one_state(a[2], b[2]) for a, b in pairs)

@@ -20,7 +20,7 @@ from peftc.fakes.python_globals import unchanged_globals
 from peftc.modules.packed import is_stand_in
 from peftc.modules.walk import submodule
 from peftc.tracing.bytecode import Origin, position_of, running_stack
-from peftc.tracing.in_place import OUT_OF_PLACE_NAMES, leaves, storage_id, version
+from peftc.tracing.in_place import EFFECT, OUT_OF_PLACE_NAMES, leaves, storage_id, version
 from peftc.tracing.members import MemberTracer
 from peftc.tracing.module_calls import bind_arguments, functional_linear, is_constant, with_positional_tensors
 from peftc.tracing.operations import DIRECT, attention, model_function, python_target
@@ -38,6 +38,7 @@ from peftc.tracing.proxy import (
 from peftc.tracing.python_state import no_random_numbers, unchanged_collections, value_types
 from peftc.tracing.ragged_loops import ragged_result
 from peftc.tracing.records import (
+    are_one_state,
     constructor_fields,
     contents,
     identities,
@@ -45,6 +46,7 @@ from peftc.tracing.records import (
     is_record,
     mutable_parts,
     record_leaves,
+    state_of,
     structure_of,
 )
 from peftc.tracing.region_trace import ModuleCall, RegionTrace, TraceError, getitem_root
@@ -121,12 +123,16 @@ class RegionTracer(MemberTracer):
             name = getattr(args[0], "__name__", "")
             raise TraceError(f"`{name}` takes a list, a dictionary or an object that it may change in another call")
         before = list(map(identities, parts))
+        receiver = operands[0][0] if kind == "call_method" and not isinstance(operands[0][0], torch.Tensor) else None
+        state = state_of(receiver)
         with self.pause():
             value = self.compute(kind, target, *operands)
         if before != list(map(identities, parts)):
             raise TraceError(f"`{target}` changes a list, a dictionary or an object that the code has constructed")
         arguments = tuple(map(self.create_arg, args)), self.create_arg(dict(kwargs))
         node = self.create_node(kind, target, *arguments, name or OUT_OF_PLACE_NAMES.get(target))
+        if not are_one_state(state, state_of(receiver)):
+            node.meta[EFFECT] = True
         self.mutations.record(node, value, versions_before)
         if target is torch._assert:  # pyright: ignore[reportPrivateUsage]
             return None  # whatever it is called with

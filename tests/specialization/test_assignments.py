@@ -6,6 +6,7 @@ refused.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -345,3 +346,53 @@ def test_what_a_graph_cannot_hold_is_refused(code: Code) -> None:
     torch.testing.assert_close(model(inputs(SHAPES[0])), base(inputs(SHAPES[0])))
     assert_states_equal(model, base)
     reset()
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count, self.values = 0, list[Tensor]()
+
+    def advance(self) -> None:
+        self.count += 1
+
+
+class SteppingFeedForward(FeedForward):
+    def forward(self, x: Tensor, counter: Counter) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden = torch.tanh(self.up(x))
+        counter.advance()
+        counter.values.append(hidden)
+        return self.down(hidden)
+
+
+class SteppingLayer(Layer):
+    def __init__(self) -> None:
+        super().__init__(value)
+        self.ffn = SteppingFeedForward(value)
+
+    def forward(self, x: Tensor, counter: Counter) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x = x + self.attention(self.norm(x))
+        return x + self.ffn(x, counter)
+
+
+class SteppingNetwork(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SteppingLayer() for _ in range(2))
+
+    def forward(self, x: Tensor, counter: Counter) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, counter)
+        return x
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_a_method_that_changes_an_argument_is_called_once(spec: str) -> None:
+    torch.manual_seed(0)
+    base = SteppingNetwork().double()
+    sample = {"x": inputs(SHAPES[0]), "counter": Counter()}
+    model = peftc.compile(f"peft 2\n\n{spec}\n", deepcopy(base), seed=0, sample=sample)
+    own, other = Counter(), Counter()
+    for shape in SHAPES:
+        torch.testing.assert_close(model(inputs(shape), own), base(inputs(shape), other))
+    assert own.count == other.count == 2 * len(SHAPES)
+    torch.testing.assert_close(own.values, other.values)
