@@ -58,6 +58,9 @@ def _columns(reads: Iterator[Read]) -> tuple[tuple[Any, ...], ...]:
     return tuple(zip(*reads, strict=True)) or ((), (), ())
 
 
+NO_READS = CodeReads()
+
+
 def _reads_of(cls: type) -> Iterator[Read]:
     """The owner is a table of globals, or has attributes: a class, a function, a cell."""
     yield cls, "forward", getattr(cls, "forward", None)

@@ -22,7 +22,7 @@ from peftc.diagnostics import Diagnostic, PeftcError
 from peftc.modules.form_hooks import has_hooks
 from peftc.modules.instance_forward import FORWARD, GENERATED, replace_base, with_generated_forward
 from peftc.modules.subclasses import constructor, subclass
-from peftc.observation.reachable_code import CodeReads, reachable_code
+from peftc.observation.reachable_code import NO_READS, CodeReads, reachable_code
 from peftc.rewriting.boundary import boundary_graph
 from peftc.rewriting.edits import CONTAINER, RegionEdit
 from peftc.rewriting.insert import Inserter
@@ -96,7 +96,7 @@ class GeneratedClass:
         self.entered_names = tuple(sorted(inline - {""}))
         # The code that its variants are traced from, and what that reads.
         self.code = tuple(map(reachable_code, (base, *entered))) if like is None else like.code
-        self.reads = CodeReads.of(base, *entered) if inline else CodeReads()
+        self.reads = CodeReads.of(base, *entered) if inline else NO_READS
         self.signature = signature_of(base) if like is None else like.signature
         hiding = [n for n in [*self.signature.parameters][1:] if n in FIXED_NAMES or n.startswith(NUMBERED)]
         if inline and hiding:

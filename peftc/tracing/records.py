@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import cache
+from operator import is_
 from typing import Any
 
 import torch
@@ -102,20 +103,21 @@ def identities(part: Any) -> list[tuple[object, int]]:
     return [(key, id(value)) for key, value in items]
 
 
-def state_of(value: Any, depth: int = 3) -> list[Any]:
-    """What an object holds, as objects, so that states before and after a call can be compared."""
-    if depth == 0 or isinstance(value, (torch.Tensor, nn.Module, type)):
+def state_of(value: Any, depth: int = 2) -> list[Any]:
+    """What an object and its parts hold, as objects, so that states before and after a call can be
+    compared.
+    """
+    if isinstance(value, (torch.Tensor, nn.Module, type)):
         return []
     if isinstance(value, dict):
-        parts: Any = list(value.items())  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        parts: list[Any] = [*value.keys(), *value.values()]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     elif isinstance(value, (list, tuple)):
-        parts = list(enumerate(value))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        parts = list(value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     else:
-        parts = list(getattr(value, "__dict__", {}).items())
-    return [(key, part, state_of(part, depth - 1)) for key, part in parts]
+        parts = list(getattr(value, "__dict__", {}).values())
+    return parts if depth == 1 else [*parts, *(one for part in parts for one in state_of(part, depth - 1))]
 
 
 def are_one_state(one: list[Any], other: list[Any]) -> bool:
     """Whether two states hold the same objects."""
-    pairs = zip(one, other, strict=len(one) == len(other))
-    return len(one) == len(other) and all(a[0] == b[0] and a[1] is b[1] and are_one_state(a[2], b[2]) for a, b in pairs)
+    return len(one) == len(other) and all(map(is_, one, other))
