@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -115,7 +116,7 @@ def state_of(value: Any, depth: int = 2) -> list[Any]:
         parts = list(value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     else:
         parts = list(getattr(value, "__dict__", {}).values())
-    return parts if depth == 1 else [*parts, *(one for part in parts for one in state_of(part, depth - 1))]
+    return parts if depth == 1 else [*parts, *chain.from_iterable(state_of(part, depth - 1) for part in parts)]
 
 
 def are_one_state(one: list[Any], other: list[Any]) -> bool:
