@@ -38,14 +38,13 @@ def computes_product(module: nn.Module, weight: WeightRef) -> bool:
     cls = base_class(module) if is_edited(module) else code_class(module)
     if cls.forward.__module__.startswith("torch.nn."):
         return True
-    parameter = getattr(module, weight.attribute)
-    stored = dense(parameter.detach())
+    stored = dense(getattr(module, weight.attribute).detach())
     if not has_values(stored) or not stored.is_floating_point():
         return True  # folding refuses it with a reason of its own
     try:
         with torch.no_grad():
-            is_plain = type(parameter) in (Tensor, nn.Parameter)
-            others = (_other_values(stored),) if is_plain else ()  # a packed matrix is no parameter of these values
+            is_plain = type(vars(module)["_parameters"].get(weight.attribute)) is nn.Parameter
+            others = (_other_values(stored),) if is_plain else ()  # what packs or computes a matrix gives no others
             return all(_is_product(cls, module, weight, values) for values in (stored, *others))
     except Exception:  # whatever the class's own code raises
         return False

@@ -184,7 +184,7 @@ class GuardedTracer(RegionTracer):
             raise TraceError(f"its code sets the {kind} `{name}`")
         is_tensor = not has_proxy and isinstance(value, torch.Tensor)
         is_state = is_tensor and self.provenance.depends_on_parameters(value)
-        if not self.recording or not (has_proxy or is_constant(value) or is_state):
+        if not (has_proxy or is_constant(value) or is_state):
             return
         if isinstance(old, torch.Tensor) and (path := self.tensor_names.get(id(old))) is not None:
             self.replaced.setdefault(path, self.attribute_node(path, old))

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import peftc
+from peftc.addressing.sites import WeightRef
+from peftc.folding.own_forward import computes_product
 from tests.layers import Layers
 
 D = 8
@@ -155,3 +157,14 @@ def test_a_block_limits_the_weight_of_its_linear(limit: Any, index: str) -> None
     before = model(x)
     assert not peftc.fold(model).folded
     torch.testing.assert_close(model(x), before, rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "folds"), [(Casting, True), (Scaled, False)])
+def test_a_weight_that_is_a_buffer_is_compared_as_it_is(kind: type[nn.Linear], folds: bool) -> None:
+    """It takes no other values, and is no reason to call the forward another one."""
+    linear = kind(D, D)
+    weight = linear.weight.detach()
+    del linear.weight
+    linear.register_buffer("weight", weight)
+    assert computes_product(linear, WeightRef("", "weight")) is folds
